@@ -1,0 +1,34 @@
+# The application as an image, for the nodes of a cluster or for one machine.
+#
+#   docker build --target cpu -t vitray:cpu .      no GPU: vLLM for the CPU and the small checkpoint
+#   docker build --target gpu -t vitray:gpu .      NVIDIA GPUs; the host brings the driver and the container toolkit
+#   docker run --shm-size=4g --network=host vitray:cpu
+#
+# serve_config.yaml listens on 127.0.0.1, in a container too: `--network=host` reaches it from the host. To listen on every
+# address, say so in a file of your own (`http_options: {host: 0.0.0.0}`) and put it in the place of the shipped one:
+#   docker run --shm-size=4g -p 8000:8000 -v ./my_config.yaml:/app/serve_config.yaml:ro vitray:cpu
+FROM python:3.12-slim AS base
+# triton and vLLM compile small kernels when they start; KubeRay probes with wget.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ wget \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /app
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+COPY pyproject.toml README.md LICENSE ./
+COPY configs configs
+COPY encoder encoder
+COPY deployments deployments
+COPY training training
+COPY models models
+EXPOSE 8000
+CMD ["serve", "run", "serve_config.yaml"]
+
+FROM base AS gpu
+RUN pip install --editable '.[gpu]'
+COPY serve_config.yaml ./
+
+FROM base AS cpu
+# torch alone from PyTorch's own index: the +cpu builds are not on PyPI, and nothing else is to come from there.
+RUN pip install --no-deps --index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' \
+    && pip install --editable '.[cpu]'
+COPY serve_config.yaml ./

@@ -1,0 +1,37 @@
+# One command each; every one works from a fresh clone. `make help` lists them.
+VENV := .venv
+PYTHON ?=
+EXTRAS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu check serve clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: ## make .venv and install (EXTRAS=cpu,dev or gpu,dev chooses; PYTHON=/path names the interpreter)
+	@python=$$(sh scripts/find_python.sh $(PYTHON)) && "$$python" scripts/setup.py $(if $(EXTRAS),--extras "$(EXTRAS)")
+
+demo: setup ## start the application with a small checkpoint, ask it about two pictures, stop it
+	@$(VENV)/bin/python examples/demo.py $(ARGS)
+
+# One thread a process: the tests run several processes at once on models too small to share out.
+test: setup ## run the tests that need no GPU (ARGS="tests/unit -k packing" narrows)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest $(ARGS)
+
+# The host's own python3: on a GPU machine its torch is the one that fits the driver.
+test-gpu: ## run the tests that need a GPU, with the host's own python3
+	@python3 -m pytest tests/gpu -m gpu $(ARGS)
+
+check: setup ## ruff and mypy
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+serve: setup ## start the application of serve_config.yaml
+	@$(VENV)/bin/serve run serve_config.yaml
+
+clean: ## remove .venv and every cache (checkpoints and results stay)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find configs encoder deployments training scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+""" "auto" becomes a choice here, once, in one function that returns a new config.
+
+It must not know how the facts about the cluster were found out; `deployments/app.py` asks Ray for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import JsonValue
+
+from configs.schema import AppConfig
+
+PRESETS = Path(__file__).parent / "presets"
+PROJECT_ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What of the cluster decides "auto"."""
+
+    has_gpu: bool
+    """A node with a GPU is there, or the autoscaler can bring one."""
+
+
+def load_preset(name: str) -> AppConfig:
+    """`configs/presets/<name>.yaml` as a config."""
+    return AppConfig.model_validate(yaml.safe_load((PRESETS / f"{name}.yaml").read_text()))
+
+
+def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
+    """A config without "auto" in `model` and `num_gpus`.
+
+    What the operator set wins over the preset key by key. A model that is named is never replaced.
+    """
+    preset = load_preset("gpu" if cluster.has_gpu else "laptop")
+    engine_args: dict[str, JsonValue] = {**preset.llm.engine_args, **config.llm.engine_args}
+    tensor_parallel = engine_args.get("tensor_parallel_size", 1)
+    if type(tensor_parallel) is not int or tensor_parallel < 1:
+        raise ValueError(f"llm.engine_args.tensor_parallel_size must be a positive integer, got {tensor_parallel!r}")
+
+    encoder_gpus = config.encoder_replica.num_gpus
+    if encoder_gpus == "auto":
+        encoder_gpus = 1.0 if cluster.has_gpu else 0.0
+    llm_gpus = config.llm.num_gpus
+    if llm_gpus == "auto":
+        llm_gpus = float(tensor_parallel) if cluster.has_gpu else 0.0
+    if 0 < llm_gpus < tensor_parallel and tensor_parallel > 1:
+        raise ValueError(f"llm.num_gpus is {llm_gpus:g}, but llm.engine_args.tensor_parallel_size is {tensor_parallel}")
+    if 0 < llm_gpus < 1:
+        # vLLM takes a share of the whole device; it must leave the encoder's share and both CUDA contexts alone.
+        engine_args.setdefault("gpu_memory_utilization", round(0.95 * llm_gpus, 3))
+
+    model = preset.model if config.model == "auto" else config.model
+    return config.model_copy(
+        update={
+            "model": model,
+            "encoder_replica": config.encoder_replica.model_copy(update={"num_gpus": encoder_gpus}),
+            "llm": config.llm.model_copy(update={"num_gpus": llm_gpus, "engine_args": engine_args}),
+        }
+    )

@@ -1,0 +1,155 @@
+"""The operator's choices: every key that `args:` of serve_config.yaml may hold, checked by arithmetic only.
+
+Facts about a checkpoint are read from the checkpoint and do not appear here. This module must not know of Ray, torch or
+vLLM; the names in `llm.engine_args` are vLLM's own and are checked where vLLM is importable.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+GIB = 1024**3
+MIB = 1024**2
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+GpuCount = Literal["auto"] | NonNegativeFloat
+
+
+class Options(BaseModel):
+    """Frozen settings that refuse an unknown key and name the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, values: object) -> object:
+        if isinstance(values, dict):
+            for key in values:
+                if key not in cls.model_fields:
+                    raise ValueError(unknown_key(str(key), list(cls.model_fields)))
+        return values
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The sentence that refuses `key`, with the nearest of the `known` names where one is near."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown key {key!r}: {hint}"
+
+
+class EncoderConfig(Options):
+    """How one vision encoder computes. Names follow vLLM's encoder graph settings; budgets count merged tokens."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """ "auto" is the checkpoint's own dtype."""
+    encoder_cudagraph_token_budgets: tuple[PositiveInt, ...] = (2048, 4096, 8192, 13824)
+    """Batch capacities in merged tokens. An image over the largest runs alone."""
+    encoder_cudagraph_max_images_per_batch: PositiveInt = 16
+    """Images that one batch may hold."""
+    encoder_cudagraph_verbose: bool = False
+    """Log every batch: images, tokens, budget, padding."""
+
+    @field_validator("encoder_cudagraph_token_budgets")
+    @classmethod
+    def _budgets_ascend(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:
+        if not budgets:
+            raise ValueError("encoder_cudagraph_token_budgets is empty: give at least one budget in tokens")
+        if list(budgets) != sorted(set(budgets)):
+            raise ValueError(f"encoder_cudagraph_token_budgets must ascend without repeats, got {list(budgets)}")
+        return budgets
+
+
+class EncoderReplicaConfig(Options):
+    """What an encoder replica takes from its node, and what it bounds."""
+
+    num_gpus: GpuCount = "auto"
+    """ "auto": one GPU where the cluster has GPUs or can get them, else none. A fraction shares the GPU."""
+    num_cpus: NonNegativeFloat = 0.5
+    """What Ray sets aside of the node's CPUs; the decode workers come on top."""
+    accelerator_type: str | None = None
+    """Ray's name of a GPU type, such as "A100" or "H100"."""
+    decode_workers: PositiveInt = 2
+    """Processes that decode and resize images."""
+    decode_timeout_s: PositiveFloat = 20.0
+    """An image that takes longer is refused and its worker process replaced."""
+    cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
+    """Bound of the embedding cache in host memory; 0 switches it off."""
+    max_queued_tokens: PositiveInt = 262_144
+    """Merged tokens that may wait for the GPU; what comes on top is refused with 503."""
+
+
+class LLMConfig(Options):
+    """The vLLM replicas. `engine_args` and `server_args` are vLLM's own names, without the dashes."""
+
+    num_gpus: GpuCount = "auto"
+    """ "auto": tensor_parallel_size GPUs where the cluster has GPUs or can get them, else none."""
+    num_cpus: NonNegativeFloat = 1.0
+    """What Ray sets aside of the node's CPUs."""
+    accelerator_type: str | None = None
+    """Ray's name of a GPU type, such as "A100" or "H100"."""
+    engine_args: dict[str, JsonValue] = {}
+    """Fields of vLLM's AsyncEngineArgs, for instance max_model_len."""
+    server_args: dict[str, JsonValue] = {}
+    """Options of `vllm serve` beside the engine's, for instance tool_call_parser or chat_template."""
+    cpu_kv_cache_gib: PositiveInt = 1
+    """KV-cache size of a replica without a GPU."""
+
+
+class FetchConfig(Options):
+    """How the ingress fetches `http(s)` image URLs; `data:` URLs need no fetching."""
+
+    http: bool = False
+    """Off: a URL other than `data:` is refused. On: public addresses may be fetched."""
+    allowed_domains: tuple[str, ...] = ()
+    """Where set, only these host names and their subdomains."""
+    allow_private_addresses: bool = False
+    """Also loopback, private and link-local addresses. For tests and closed networks only."""
+    timeout_s: PositiveFloat = 10.0
+    """For the whole fetch, redirects included."""
+    max_redirects: Annotated[int, Field(ge=0)] = 3
+    """Each hop's address is checked again."""
+    max_concurrent: PositiveInt = 64
+    """Fetches under way at once in one ingress replica."""
+
+
+class IngressConfig(Options):
+    """What the front door accepts."""
+
+    num_cpus: NonNegativeFloat = 0.1
+    """What Ray sets aside of the node's CPUs."""
+    max_body_bytes: PositiveInt = 64 * MIB
+    """Of a request's body as it comes in; more is a 413."""
+    max_image_bytes: PositiveInt = 20 * MIB
+    """Of one image file; more is a 413."""
+    max_image_pixels: PositiveInt = 64_000_000
+    """Width times height as the header states it, checked before decoding."""
+    max_images_per_request: PositiveInt = 16
+    """In all messages together; more is a 400."""
+    max_visual_tokens_per_image: PositiveInt = 16_384
+    """After resizing; also bounds what `min_pixels` may enlarge an image to."""
+    max_visual_tokens_per_request: PositiveInt = 65_536
+    """Of all images together, counted from their headers before anything is decoded; more is a 400."""
+    low_detail_max_pixels: PositiveInt = 512 * 512
+    """What `"detail": "low"` resizes an image to at most; "high" and "auto" take the checkpoint's bounds."""
+    request_timeout_s: PositiveFloat = 600.0
+    """From the request's arrival to its last token."""
+    retry_after_s: PositiveInt = 2
+    """Retry-After of a 503."""
+    fetch: FetchConfig = FetchConfig()
+
+
+class AppConfig(Options):
+    """Everything under `args:` of serve_config.yaml."""
+
+    model: Annotated[str, Field(min_length=1)] = "auto"
+    """A checkpoint folder or a hub name; "auto" is the small shipped model where the cluster has no
+    GPU and cannot get one."""
+    encoder: EncoderConfig = EncoderConfig()
+    encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
+    llm: LLMConfig = LLMConfig()
+    ingress: IngressConfig = IngressConfig()

@@ -1,0 +1,68 @@
+"""The whole application in one function, `build_app`: what `serve run serve_config.yaml` calls. Only this file binds.
+
+It must not know how anything works, only what there is.
+"""
+
+from __future__ import annotations
+
+import ray
+from pydantic import JsonValue
+from ray import serve
+from ray.serve import Application
+
+from configs.resolve import ClusterFacts, resolve
+from configs.schema import AppConfig, EncoderReplicaConfig, LLMConfig
+from deployments import vllm_compat
+from deployments.encoder import EncoderReplica
+from deployments.ingress import Ingress
+from deployments.llm import LLM
+
+# Bounds where `deployments:` of serve_config.yaml says nothing. The encoder takes many requests at once: they wait in
+# its own queue, where they are packed, and not at the handles.
+ENCODER_MAX_ONGOING = 512
+LLM_MAX_ONGOING = 256
+INGRESS_MAX_ONGOING = 1024
+
+
+def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
+    """Ingress → Encoder → LLM.
+
+    Args:
+        args: what stands under `args:` in serve_config.yaml; Serve hands it over as a plain dict.
+
+    Raises:
+        pydantic.ValidationError, ValueError: a setting is unknown or out of range; the message names it.
+    """
+    config = resolve(AppConfig.model_validate(args), cluster_facts())
+    if vllm_compat.is_installed():  # the head node of a cluster need not have it; the replicas check again
+        vllm_compat.check_args(config.llm.engine_args, config.llm.server_args)
+    encoder = serve.deployment(
+        name="Encoder",
+        ray_actor_options=resources(config.encoder_replica),
+        max_ongoing_requests=ENCODER_MAX_ONGOING,
+    )(EncoderReplica)
+    llm = serve.deployment(
+        name="LLM",
+        ray_actor_options=resources(config.llm),
+        max_ongoing_requests=LLM_MAX_ONGOING,
+    )(LLM)
+    ingress = serve.deployment(
+        name="Ingress",
+        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        max_ongoing_requests=INGRESS_MAX_ONGOING,
+    )(Ingress)
+    return ingress.bind(config, encoder.bind(config), llm.bind(config))
+
+
+def resources(replica: EncoderReplicaConfig | LLMConfig) -> dict[str, object]:
+    """Ray's actor options of a replica whose "auto" is resolved."""
+    options: dict[str, object] = {"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus}
+    if replica.accelerator_type is not None:
+        options["accelerator_type"] = replica.accelerator_type
+    return options
+
+
+def cluster_facts() -> ClusterFacts:
+    """What the cluster has, or can get from its autoscaler."""
+    possible = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    return ClusterFacts(has_gpu=ray.cluster_resources().get("GPU", 0) > 0 or possible.get("GPU", 0) > 0)

@@ -1,0 +1,150 @@
+"""The `vitray` command. Everything heavy is imported inside the command that needs it, so that `--help` is instant.
+
+Exit codes: 0 done, 1 refused or failed with a message that says why, 2 the command line was wrong. This module must not
+hold logic: what a command does is a function elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from training.architectures import ARCHITECTURES
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+
+def default_config() -> Path:
+    """serve_config.yaml of the working directory, else the one beside this project."""
+    here = Path("serve_config.yaml")
+    return here if here.is_file() else PROJECT_ROOT / "serve_config.yaml"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="vitray", message="%(prog)s %(version)s")
+def main() -> None:
+    """Vision encoders and language models that scale apart, on one Ray Serve cluster.
+
+    \b
+    vitray serve                          start the application here; Ctrl-C stops it
+    vitray check-config my_config.yaml    find mistakes in a configuration before starting it
+    vitray settings                       every key below `args:` with its default
+    vitray routes                         every HTTP route and what becomes of it
+    vitray checkpoint --arch qwen3_vl --out DIR
+                                          a small checkpoint with random weights
+
+    A running cluster takes the same file from Ray's own commands: `serve deploy`, `serve status`, `serve shutdown`.
+    """
+
+
+@main.command()
+@click.option(
+    "-c",
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=default_config,
+    show_default="serve_config.yaml here, else the one of this project",
+    help="The application's configuration.",
+)
+@click.option(
+    "-d", "--app-dir", default=str(PROJECT_ROOT), show_default=True, help="Where `deployments` is imported from."
+)
+@click.option("-a", "--address", help="A running Ray cluster, host:port. Default: RAY_ADDRESS, else a new one here.")
+@click.option("--check/--no-check", default=True, show_default=True, help="Check the configuration before starting.")
+def serve(config: Path, app_dir: str, address: str | None, check: bool) -> None:
+    """Start the application and stay; Ctrl-C stops it. The same as `serve run` with a check before it."""
+    if check:
+        _check(config)
+    program = Path(sys.executable).with_name("serve")
+    if not program.exists():
+        raise click.ClickException(f"Ray Serve's command is not at {program}: pip install 'ray[serve]'")
+    where = ["--address", address] if address else []
+    os.execv(program, [str(program), "run", "--app-dir", app_dir, *where, str(config)])
+
+
+@main.command("check-config")
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=default_config)
+def check_config(config: Path) -> None:
+    """Check a configuration without starting anything.
+
+    Holds `args:` to the settings that exist, and names the keys in the rest that Serve does not know: Serve itself
+    ignores them silently. vLLM's own names are checked where vLLM is installed.
+    """
+    _check(config)
+    click.echo(f"{config}: no mistakes found")
+
+
+@main.command()
+@click.option("--arch", required=True, type=click.Choice(ARCHITECTURES), help="The checkpoint's architecture.")
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
+@click.option("--seed", default=0, show_default=True, help="The weights follow from it, on every machine the same.")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
+def checkpoint(arch: str, out: Path, seed: int, dtype: str) -> None:
+    """Make a small checkpoint with random weights: complete and valid, a few MB, and its answers are noise."""
+    from training.checkpoints import make_checkpoint
+
+    try:
+        click.echo(make_checkpoint(arch, out, seed=seed, dtype=dtype))
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise click.ClickException(reason) from error
+
+
+@main.command()
+@click.option("--markdown", is_flag=True, help="As a Markdown table.")
+def routes(markdown: bool) -> None:
+    """List every HTTP route; what is not listed is closed."""
+    from deployments.routes import ROUTES, table
+
+    if markdown:
+        click.echo(table())
+        return
+    width = max(len(route.path) for route in ROUTES)
+    for route in ROUTES:
+        note = f"  ({route.note})" if route.note else ""
+        click.echo(f"{' '.join(route.methods):8} {route.path:{width}}  {route.service.value}{note}")
+
+
+@main.command()
+@click.option("--markdown", is_flag=True, help="As a Markdown table.")
+def settings(markdown: bool) -> None:
+    """List every key below `args:` with its default, what it may be, and what it does."""
+    from configs import reference
+
+    if markdown:
+        click.echo(reference.markdown())
+        return
+    for setting in reference.settings():
+        click.echo(f"{click.style(setting.key, bold=True)}: {setting.default}")
+        click.echo(f"    {setting.values}{'. ' + setting.meaning if setting.meaning else ''}")
+
+
+def _check(path: Path) -> None:
+    """Returns if nothing is wrong with the file; else says what and exits with 1."""
+    from deployments import check_config, vllm_compat
+
+    try:
+        config = check_config.read_config(path)
+    except check_config.ConfigFileError as error:
+        raise click.ClickException(str(error)) from error
+    found = check_config.problems(config)
+    for place, engine_args, server_args in check_config.vllm_args(config) if not found else []:
+        if not vllm_compat.is_installed():
+            click.echo("vLLM is not installed here: llm.engine_args and llm.server_args were not checked", err=True)
+            break
+        click.echo("checking llm.engine_args and llm.server_args against vLLM …", err=True)
+        try:
+            vllm_compat.check_args(engine_args, server_args)
+        except ValueError as error:
+            found.append(f"{place}.{error}")
+    if found:
+        listed = "\n".join(f"  {problem}" for problem in found)
+        count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
+        raise click.ClickException(f"{path}: {count}\n{listed}")
+
+
+if __name__ == "__main__":
+    main()

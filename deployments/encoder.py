@@ -1,0 +1,139 @@
+"""The encoder replica: cache, single flight, decoding, and the hand-off to the thread that owns the GPU.
+
+It must not compute: `gpu_worker.py` owns the encoder, `decode.py` the pixels. It must not know of HTTP or vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+
+from ray import serve
+
+from configs.schema import AppConfig, EncoderConfig
+from deployments.checkpoint import local_model
+from deployments.decode import DecodePool
+from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.metrics import Count, Counts, Level, gauge
+from deployments.single_flight import SingleFlight
+from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused
+from encoder.cache import EmbeddingCache
+from encoder.encoder import Encoder
+from encoder.hub import resolve_checkpoint
+from encoder.identity import EncoderIdentity
+from encoder.image_size import ImageError
+from encoder.preprocess import Pixels
+
+HAND_OFF_IMAGES = 32
+HAND_OFF_CALLS = 16  # times the images no more than the replica takes at once, or Serve warns
+HAND_OFF_WAIT_S = 0.001
+
+
+class IdentityChangedError(RuntimeError):
+    """The job's digest was made for other weights or numerics; ask for the identity again."""
+
+
+async def batching_task_alive(batched: object) -> bool:
+    """Whether the task behind a `@serve.batch` method runs; Serve tells only through a private attribute."""
+    return bool(await batched._is_batching_task_alive())  # type: ignore[attr-defined]
+
+
+def warm_encoder(path: Path, config: EncoderConfig) -> Encoder:
+    """An encoder that has run once, so that the first image does not wait for kernels to load."""
+    encoder = Encoder.from_checkpoint(path, config)
+    encoder.warm_up()
+    return encoder
+
+
+class EncoderReplica:
+    """Encodes images, one GPU a replica. Serve calls `encode` once for every image of every request."""
+
+    def __init__(self, config: AppConfig) -> None:
+        path: Path = resolve_checkpoint(local_model(config.model))
+        limits = config.encoder_replica
+        self._counts = Counts()
+        self._worker = GpuWorker(
+            lambda: warm_encoder(path, config.encoder),
+            max_queued_tokens=limits.max_queued_tokens,
+            events=WorkerEvents(
+                queued_tokens=gauge(Level.QUEUED_TOKENS),
+                retried=lambda batches: self._counts.add(Count.BATCHES_RETRIED, batches),
+            ),
+        )
+        self._decoders = DecodePool(
+            self._worker.identity.rules,
+            workers=limits.decode_workers,
+            max_pixels=config.ingress.max_image_pixels,
+            timeout_s=limits.decode_timeout_s,
+        )
+        self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
+        self._flights: SingleFlight[EncodedImage] = SingleFlight()
+        self._handed_off = False  # Serve makes its batching task with the first call
+
+    def identity(self) -> EncoderIdentity:
+        """What the ingress needs for digests and for counting an image's cost."""
+        return self._worker.identity
+
+    async def check_health(self) -> None:
+        """Raises when the thread that owns the GPU or the batching task has died; Serve then replaces the replica."""
+        if not self._worker.alive:
+            raise RuntimeError("the thread that owns the GPU has died")
+        if self._handed_off and not await batching_task_alive(self._hand_off):
+            raise RuntimeError("Serve's batching task has died")
+
+    async def encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
+        """The image's embedding, from the cache, from an encoding that is under way, or made now."""
+        if job.identity != self._worker.identity.fingerprint:
+            raise IdentityChangedError("the encoder has other weights or numerics than the job's digest was made for")
+        cached = self._cache.get(job.digest)
+        self._counts.add(Count.CACHE_MISSES if cached is None else Count.CACHE_HITS)
+        if cached is not None:
+            return dataclasses.replace(
+                cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)
+            )
+        try:
+            return await self._flights.run(job.digest, lambda: self._encode_now(job))
+        except ImageError as error:
+            self._counts.add(Count.IMAGES_REFUSED)
+            return ImageRefused(str(error))
+
+    async def _encode_now(self, job: ImageJob) -> EncodedImage:
+        started = time.perf_counter()
+        pixels = await self._decoders.pixels(job.data, job.bounds)
+        preprocess_ms = (time.perf_counter() - started) * 1e3
+        encoded: Encoded = await (await self._hand_off(pixels))
+        self._counts.add(Count.IMAGES_ENCODED)
+        timings = EncodeTimings(preprocess_ms, encoded.queue_ms, encoded.encode_ms, time.time(), cached=False)
+        image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
+        self._cache.put(job.digest, image, image.num_bytes)
+        return image
+
+    @serve.batch(
+        max_batch_size=HAND_OFF_IMAGES, batch_wait_timeout_s=HAND_OFF_WAIT_S, max_concurrent_batches=HAND_OFF_CALLS
+    )
+    async def _hand_off(self, images: list[Pixels]) -> list[asyncio.Future[Encoded]]:
+        """Queues the images and returns at once with a future for each.
+
+        While the GPU is busy Serve would close small batches; the queue behind this fills instead, and is packed whole
+        when the GPU is free. An error is put into its own future: raising here would fail every image of the call.
+        """
+        self._handed_off = True
+        futures: list[asyncio.Future[Encoded]] = []
+        for pixels in images:
+            try:
+                futures.append(asyncio.wrap_future(self._worker.submit(pixels)))
+            except (QueueFullError, WorkerEndedError) as error:
+                if isinstance(error, QueueFullError):
+                    self._counts.add(Count.QUEUE_FULL)
+                refused: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+                refused.set_exception(error)
+                futures.append(refused)
+        return futures
+
+    def __del__(self) -> None:
+        if hasattr(self, "_decoders"):
+            self._decoders.stop()
+        if hasattr(self, "_worker"):
+            self._worker.stop()

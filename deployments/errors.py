@@ -1,0 +1,47 @@
+"""Errors in OpenAI's shape, with the right status. It must not know who raises them."""
+
+from __future__ import annotations
+
+import json
+
+from deployments.wire import ResponseHead
+
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An error whose message may be shown to the client."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
+    """The response that tells the client about `error`."""
+    kind = _TYPES.get(error.status, "server_error")
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    headers = [(b"content-type", b"application/json")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    return ResponseHead(error.status, headers), json.dumps({"error": fields}).encode()

@@ -1,0 +1,104 @@
+"""From the images of a request to jobs for the encoder: fetched, measured by their headers, digested, never decoded.
+
+It must not know where the jobs are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.schema import IngressConfig
+from deployments.chat_images import ImagePart
+from deployments.errors import ApiError
+from deployments.media import MediaError, MediaFetcher, MediaTooLargeError
+from deployments.wire import ImageJob
+from encoder.identity import EncoderIdentity
+from encoder.image_size import ImageError, PixelBounds, grid_of, header, num_tokens
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The images of one request, each distinct one once."""
+
+    jobs: list[ImageJob]
+    job_of_part: list[int]
+    """For every image part of the request, in order, its index into `jobs`."""
+
+
+async def request_images(
+    parts: Sequence[ImagePart],
+    bounds: PixelBounds | None,
+    identity: EncoderIdentity,
+    fetcher: MediaFetcher,
+    limits: IngressConfig,
+) -> RequestImages:
+    """Fetches all images side by side and checks them against the limits.
+
+    Raises:
+        ApiError: 400 or 413, naming the image, the value and the limit.
+    """
+    if len(parts) > limits.max_images_per_request:
+        raise ApiError(
+            400, f"the request has {len(parts)} images, the limit is {limits.max_images_per_request}", param="messages"
+        )
+    files = await _fetch_all(parts, fetcher)
+    jobs: dict[str, ImageJob] = {}
+    digests = []
+    total_tokens = 0
+    for part, data in zip(parts, files, strict=True):
+        asked = _bounds_of(part, bounds, limits)
+        tokens = _visual_tokens(part, data, asked, identity, limits)
+        if tokens > limits.max_visual_tokens_per_image:
+            limit = limits.max_visual_tokens_per_image
+            raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
+        total_tokens += tokens
+        digest = identity.digest(data, asked)
+        digests.append(digest)
+        jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint))
+    if total_tokens > limits.max_visual_tokens_per_request:
+        raise ApiError(
+            400,
+            f"the images come to {total_tokens} visual tokens, the limit is {limits.max_visual_tokens_per_request}",
+            param="messages",
+        )
+    order = list(jobs)
+    return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests])
+
+
+async def _fetch_all(parts: Sequence[ImagePart], fetcher: MediaFetcher) -> list[bytes]:
+    async def fetch(part: ImagePart) -> bytes:
+        try:
+            return await fetcher.fetch(part.url)
+        except MediaTooLargeError as error:
+            raise ApiError(413, f"{part.label}: {error}", param="messages", code="image_too_large") from error
+        except MediaError as error:
+            raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image_url") from error
+
+    tasks = [asyncio.ensure_future(fetch(part)) for part in parts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _bounds_of(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
+    """`detail: low` caps the pixels; "high" and "auto" leave what the request or the checkpoint says."""
+    if part.detail != "low":
+        return bounds
+    cap, asked = limits.low_detail_max_pixels, bounds or PixelBounds()
+    low = cap if asked.max_pixels is None else min(asked.max_pixels, cap)
+    return PixelBounds(None if asked.min_pixels is None else min(asked.min_pixels, low), low)
+
+
+def _visual_tokens(
+    part: ImagePart, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
+) -> int:
+    """What the image will cost, from its header alone."""
+    try:
+        found = header(data, max_pixels_decoded=limits.max_image_pixels)
+        return num_tokens(grid_of(found.width, found.height, identity.rules, bounds), identity.rules.merge_size)
+    except ImageError as error:
+        raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error

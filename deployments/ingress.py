@@ -1,0 +1,223 @@
+"""The front door: OpenAI's routes over HTTP. Images go to encoders, the request with keys in their places to vLLM.
+
+Embeddings never pass through here: the encoder's answers are handed to the language model by reference. This module
+must not know how images are decoded or encoded, nor anything of vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from configs.schema import AppConfig
+from deployments import chat_images, routes
+from deployments.encoder import IdentityChangedError
+from deployments.errors import ApiError, error_head_and_body
+from deployments.image_jobs import request_images
+from deployments.media import MediaFetcher
+from deployments.media_keys import new_key
+from deployments.replicas import Answer, Encoding, Replicas
+from deployments.server_timing import metric
+from deployments.wire import HttpRequest, ImagePlace, ResponseHead
+
+logger = logging.getLogger("ray.serve")
+
+# What vLLM's application reads; everything else (cookies, credentials, …) stays here.
+PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
+
+
+class Ingress:
+    """Serve calls it with every HTTP request below the application's route prefix."""
+
+    def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
+        self._limits = config.ingress
+        self._replicas = Replicas(encoder, llm, retry_after_s=self._limits.retry_after_s)
+        self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
+
+    async def __call__(self, request: Request) -> Response:
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._answer(request, deadline)
+        except TimeoutError:
+            error = self._timed_out()
+        except ApiError as refused:
+            error = refused
+        return _response(*error_head_and_body(error))
+
+    async def _answer(self, request: Request, deadline: float) -> Response:
+        root_path = request.scope.get("root_path", "")
+        path = request.scope["path"].removeprefix(root_path) or "/"
+        route = _open_route(request.method, path)
+        inner = HttpRequest(
+            method=request.method,
+            path=path,
+            query_string=request.scope["query_string"],
+            headers=[(name, value) for name, value in request.scope["headers"] if name in PASSED_HEADERS],
+            body=await self._read_body(request),
+            root_path=root_path,
+        )
+        if path == "/openapi.json":
+            return await self._openapi(inner)
+        if inner.body:
+            body = _json_object(inner.body)
+            chat_images.refuse_fields(body)
+            if route.service is routes.Service.IMAGES:
+                if parts := chat_images.image_parts(body):
+                    return await self._answer_with_images(inner, body, parts, deadline)
+            elif chat_images.holds_media([body.get("input"), body.get("messages")]):
+                unsupported = "only text is supported on this route; send images to /v1/chat/completions"
+                raise ApiError(501, unsupported, code="images_not_supported")
+        return await self._stream(self._replicas.answer(inner, [], []), [], deadline)
+
+    async def _answer_with_images(
+        self, inner: HttpRequest, body: chat_images.Body, parts: Sequence[chat_images.ImagePart], deadline: float
+    ) -> Response:
+        """Encodes and forwards; once more where the encoder changed between its identity and the job."""
+        started = time.perf_counter()
+        bounds = chat_images.pop_bounds(body)
+        for last_try in (False, True):
+            identity = await self._replicas.encoder_identity()
+            images = await request_images(parts, bounds, identity, self._fetcher, self._limits)
+            fetch_ms = (time.perf_counter() - started) * 1e3
+            places = [
+                ImagePlace(new_key(), new_key(), job, part.label)
+                for part, job in zip(parts, images.job_of_part, strict=True)
+            ]
+            for part, place in zip(parts, places, strict=True):
+                chat_images.put_key(part, place, images.jobs[place.image].digest)
+            request = dataclasses.replace(inner, body=json.dumps(body).encode())
+            encodings = [self._replicas.encode(job) for job in images.jobs]
+            try:
+                answer = self._replicas.answer(request, places, encodings)
+                return await self._stream(answer, encodings, deadline, fetch_ms)
+            except IdentityChangedError:
+                self._replicas.forget_identity()
+                if last_try:
+                    break
+        changing = "the encoders are changing their weights; try again"
+        raise ApiError(503, changing, code="overloaded", retry_after_s=self._limits.retry_after_s)
+
+    async def _stream(
+        self, answer: Answer, encodings: Sequence[Encoding], deadline: float, fetch_ms: float | None = None
+    ) -> Response:
+        """The response as the language model replica gives it. A client that leaves cancels what was started.
+
+        Only event streams are passed on piece by piece. Of anything else the length is known at its end, and a client
+        that closes as soon as it has the last byte would seem to have left early.
+        """
+
+        def cancel() -> None:
+            self._replicas.cancel(answer, encodings)
+
+        try:
+            head = await anext(answer)
+            if not isinstance(head, ResponseHead):
+                raise AssertionError(f"a replica answers with a ResponseHead first, got {type(head).__name__}")
+            streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+            whole = b"" if streamed else b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
+        except Exception as error:
+            cancel()
+            raise self._replicas.explained(error) from error
+        except BaseException:  # the client has gone, or the deadline has passed
+            cancel()
+            raise
+        if fetch_ms is not None:
+            head.headers.append((b"server-timing", metric("fetch", fetch_ms).encode()))
+        if not streamed:
+            return _response(head, whole)
+
+        async def body() -> AsyncIterator[bytes]:
+            complete = False
+            try:
+                async with asyncio.timeout_at(deadline):
+                    async for chunk in answer:
+                        assert isinstance(chunk, bytes)
+                        yield chunk
+                complete = True
+            except Exception as error:
+                logger.exception("an answer broke off")
+                told = self._timed_out() if isinstance(error, TimeoutError) else self._replicas.explained(error)
+                if isinstance(told, ApiError):
+                    yield b"data: " + error_head_and_body(told)[1] + b"\n\n"
+            finally:
+                if not complete:
+                    cancel()
+
+        return _response(head, body())
+
+    async def _openapi(self, inner: HttpRequest) -> Response:
+        """vLLM's own description, of the routes that are open here."""
+        answer = self._replicas.answer(inner, [], [])
+        try:
+            head = await anext(answer)
+            described = b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
+        except Exception as error:
+            raise self._replicas.explained(error) from error
+        assert isinstance(head, ResponseHead)
+        if head.status == 200:
+            document = json.loads(described)
+            document["paths"] = {
+                path: operations for path, operations in document["paths"].items() if routes.open_rows(path)
+            }
+            described = json.dumps(document).encode()
+        return _response(ResponseHead(head.status, [(b"content-type", b"application/json")]), described)
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self._limits.max_body_bytes
+        chunks, total = [], 0
+        try:
+            async for chunk in request.stream():
+                total += len(chunk)
+                if total > limit:
+                    raise ApiError(413, f"the request body is over the limit of {limit} bytes", code="body_too_large")
+                chunks.append(chunk)
+        except ClientDisconnect as error:
+            raise ApiError(400, "the client closed the connection while it was sending") from error
+        return b"".join(chunks)
+
+    def _timed_out(self) -> ApiError:
+        seconds = self._limits.request_timeout_s
+        return ApiError(504, f"the request took longer than {seconds:g} s, the limit", code="timeout")
+
+
+def _open_route(method: str, path: str) -> routes.Route:
+    """The table's row for this request; ApiError 404 or 405 where there is none."""
+    rows = routes.open_rows(path)
+    if not rows:
+        raise ApiError(404, f"{path} is not served here; GET /docs shows what is", code="not_found")
+    for route in rows:
+        if method in route.methods:
+            return route
+    allowed = ", ".join(sorted({name for route in rows for name in route.methods}))
+    raise ApiError(405, f"{method} {path}: allowed are {allowed}", code="method_not_allowed")
+
+
+def _json_object(data: bytes) -> chat_images.Body:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "the request body is not valid JSON") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the request body must be a JSON object, got {type(body).__name__}")
+    return body
+
+
+def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:
+    headers = [(name, value) for name, value in head.headers if name.lower() != b"content-length"]
+    if isinstance(body, bytes):
+        response = Response(body, head.status)
+        response.raw_headers = [*headers, (b"content-length", str(len(body)).encode())]
+    else:
+        response = StreamingResponse(body, head.status)
+        response.raw_headers = headers
+    return response

@@ -1,0 +1,77 @@
+"""Every route that the ingress knows, and what it does with it. What is not in the table is closed.
+
+Several of vLLM's routes would fetch a URL by themselves or administrate the engine, so nothing passes that is not
+listed. The README's table is made from this one. It must not know how a route is served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Service(Enum):
+    """What the ingress does with a request."""
+
+    IMAGES = "served, with images"
+    TEXT = "served, text only"
+    CLOSED = "404"
+
+
+@dataclass(frozen=True)
+class Route:
+    methods: tuple[str, ...]
+    path: str
+    service: Service
+    note: str = ""
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(("POST",), "/v1/chat/completions", Service.IMAGES, "streamed and whole; images in any message"),
+    Route(("POST",), "/tokenize", Service.IMAGES, "a chat with images counts them as the model does"),
+    Route(("POST",), "/v1/completions", Service.TEXT),
+    Route(("POST",), "/v1/responses", Service.TEXT, "images: 501, use /v1/chat/completions"),
+    Route(("GET",), "/v1/responses/{id}", Service.TEXT, "vLLM keeps responses only where its store is switched on"),
+    Route(("POST",), "/v1/responses/{id}/cancel", Service.TEXT, "as above"),
+    Route(("GET",), "/v1/models", Service.TEXT),
+    Route(("POST",), "/detokenize", Service.TEXT),
+    Route(("GET",), "/health", Service.TEXT, "of one language model replica"),
+    Route(("GET", "POST"), "/ping", Service.TEXT, "of one language model replica"),
+    Route(("GET",), "/load", Service.TEXT, "of one language model replica"),
+    Route(("GET",), "/version", Service.TEXT),
+    Route(("GET",), "/metrics", Service.TEXT, "vLLM's, of one replica; Ray exports all replicas' on its metrics port"),
+    Route(("GET",), "/docs", Service.TEXT),
+    Route(("GET",), "/openapi.json", Service.TEXT, "only the routes served here"),
+    Route(("POST",), "/score", Service.CLOSED, "no pooling models; also /v1/score"),
+    Route(("POST",), "/v1/score", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/rerank", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v1/rerank", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v2/rerank", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v1/embeddings", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/pooling", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/classify", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v1/audio/transcriptions", Service.CLOSED, "no audio"),
+    Route(("POST",), "/v1/audio/translations", Service.CLOSED, "no audio"),
+    Route(("POST",), "/v1/messages", Service.CLOSED, "vLLM would fetch its images by itself"),
+    Route(("POST",), "/invocations", Service.CLOSED, "vLLM would fetch its images by itself"),
+    Route(("POST",), "/scale_elastic_ep", Service.CLOSED, "administration"),
+    Route(("POST",), "/is_scaling_elastic_ep", Service.CLOSED, "administration"),
+)
+
+
+def open_rows(path: str) -> list[Route]:
+    """The rows that serve `path`, whatever their methods. A parameter of a path template counts as a value."""
+    return [route for route in ROUTES if route.service is not Service.CLOSED and _matches(route.path, path)]
+
+
+def _matches(pattern: str, path: str) -> bool:
+    parts, given = pattern.split("/"), path.split("/")
+    return len(parts) == len(given) and all(
+        (part.startswith("{") and value != "") or part == value for part, value in zip(parts, given, strict=True)
+    )
+
+
+def table() -> str:
+    """The routes as a Markdown table."""
+    rows = [f"| {' '.join(r.methods)} | `{r.path}` | {r.service.value} | {r.note} |" for r in ROUTES]
+    return "\n".join(["| | route | | |", "|---|---|---|---|", *rows])

@@ -1,0 +1,43 @@
+"""Where a request's time went, as an HTTP `Server-Timing` header (w3.org/TR/server-timing).
+
+It must not know who measured; it only adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deployments.wire import EncodedImage, ImageRefused
+
+
+def metric(name: str, duration_ms: float) -> str:
+    return f"{name};dur={duration_ms:.1f}"
+
+
+def server_timing(
+    images: Sequence[EncodedImage | ImageRefused],
+    arrived_at_s: float,
+    arrived: float,
+    first_token_at_s: float | None,
+) -> str:
+    """`preprocess, queue, encode, transfer, first-token` in milliseconds.
+
+    The images of a request are worked on side by side, so each stage counts its slowest image. `transfer` runs from
+    the moment the last embedding was ready (seconds since the epoch, so clocks of different hosts must agree) to its
+    arrival at the language model; `first-token` from there to vLLM's first token. `cache` says how many of the images
+    came from the embedding cache.
+    """
+    metrics = []
+    encoded = [image for image in images if isinstance(image, EncodedImage)]
+    if encoded:
+        fresh = [image.timings for image in encoded if not image.timings.cached]
+        metrics += [
+            metric("preprocess", max((timing.preprocess_ms for timing in fresh), default=0.0)),
+            metric("queue", max((timing.queue_ms for timing in fresh), default=0.0)),
+            metric("encode", max((timing.encode_ms for timing in fresh), default=0.0)),
+            metric("transfer", max(0.0, arrived_at_s - max(image.timings.ready_at_s for image in encoded)) * 1e3),
+            f'cache;desc="{sum(image.timings.cached for image in encoded)}/{len(encoded)}"',
+        ]
+    if first_token_at_s is not None:
+        metrics.append(metric("first-token", (first_token_at_s - arrived) * 1e3))
+    return ", ".join(metrics)

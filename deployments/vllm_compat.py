@@ -1,0 +1,213 @@
+"""Every import from vLLM, 0.26 to 0.33: what moved between those versions is looked up here and nowhere else.
+
+Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, and a connector registered with
+MEDIA_CONNECTOR_REGISTRY. This module must not know of Ray or of the ingress. Nothing of vLLM is imported until a
+function is called, so that the other deployments do not pay for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import time
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol, cast
+
+from pydantic import JsonValue
+
+from configs.schema import unknown_key
+from deployments import import_shim
+from deployments.media_keys import KeyStore, connector_class
+
+TESTED_VERSIONS = ("0.26.0", "0.32.0")
+CONNECTOR_NAME = "vitray"
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Newest first. Each row: what is needed, and the modules that have held it.
+LOCATIONS: dict[str, tuple[str, ...]] = {
+    "build_app": ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
+    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"),
+    "make_arg_parser": (
+        "vllm.entrypoints.common.cli_args",
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.openai.cli_args",
+    ),
+    "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
+    "AsyncEngineArgs": ("vllm.engine.arg_utils",),
+    "AsyncLLM": ("vllm.v1.engine.async_llm",),
+    "MEDIA_CONNECTOR_REGISTRY": ("vllm.multimodal.media",),
+}
+
+
+class Engine(Protocol):
+    """What is used of vLLM's AsyncLLM."""
+
+    model_config: Any
+
+    async def check_health(self) -> None: ...
+    async def get_supported_tasks(self) -> tuple[str, ...]: ...
+    def shutdown(self) -> None: ...
+
+
+class VllmNotUsableError(RuntimeError):
+    """vLLM is missing, or a version whose modules are not known here."""
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def lookup(name: str) -> Any:  # noqa: ANN401 - vLLM's own classes and functions, whose types differ by version
+    """The vLLM object called `name`, from the newest module that has it."""
+    import_shim.activate()
+    for module_name in LOCATIONS[name]:
+        module = _import_if_present(module_name)
+        if module is not None and hasattr(module, name):
+            return getattr(module, name)
+    if not is_installed():
+        raise VllmNotUsableError("vLLM is not installed: pip install 'vitray[gpu]', or 'vitray[cpu]' without a GPU")
+    import vllm
+
+    tried = ", ".join(LOCATIONS[name])
+    raise VllmNotUsableError(f"vLLM {vllm.__version__} has no {name} (looked in {tried}); supported: 0.26 to 0.33")
+
+
+def _import_if_present(name: str) -> ModuleType | None:
+    """The module, or None where this version does not have it. An import that fails inside it is an error."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            return None
+        raise
+
+
+def default_server_args() -> Namespace:
+    """What `vllm serve` without options has, engine fields included."""
+    return cast(Namespace, lookup("make_arg_parser")(lookup("FlexibleArgumentParser")()).parse_args([]))
+
+
+def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, JsonValue]) -> None:
+    """Refuses names that this vLLM does not have.
+
+    Raises:
+        ValueError: names the key, the nearest known one, and where a key of the other kind belongs.
+    """
+    engine_fields = [field.name for field in dataclasses.fields(lookup("AsyncEngineArgs"))]
+    server_fields = [name for name in vars(default_server_args()) if name not in engine_fields]
+    for kind, given, known, other in (
+        ("engine_args", engine_args, engine_fields, server_fields),
+        ("server_args", server_args, server_fields, engine_fields),
+    ):
+        for key in given:
+            if key in other:
+                elsewhere = "server_args" if kind == "engine_args" else "engine_args"
+                raise ValueError(f"llm.{kind}: {key!r} belongs under llm.{elsewhere}")
+            if key not in known:
+                raise ValueError(f"llm.{kind}: {unknown_key(key, known)}")
+    for key in ("model", "enable_mm_embeds"):
+        if key in engine_args:
+            raise ValueError(
+                f"llm.engine_args: {key!r} is set by vitray (the checkpoint is `model` at the top of args)"
+            )
+    if "api_key" in server_args:  # credentials stop at the ingress, so vLLM would answer 401 to everybody
+        raise ValueError("llm.server_args: 'api_key' would lock everybody out: authenticate before the ingress")
+
+
+@dataclass
+class FirstTokenClock:
+    """When vLLM gave the first token of the request in whose context this was set; `time.perf_counter()` seconds."""
+
+    first_token_at_s: float | None = None
+
+
+first_token_clock: ContextVar[FirstTokenClock | None] = ContextVar("first_token_clock", default=None)
+
+
+def start_engine(
+    model: str,
+    engine_args: Mapping[str, JsonValue],
+    server_args: Mapping[str, JsonValue],
+    *,
+    cpu_kv_cache_gib: int | None,
+) -> tuple[Engine, Namespace]:
+    """Loads the model, which takes from 30 s to minutes.
+
+    `cpu_kv_cache_gib` is the KV cache of vLLM's CPU backend, None on a GPU. Returns vLLM's AsyncLLM and the arguments
+    that its application wants.
+    """
+    check_args(engine_args, server_args)
+    if cpu_kv_cache_gib is not None:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)  # vLLM has no other way to set it
+    async_llm = lookup("AsyncLLM")
+
+    class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
+        """Notes the time of the first token, which vLLM's HTTP answers do not tell."""
+
+        async def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
+            clock = first_token_clock.get()
+            async for output in super().generate(*args, **kwargs):
+                if clock is not None and clock.first_token_at_s is None:
+                    clock.first_token_at_s = time.perf_counter()
+                yield output
+
+    arguments: dict[str, object] = {
+        # The tower of Qwen3-VL must stay loaded, or vLLM switches deepstack off; profiling it reserves memory in vain.
+        "skip_mm_profiling": True,
+        **engine_args,
+        "model": model,
+        "enable_mm_embeds": True,
+    }
+    parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
+    engine = ClockedLLM.from_engine_args(parsed_engine_args)
+    namespace = default_server_args()
+    for source in (arguments, server_args):
+        for key, value in source.items():
+            setattr(namespace, key, value)
+    # What /v1/models tells as the model's root: a path of this machine is nobody's business.
+    names = arguments.get("served_model_name")
+    namespace.model = names[0] if isinstance(names, list) and names else names or Path(model).name
+    return engine, namespace
+
+
+async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:
+    """vLLM's own OpenAI application around `engine`. It takes embeddings from `store` and fetches nothing by itself."""
+    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(connector_class(store))
+    os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME  # vLLM has no other way to choose it
+    tasks = await engine.get_supported_tasks()
+    app = lookup("build_app")(args, tasks, engine.model_config)
+    await lookup("init_app_state")(engine, app.state, args, tasks)
+    # vLLM's error handler tells its HTTP server to stop when the engine is dead; here Serve's health check does that.
+    app.state.server = SimpleNamespace(should_exit=False)
+    return cast(AsgiApp, app)
+
+
+@dataclass(frozen=True)
+class EmbeddingShape:
+    """What the language model takes for an image."""
+
+    width: int
+    """Columns of an embedding: hidden size times (1 + deepstack levels)."""
+    merge_size: int
+
+
+def embedding_shape(engine: Engine) -> EmbeddingShape:
+    """Read from the config that vLLM loaded."""
+    config = engine.model_config.hf_config
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        raise VllmNotUsableError(f"model type {config.model_type!r} has no vision_config: it takes no images")
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return EmbeddingShape(int(vision.out_hidden_size) * (1 + levels), int(vision.spatial_merge_size))

@@ -1,0 +1,140 @@
+"""The values that travel between deployments: an image on its way to an encoder, an embedding on its way to vLLM.
+
+Everything here is a plain value that Ray can ship without copying its bytes twice. This module must not know how images
+are decoded or encoded, nor anything of HTTP or vLLM.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from encoder.image_size import PixelBounds
+
+_BIT_VIEWS = {
+    "bfloat16": (torch.bfloat16, torch.uint16, np.uint16),
+    "float32": (torch.float32, torch.float32, np.float32),
+}
+
+
+class WireError(ValueError):
+    """An embedding whose header and bytes disagree; says which field and both values."""
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image to encode."""
+
+    data: bytes
+    """The file as the client sent it: JPEG, PNG, …"""
+    bounds: PixelBounds | None
+    """Pixel bounds asked for; None takes the checkpoint's own."""
+    digest: str
+    """64 hex characters; keys the caches."""
+    identity: str
+    """Of the encoder that the digest was made for; another encoder refuses the job."""
+
+
+@dataclass(frozen=True)
+class EncodeTimings:
+    """Where an image's time went, in milliseconds, and when it was ready (seconds since the epoch)."""
+
+    preprocess_ms: float
+    queue_ms: float
+    encode_ms: float
+    ready_at_s: float
+    cached: bool
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An embedding in host memory with a header that its receiver checks."""
+
+    digest: str
+    grid_thw: tuple[int, int, int]
+    dtype: str
+    """ "bfloat16" or "float32"."""
+    bits: npt.NDArray[np.generic]
+    """`[num_tokens, width]`: float32 as it is, bfloat16 as uint16, which numpy can hold."""
+    timings: EncodeTimings
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bits.nbytes
+
+    @classmethod
+    def pack(
+        cls, tokens: torch.Tensor, grid_thw: tuple[int, int, int], digest: str, timings: EncodeTimings
+    ) -> EncodedImage:
+        """From `tokens` `[num_tokens, width]` in host memory."""
+        dtype = str(tokens.dtype).removeprefix("torch.")
+        if dtype not in _BIT_VIEWS:
+            raise WireError(f"embedding dtype {dtype!r} cannot travel; known: {', '.join(_BIT_VIEWS)}")
+        return cls(digest, grid_thw, dtype, tokens.contiguous().view(_BIT_VIEWS[dtype][1]).numpy(), timings)
+
+    def unpack(self, *, width: int, merge_size: int) -> torch.Tensor:
+        """`[num_tokens, width]` in the dtype of the header, sharing memory with `bits`.
+
+        Raises:
+            WireError: shape, dtype, width or grid are not what the language model takes. A wrong width would kill its
+                engine.
+        """
+        if self.dtype not in _BIT_VIEWS:
+            raise WireError(f"embedding dtype {self.dtype!r} is unknown; known: {', '.join(_BIT_VIEWS)}")
+        target, _, bits_dtype = _BIT_VIEWS[self.dtype]
+        if self.bits.dtype != bits_dtype:
+            raise WireError(f"embedding bits are {self.bits.dtype}, expected {np.dtype(bits_dtype)} for {self.dtype}")
+        t, h, w = self.grid_thw
+        if min(t, h, w) < 1 or h % merge_size or w % merge_size:
+            raise WireError(f"grid_thw {self.grid_thw} is not positive multiples of the merge size {merge_size}")
+        expected = (t * h * w // merge_size**2, width)
+        if self.bits.shape != expected:
+            raise WireError(f"embedding shape {self.bits.shape} does not fit grid {self.grid_thw}: expected {expected}")
+        with warnings.catch_warnings():
+            # Memory of the object store is read-only; vLLM only reads it, and a copy would cost tens of megabytes.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.bits).view(target)
+
+
+@dataclass(frozen=True)
+class ImageRefused:
+    """The encoder's answer to an image it cannot take: a value, so that one bad image fails only its own request."""
+
+    message: str
+    """Safe to show to the client."""
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A request for vLLM's application."""
+
+    method: str
+    path: str
+    query_string: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    root_path: str = ""
+
+
+@dataclass(frozen=True)
+class ImagePlace:
+    """Where the request body names an image, by two keys that work once."""
+
+    tokens_key: str
+    grid_key: str
+    image: int
+    """Which of the embeddings that come with the request the keys stand for."""
+    label: str
+    """For error messages: "image 2 of 3"."""
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """The first thing that a language model replica sends back; body chunks (bytes) follow."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)

@@ -1,0 +1,123 @@
+"""The digest that names an embedding, and the byte-bounded cache that it keys.
+
+It must not know of tensors, Ray or requests: values are opaque, their bytes are told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cachetools import LRUCache
+
+from encoder.image_load import DECODING_RULES_VERSION
+from encoder.image_rules import PixelBounds
+
+V = TypeVar("V")
+
+_DOMAIN = b"vitray embedding digest 1"
+
+
+def image_digest(
+    data: bytes,
+    *,
+    rules_version: str = DECODING_RULES_VERSION,
+    bounds: PixelBounds | None,
+    numerics: str,
+    weights: str,
+    salt: str | None,
+    shape: tuple[int, int] | None = None,
+) -> str:
+    """64 hexadecimal characters (SHA-256) over everything that decides an image's embedding, and the tenant's salt.
+
+    `data`: the encoded bytes, or the RGB bytes of an image that has no others; then `shape` is its width and height.
+    `bounds`: as asked for; None and bounds that ask for nothing are the same. `numerics`: dtype, fp8, the tower's
+    switches, and the checkpoint's ImageRules. `weights`: the identity of the vision weights. `salt`: the tenant's, or
+    None for what all may share; an empty salt is a salt. Every field is framed by its length, so that no two different
+    calls hash the same bytes.
+    """
+    bounds = bounds or PixelBounds()
+    digest = hashlib.sha256()
+    for field in (_DOMAIN, rules_version, bounds.min_pixels, bounds.max_pixels, numerics, weights, salt, shape, data):
+        if field is None:
+            digest.update(b"-")
+            continue
+        framed = field if isinstance(field, bytes) else (field if isinstance(field, str) else repr(field)).encode()
+        digest.update(b"+%d:" % len(framed))
+        digest.update(framed)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """Since the start: `hits`, `misses`, `evictions` (dropped for room) and `too_large` (never stored), in entries.
+
+    Now: `num_entries` and `num_bytes` held.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    too_large: int
+    num_entries: int
+    num_bytes: int
+
+
+class EmbeddingCache(Generic[V]):
+    """Keeps the entries used last within `max_bytes`. One owner: it is not safe to share between threads.
+
+    Keys are compared whole. `max_bytes` 0 stores nothing that has bytes. Raises ValueError for a negative `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0")
+        self._entries: LRUCache[str, tuple[V, int]] = LRUCache(max_bytes, getsizeof=lambda entry: entry[1])
+        self._hits = self._misses = self._evictions = self._too_large = 0
+
+    def get(self, key: str) -> V | None:
+        """The value, which becomes the one used last, or None. Counts a hit or a miss."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._misses += 1
+            return None
+        self._hits += 1
+        return entry[0]
+
+    def put(self, key: str, value: V, num_bytes: int) -> bool:
+        """Stores `value`, which holds `num_bytes`, in place of any earlier one, and drops what was used least recently.
+
+        False, and nothing is stored or dropped, if it is larger than the cache. Raises ValueError for negative bytes.
+        """
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes is {num_bytes}; it must be at least 0")
+        if num_bytes > self._entries.maxsize:
+            self._too_large += 1
+            return False
+        expected = len(self._entries) + (key not in self._entries)
+        self._entries[key] = (value, num_bytes)
+        self._evictions += expected - len(self._entries)
+        return True
+
+    def clear(self) -> None:
+        """Drops every entry; the counts go on."""
+        self._entries.clear()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it is held, without counting or touching it."""
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def counts(self) -> CacheCounts:
+        return CacheCounts(
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+            too_large=self._too_large,
+            num_entries=len(self._entries),
+            num_bytes=int(self._entries.currsize),
+        )

@@ -1,0 +1,145 @@
+"""The encoder: pack → run → split. One owner, no threads.
+
+`Encoder.encode` is the whole library for a user with images; a server decodes elsewhere and feeds `encode_batches`.
+This module must not know of queues, caches, requests or processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from configs.schema import EncoderConfig
+from encoder.identity import EncoderIdentity
+from encoder.image_size import ImageRules, PixelBounds, num_tokens
+from encoder.packing import Batch, pack
+from encoder.preprocess import Pixels, Preprocessor, patchify
+from encoder.vision_config import VisionConfig
+from encoder.weights import VisionTower, load_tower, weights_identity
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS_PER_SIDE = 8
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """One image as the language model sees it."""
+
+    tokens: torch.Tensor
+    """`[num_tokens, width]`, `width = out_hidden * (1 + deepstack levels)`, on the encoder's device."""
+    grid_thw: tuple[int, int, int]
+    """Patches in time, height and width; `num_tokens = t * h * w / merge**2`."""
+    digest: str
+    """64 hex characters over the image and everything else that decides `tokens`."""
+
+
+class Encoder:
+    """A vision tower with its checkpoint's preprocessing. The thread that first encodes owns it."""
+
+    def __init__(
+        self, tower: VisionTower, identity: EncoderIdentity, config: EncoderConfig, device: torch.device
+    ) -> None:
+        self.identity = identity
+        self.preprocessor = Preprocessor(identity.rules)
+        self._tower = tower
+        self._config = config
+        self._device = device
+        self._owner: int | None = None
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, config: EncoderConfig | None = None, *, device: str = "auto") -> Encoder:
+        """Loads the vision tensors of the checkpoint folder `path`, and nothing else of it.
+
+        Args:
+            config: None takes the defaults.
+            device: "auto" is "cuda" where there is one, else "cpu".
+        """
+        path, config = Path(path), config or EncoderConfig()
+        resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        vision, rules = VisionConfig.from_checkpoint(path), ImageRules.from_checkpoint(path)
+        _check_agreement(vision, rules)
+        dtype_name = vision.dtype if config.dtype == "auto" else config.dtype
+        tower = load_tower(path, dtype=getattr(torch, dtype_name), device=resolved)
+        identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules)
+        return cls(tower, identity, config, resolved)
+
+    def encode(self, images: Sequence[Image.Image | bytes], *, bounds: PixelBounds | None = None) -> list[Embedding]:
+        """Embeddings of PIL images or encoded files, in order. An image's embedding does not depend on its batch-mates.
+
+        Raises:
+            encoder.image_size.ImageError: an image cannot be read or is out of bounds; nothing was encoded then.
+        """
+        pixels = [self.preprocessor.pixels(image, bounds) for image in images]
+        tokens: dict[int, torch.Tensor] = {}
+        for batch, outputs in self.encode_batches(pixels):
+            tokens.update(zip(batch.indices, outputs, strict=True))
+        digests = [self.identity.digest(image, bounds) for image in images]
+        return [Embedding(tokens[i], pixels[i].grid_thw, digests[i]) for i in range(len(images))]
+
+    def warm_up(self) -> None:
+        """Encodes a blank image: the first run of a device loads its kernels, which takes seconds on a GPU."""
+        side = WARM_UP_TOKENS_PER_SIDE * self.identity.rules.factor
+        patches = side // self.identity.rules.patch_size
+        for _ in self.encode_batches([Pixels(np.zeros((3, side, side), np.uint8), (1, patches, patches))]):
+            pass
+
+    def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+        """Packs, and yields each batch with its images' tokens as soon as it is done.
+
+        The tensors `[num_tokens, width]` are on the encoder's device and are the caller's to keep.
+        """
+        self._check_owner()
+        merge = self.identity.rules.merge_size
+        counts = [num_tokens(image.grid_thw, merge) for image in pixels]
+        config = self._config
+        for batch in pack(
+            counts,
+            budgets=config.encoder_cudagraph_token_budgets,
+            max_images=config.encoder_cudagraph_max_images_per_batch,
+        ):
+            total = sum(counts[index] for index in batch.indices)
+            if config.encoder_cudagraph_verbose:
+                padding = 0 if batch.budget is None else batch.budget - total
+                images = len(batch.indices)
+                logger.info("encoded images=%d tokens=%d budget=%s padding=%d", images, total, batch.budget, padding)
+            outputs = self._run([pixels[index] for index in batch.indices])
+            # Copies: a view would keep the whole batch alive for as long as somebody keeps one image.
+            parts = torch.split(outputs, [counts[index] for index in batch.indices])
+            yield batch, [part.clone() for part in parts]
+
+    @torch.inference_mode()
+    def _run(self, pixels: Sequence[Pixels]) -> torch.Tensor:
+        """`[sum of num_tokens, width]` of one batch."""
+        rules = self.identity.rules
+        patches = torch.cat([patchify(torch.from_numpy(image.values).to(self._device), rules) for image in pixels])
+        return self._tower(patches, self._tower.prepare([image.grid_thw for image in pixels]))
+
+    def _check_owner(self) -> None:
+        thread = threading.get_ident()
+        if self._owner is None:
+            self._owner = thread
+        elif self._owner != thread:
+            raise RuntimeError(
+                f"this Encoder belongs to thread {self._owner} and was called from {thread}: use a queue"
+            )
+
+
+def _check_agreement(vision: VisionConfig, rules: ImageRules) -> None:
+    """The checkpoint's two files must tell the same story, or patches would be cut for another tower."""
+    for name, ours, theirs in (
+        ("patch_size", rules.patch_size, vision.patch_size),
+        ("temporal_patch_size", rules.temporal_patch_size, vision.temporal_patch_size),
+        ("merge_size", rules.merge_size, vision.spatial_merge_size),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"{name} is {ours} in the checkpoint's preprocessor config and {theirs} in its config.json"
+            )

@@ -1,0 +1,98 @@
+"""Qwen2.5-VL's tower as a chain of fused kernels; the same numbers as `qwen2_5_vl` up to rounding.
+
+A pure function of patches and metadata: no synchronisation, no host work per image, shapes from shapes. It must not
+know graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from encoder.fused_attention import AttentionPlan, cut_rows, rotary_attention, table_dtype
+from encoder.kernels.norm import norm
+from encoder.kernels.rope import rope_table
+from encoder.layers import NORM_EPS, Block, GatedMLP, RMSNorm, activation
+from encoder.metadata import TowerMetadata
+from encoder.products import Affine, After, TorchProducts, aligned_width
+from encoder.qwen2_5_vl import Qwen25VisionTower
+
+
+class _Norm:
+    """A norm and the biases that the stream lacks where it reads: float32, `[width]`."""
+
+    def __init__(self, layer: nn.Module, missing: Tensor) -> None:
+        assert isinstance(layer, RMSNorm)
+        self._weight, self._missing = layer.weight.detach(), missing
+
+    def __call__(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        return norm(x, self._weight, None, NORM_EPS, shift=self._missing, valid=valid)
+
+
+class _Layer:
+    def __init__(self, block: Block, missing: Tensor) -> None:
+        mlp = block.mlp
+        assert isinstance(mlp, GatedMLP)
+        self.qkv, self.proj = Affine.of(block.attn.qkv), Affine.of(block.attn.proj)
+        gate, up, down = Affine.of(mlp.gate_proj), Affine.of(mlp.up_proj), Affine.of(mlp.down_proj)
+        width = aligned_width(gate.weight.shape[0], gate.weight.dtype)
+        # Exact: what is gated is 0 in the features added, and so are the weights that follow.
+        self.gate_up = Affine.paired(gate.padded(outputs=width), up.padded(outputs=width))
+        self.down = down.padded(inputs=width)
+        self.norm1 = _Norm(block.norm1, missing)
+        self.norm2 = _Norm(block.norm2, missing + self.proj.bias.float())
+        self.missing = missing + self.proj.bias.float() + self.down.bias.float()
+
+
+class FusedQwen25Forward:
+    """Weights of a loaded tower, shared where they lie right and repacked where they do not."""
+
+    def __init__(self, tower: Qwen25VisionTower, plan: AttentionPlan, products: TorchProducts) -> None:
+        self._config = tower.config
+        self._plan = plan
+        self._products = products
+        self._embed = Affine.of(tower.patch_embed.proj)
+        self._frequencies = tower.rotary.frequencies
+        missing = torch.zeros(tower.config.hidden_size, device=tower.device)
+        self._layers: list[_Layer] = []
+        for block in tower.blocks:
+            assert isinstance(block, Block)
+            self._layers.append(_Layer(block, missing))
+            missing = self._layers[-1].missing
+        self._merger_norm = _Norm(tower.merger.ln_q, missing)
+        first, second = tower.merger.mlp[0], tower.merger.mlp[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+        self._merger_first, self._merger_second = Affine.of(first), Affine.of(second)
+        name = tower.config.hidden_act
+        self._activation = None if name == "silu" else activation(name)
+
+    def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
+        """`[num_patches, patch_dim]` to `[num_tokens, width]`, both in the weights' dtype, on the current device."""
+        assert metadata.windows is not None
+        assert metadata.window_order is not None
+        assert metadata.window_inverse is not None
+        config, product, rows = self._config, self._products, patches.shape[0]
+        # Tokens move as whole merge blocks, so that a window's patches and a token's patches stay together.
+        tokens = F.linear(patches, self._embed.weight).view(rows // config.merge_unit, -1)
+        x = tokens.index_select(0, metadata.window_order).view(rows, -1)
+        table = rope_table(metadata.rope_positions, self._frequencies, table_dtype(x.dtype))
+        frames = cut_rows(metadata.frames, rows, x.dtype, self._plan)
+        windows = cut_rows(metadata.windows, rows, x.dtype, self._plan)
+        # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
+        valid = metadata.frames.cu_seqlens[-1:]
+        for index, layer in enumerate(self._layers):
+            cut = frames if index in config.fullatt_block_indexes else windows
+            qkv = product(layer.qkv, layer.norm1(x, valid))
+            product.add_(layer.proj, rotary_attention(qkv, table, cut, config.num_heads), x)
+            product.add_(layer.down, self._gated(layer, layer.norm2(x)), x)
+        normed = self._merger_norm(x).view(rows // config.merge_unit, -1)
+        merged = product(self._merger_second, product(self._merger_first, normed, After.GELU))
+        return merged.index_select(0, metadata.window_inverse)
+
+    def _gated(self, layer: _Layer, normed: Tensor) -> Tensor:
+        if self._activation is None:
+            return self._products(layer.gate_up, normed, After.SWIGLU)
+        pairs = self._products(layer.gate_up, normed)
+        return self._activation(pairs[:, 0::2]) * pairs[:, 1::2]

@@ -1,0 +1,117 @@
+"""Qwen3-VL's tower as a chain of fused kernels; the same numbers as `qwen3_vl` up to rounding.
+
+A pure function of patches and metadata: no synchronisation, no host work per image, shapes from shapes. It must not
+know graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from encoder.fused_attention import AttentionPlan, cut_rows, rotary_attention, table_dtype
+from encoder.kernels.norm import norm
+from encoder.kernels.positions import add_positions_
+from encoder.kernels.rope import rope_table
+from encoder.layers import MLP, NORM_EPS, Block
+from encoder.metadata import TowerMetadata
+from encoder.products import Affine, After, TorchProducts, aligned_width
+from encoder.qwen3_vl import PatchMerger, Qwen3VisionTower
+
+# Up to here a merger leaves most of the chip idle, and the blocks do too: they run side by side.
+_MOST_ROWS_BESIDE = 1024
+
+
+class _Norm:
+    """A norm and the biases that the stream lacks where it reads: float32, `[width]`."""
+
+    def __init__(self, layer: nn.Module, missing: Tensor) -> None:
+        assert isinstance(layer, nn.LayerNorm)
+        self._weight, self._bias = layer.weight.detach(), layer.bias.detach()
+        self._missing = missing.repeat(self._weight.shape[0] // missing.shape[0])
+
+    def __call__(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        return norm(x, self._weight, self._bias, NORM_EPS, shift=self._missing, valid=valid)
+
+
+class _Layer:
+    def __init__(self, block: Block, missing: Tensor) -> None:
+        mlp = block.mlp
+        assert isinstance(mlp, MLP)
+        self.qkv, self.proj = Affine.of(block.attn.qkv), Affine.of(block.attn.proj)
+        first, second = Affine.of(mlp.linear_fc1), Affine.of(mlp.linear_fc2)
+        width = aligned_width(first.weight.shape[0], first.weight.dtype)
+        # Exact: whatever the activation makes of the features added, weights of 0 follow.
+        self.fc1, self.fc2 = first.padded(outputs=width), second.padded(inputs=width)
+        self.norm1 = _Norm(block.norm1, missing)
+        self.norm2 = _Norm(block.norm2, missing + self.proj.bias.float())
+        self.missing = missing + self.proj.bias.float() + self.fc2.bias.float()
+
+
+class _Merger:
+    def __init__(self, merger: PatchMerger, missing: Tensor) -> None:
+        self.norm = _Norm(merger.norm, missing)
+        self.fc1, self.fc2 = Affine.of(merger.linear_fc1), Affine.of(merger.linear_fc2)
+
+
+class FusedQwen3Forward:
+    """Weights of a loaded tower, shared where they lie right and repacked where they do not."""
+
+    def __init__(self, tower: Qwen3VisionTower, plan: AttentionPlan, products: TorchProducts) -> None:
+        self._config = tower.config
+        self._plan = plan
+        self._products = products
+        self._after = After(tower.config.hidden_act)
+        self._embed = Affine.of(tower.patch_embed.proj)
+        self._places = tower.pos_embed.weight.detach()
+        self._frequencies = tower.rotary.frequencies
+        missing = torch.zeros(tower.config.hidden_size, device=tower.device)
+        self._layers: list[_Layer] = []
+        self._levels: dict[int, tuple[int, _Merger]] = {}
+        for index, block in enumerate(tower.blocks):
+            assert isinstance(block, Block)
+            self._layers.append(_Layer(block, missing))
+            missing = self._layers[-1].missing
+            if index in tower.config.deepstack_visual_indexes:
+                level = tower.config.deepstack_visual_indexes.index(index)
+                merger = tower.deepstack_merger_list[level]
+                assert isinstance(merger, PatchMerger)
+                self._levels[index] = level, _Merger(merger, missing)
+        self._merger = _Merger(tower.merger, missing)
+        self._beside = torch.cuda.Stream(tower.device)
+
+    def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
+        """`[num_patches, patch_dim]` to `[num_tokens, width]`, both in the weights' dtype, on the current device."""
+        assert metadata.position_indices is not None
+        assert metadata.position_weights is not None
+        config, product, rows = self._config, self._products, patches.shape[0]
+        x = product(self._embed, patches)
+        add_positions_(x, self._places, metadata.position_indices, metadata.position_weights)
+        table = rope_table(metadata.rope_positions, self._frequencies, table_dtype(x.dtype))
+        frames = cut_rows(metadata.frames, rows, x.dtype, self._plan)
+        # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
+        valid = metadata.frames.cu_seqlens[-1:]
+        merged = config.hidden_size * config.merge_unit
+        out = x.new_empty(rows // config.merge_unit, config.width)
+        slices = out.split(config.out_hidden_size, dim=1)
+        main = torch.cuda.current_stream()
+        beside = self._beside if rows <= _MOST_ROWS_BESIDE else main
+        lent: list[Tensor] = []
+        for index, layer in enumerate(self._layers):
+            qkv = product(layer.qkv, layer.norm1(x, valid))
+            product.add_(layer.proj, rotary_attention(qkv, table, frames, config.num_heads), x)
+            product.add_(layer.fc2, product(layer.fc1, layer.norm2(x), self._after), x)
+            if index in self._levels:
+                level, merger = self._levels[index]
+                # Kept until the streams meet: only then may another tensor take its memory.
+                lent.append(merger.norm(x.view(-1, merged)))
+                beside.wait_stream(main)
+                with torch.cuda.stream(beside):
+                    self._merge(merger, lent[-1], slices[1 + level])
+        self._merge(self._merger, self._merger.norm(x).view(-1, merged), slices[0])
+        main.wait_stream(beside)
+        return out
+
+    def _merge(self, merger: _Merger, normed: Tensor, out: Tensor) -> None:
+        """`normed`: `[num_tokens, merged]`; `out`: a level's slice of the output."""
+        self._products(merger.fc2, self._products(merger.fc1, normed, After.GELU), out=out)

@@ -1,0 +1,116 @@
+"""LayerNorm or RMSNorm of a residual stream in one pass: each row is read once and its norm written once.
+
+Residuals are added by the products that make them, in their epilogues, and the biases of those products by this norm:
+the stream holds everything but the biases. It must not know what the rows are; a row that does not count comes out as
+zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from encoder.kernels.launch import parts
+
+
+@triton.jit
+def _load(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    valid_ptr: tl.tensor,
+    rows: int,
+    eps: float,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+    RMS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = row < rows
+    start = row.to(tl.int64) * WIDTH
+    head = tl.arange(0, HEAD)[None, :]
+    x = _load(x_ptr + start + head, inside)
+    if HAS_SHIFT:
+        x += tl.load(shift_ptr + head)
+    if TAIL:
+        tail = HEAD + tl.arange(0, TAIL)[None, :]
+        within = tail < WIDTH
+        y = _load(x_ptr + start + tail, inside & within)
+        if HAS_SHIFT:
+            y += _load(shift_ptr + tail, within)
+    if not RMS:
+        total = tl.sum(x, axis=1, keep_dims=True)
+        if TAIL:
+            total += tl.sum(y, axis=1, keep_dims=True)
+        x -= total / WIDTH
+        if TAIL:
+            y = tl.where(within, y - total / WIDTH, 0.0)
+    squares = tl.sum(x * x, axis=1, keep_dims=True)
+    if TAIL:
+        squares += tl.sum(y * y, axis=1, keep_dims=True)
+    scale = tl.rsqrt(squares / WIDTH + eps)
+    counts = row < tl.load(valid_ptr) if HAS_VALID else inside
+    x = x * scale * tl.load(weight_ptr + head).to(tl.float32)
+    if not RMS:
+        x += tl.load(bias_ptr + head).to(tl.float32)
+    # Selected, not multiplied: a row that does not count may hold NaN.
+    tl.store(out_ptr + start + head, tl.where(counts, x, 0.0), mask=inside)
+    if TAIL:
+        y = y * scale * _load(weight_ptr + tail, within)
+        if not RMS:
+            y += _load(bias_ptr + tail, within)
+        tl.store(out_ptr + start + tail, tl.where(counts, y, 0.0), mask=inside & within)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    shift: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """LayerNorm with a `bias`, RMSNorm without, of `x + shift`, computed in float32 and rounded once.
+
+    `x`, result: `[rows, width]`, contiguous; `weight`, `bias`: `[width]`; `shift`: float32 `[width]`. `valid`: int32
+    `[1]` on the device or None: rows from `valid` on come out as zeros, whatever is in them.
+    """
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    head, tail = parts(width)
+    # Many narrow rows: a warp each, so that sums need no exchange between warps. Few: spread over the chip.
+    a_warp_each = rows > 512 and width <= 2048
+    rows_each = 2 if a_warp_each else 1
+    _norm_kernel[(triton.cdiv(rows, rows_each),)](
+        x,
+        weight if shift is None else shift,
+        weight,
+        weight if bias is None else bias,
+        out,
+        x if valid is None else valid,
+        rows,
+        eps,
+        WIDTH=width,
+        HEAD=head,
+        TAIL=tail,
+        ROWS=rows_each,
+        RMS=bias is None,
+        HAS_SHIFT=shift is not None,
+        HAS_VALID=valid is not None,
+        num_warps=1 if a_warp_each else 4 if width <= 2048 else 8,
+    )
+    return out

@@ -1,0 +1,151 @@
+"""Checks that a vLLM source tree has what deployments/vllm_compat.py takes from vLLM, without importing any of it.
+
+    python scripts/check_vllm_imports.py PATH     # PATH holds the folder `vllm`: an unpacked wheel, a checkout
+
+So a version can be checked where it cannot be installed. It reads syntax trees with the standard library only, and
+knows nothing of vLLM but the names below and the table in deployments/vllm_compat.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+COMPAT = Path(__file__).resolve().parent.parent / "deployments" / "vllm_compat.py"
+
+# How many positional arguments these are called with.
+CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
+# What is used of these classes: methods, and the fields that are set.
+MEMBERS = {
+    "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "shutdown"),
+    "AsyncEngineArgs": ("model", "enable_mm_embeds", "skip_mm_profiling", "served_model_name"),
+}
+ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE")
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+
+
+def locations() -> dict[str, tuple[str, ...]]:
+    """The table LOCATIONS of deployments/vllm_compat.py, read from its source."""
+    for node in ast.parse(COMPAT.read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOCATIONS" and node.value is not None:
+            table: dict[str, tuple[str, ...]] = ast.literal_eval(node.value)
+            return table
+    raise LookupError(f"{COMPAT.name} has no LOCATIONS")
+
+
+class Tree:
+    """The modules under a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def module(self, name: str) -> ast.Module | None:
+        base = self._root.joinpath(*name.split("."))
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return ast.parse(file.read_text(encoding="utf-8"))
+        return None
+
+    def find(self, module_name: str, name: str) -> tuple[str, Definition] | None:
+        """Where `name` is defined that `module_name` has, with its definition; imports within the tree are followed."""
+        module = self.module(module_name)
+        for node in _top_level(module) if module is not None else ():
+            if name in _defined(node):
+                assert isinstance(node, Definition)
+                return module_name, node
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if name == (alias.asname or alias.name) and (
+                        found := self.find(_origin(node, module_name, self), alias.name)
+                    ):
+                        return found
+        return None
+
+    def is_package(self, name: str) -> bool:
+        return self._root.joinpath(*name.split("."), "__init__.py").is_file()
+
+    def members(self, module_name: str, node: ast.ClassDef) -> Iterator[str]:
+        """Methods and fields of a class and of those of its bases that lie in the tree."""
+        for statement in node.body:
+            yield from _defined(statement)
+        for base in node.bases:
+            found = self.find(module_name, ast.unparse(base).split("[")[0])
+            if found is not None and isinstance(found[1], ast.ClassDef):
+                yield from self.members(found[0], found[1])
+
+
+def problems(root: Path) -> list[str]:
+    """What is missing under `root`, a sentence each."""
+    tree, found = Tree(root), []
+    for name, modules in locations().items():
+        hits = [hit for hit in (tree.find(module, name) for module in modules) if hit is not None]
+        if not hits:
+            found.append(f"{name} is in none of {', '.join(modules)}")
+            continue
+        module_name, node = hits[0]
+        if name in CALLED_WITH and not _takes(node, CALLED_WITH[name]):
+            found.append(f"{module_name}.{name} does not take {CALLED_WITH[name]} positional arguments")
+        if name in MEMBERS:
+            members = set(tree.members(module_name, node)) if isinstance(node, ast.ClassDef) else set()
+            found += [f"{module_name}.{name} has no {member}" for member in MEMBERS[name] if member not in members]
+    envs = tree.module("vllm.envs")
+    known = {node.value for node in ast.walk(envs) if isinstance(node, ast.Constant)} if envs is not None else set()
+    return found + [f"vllm.envs does not know {variable}" for variable in ENVIRONMENT if variable not in known]
+
+
+def _top_level(module: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run at import, those in `if` and `try` included."""
+    waiting: list[ast.stmt] = list(module.body)
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            waiting += [*node.body, *node.orelse]
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [node.target.id] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else []
+
+
+def _origin(node: ast.ImportFrom, module_name: str, tree: Tree) -> str:
+    """The module that an import in `module_name` names."""
+    if not node.level:
+        return node.module or ""
+    package = module_name.split(".") if tree.is_package(module_name) else module_name.split(".")[:-1]
+    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def _takes(node: Definition, count: int) -> bool:
+    """Whether this is a function that can be called with exactly `count` positional arguments."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    positional = len(node.args.posonlyargs) + len(node.args.args)
+    required = positional - len(node.args.defaults)
+    keywords_wanted = any(default is None for default in node.args.kw_defaults)
+    return required <= count and (count <= positional or node.args.vararg is not None) and not keywords_wanted
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints what is missing; the status is 1 where something is, 2 where there is no vLLM."""
+    parser = argparse.ArgumentParser(description="Check a vLLM source tree against deployments/vllm_compat.py.")
+    parser.add_argument("path", type=Path, help="the folder that holds `vllm`")
+    root = parser.parse_args(arguments).path
+    if not (root / "vllm" / "__init__.py").is_file():
+        parser.error(f"{root} holds no folder vllm with an __init__.py")
+    missing = problems(root)
+    for line in missing or [f"all {len(locations())} names are there"]:
+        print(line)
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

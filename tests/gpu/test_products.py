@@ -1,0 +1,95 @@
+"""Products with what follows them: cuBLAS's and QuACK's against plain PyTorch in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton", reason="SwiGLU beside a product is a Triton kernel")
+
+from encoder.products import Affine, After, TorchProducts  # noqa: E402
+from tests.gpu.test_kernels import random  # noqa: E402
+from tests.parity.reference_towers import relative_error  # noqa: E402
+
+CUDA = torch.device("cuda")
+# One rounding to bfloat16, two where the activation is a pass of its own.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+AFTER = {
+    After.NOTHING: lambda y: y,
+    After.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"),
+    After.GELU: F.gelu,
+    After.SILU: F.silu,
+    After.SWIGLU: lambda y: F.silu(y[:, 0::2]) * y[:, 1::2],
+}
+
+
+def layer(inputs: int, outputs: int, dtype: torch.dtype) -> Affine:
+    return Affine(random(outputs, inputs, dtype=dtype, seed=1) * inputs**-0.5, random(outputs, dtype=dtype, seed=2))
+
+
+def expected(of: Affine, x: Tensor) -> Tensor:
+    return F.linear(x.double(), of.weight.double(), of.bias.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("after", After)
+@pytest.mark.parametrize("rows", [3, 196, 1031])
+def test_torch_products(rows: int, after: After, dtype: torch.dtype) -> None:
+    affine, x = layer(144, 432, dtype), random(rows, 144, dtype=dtype)
+    found = TorchProducts()(affine, x, after)
+    assert relative_error(found, AFTER[after](expected(affine, x))) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_residual_is_added_without_the_bias(dtype: torch.dtype) -> None:
+    affine, x, residual = layer(160, 144, dtype), random(77, 160, dtype=dtype), random(77, 144, dtype=dtype, seed=3)
+    sum_of_both = residual.double() + expected(affine, x) - affine.bias.double()
+    TorchProducts().add_(affine, x, residual)
+    assert relative_error(residual, sum_of_both) < TOLERANCE[dtype]
+
+
+def test_an_output_may_be_a_slice_of_wider_rows() -> None:
+    affine, x = layer(144, 48, torch.bfloat16), random(20, 144, dtype=torch.bfloat16)
+    wide = random(20, 144, dtype=torch.bfloat16, seed=4)
+    before = wide.clone()
+    TorchProducts()(affine, x, out=wide[:, 48:96])
+    assert relative_error(wide[:, 48:96], expected(affine, x)) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(wide[:, :48], before[:, :48])
+    assert torch.equal(wide[:, 96:], before[:, 96:])
+
+
+@pytest.fixture
+def quack(monkeypatch: pytest.MonkeyPatch) -> TorchProducts:
+    """QuACK's products, which may not leave a product to cuBLAS."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("QuACK's products are for Hopper")
+    pytest.importorskip("quack", reason="QuACK comes with FlashAttention-4: pip install 'vitray[fa4]'")
+    from encoder.quack_products import QuackProducts
+
+    products = QuackProducts(CUDA)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("left to cuBLAS")
+
+    monkeypatch.setattr(TorchProducts, "__call__", refuse)
+    return products
+
+
+@pytest.mark.parametrize("after", [After.NOTHING, After.GELU_TANH, After.SILU, After.SWIGLU])
+@pytest.mark.parametrize("rows", [4001, 6272])
+def test_quack_products(quack: TorchProducts, rows: int, after: After) -> None:
+    affine, x = layer(1152, 3456, torch.bfloat16), random(rows, 1152, dtype=torch.bfloat16)
+    found = quack(affine, x, after)
+    assert relative_error(found, AFTER[after](expected(affine, x))) < TOLERANCE[torch.bfloat16]
+
+
+def test_quack_writes_into_a_slice(quack: TorchProducts) -> None:
+    affine, x = layer(512, 4096, torch.bfloat16), random(4252, 512, dtype=torch.bfloat16)
+    wide = torch.zeros(4252, 3 * 4096, device=CUDA, dtype=torch.bfloat16)
+    quack(affine, x, out=wide[:, 4096:8192])
+    assert relative_error(wide[:, 4096:8192], expected(affine, x)) < TOLERANCE[torch.bfloat16]
+    assert not wide[:, :4096].any()
+    assert not wide[:, 8192:].any()

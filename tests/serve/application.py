@@ -1,0 +1,190 @@
+"""What is tested: the real `serve run` with a configuration of three applications, on a Ray cluster of its own.
+
+`qwen3` and `qwen25` are the two architectures in float32 under generous limits. `tight` is bfloat16 under limits that a
+test can reach, may fetch from this machine, keeps no encoder while nobody sends images, and may be broken.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from configs.resolve import PROJECT_ROOT
+from tests.serve.conversations import MODEL
+from tests.serve.processes import Server, family, free_port, title
+from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
+
+START_TIMEOUT_S = 400.0
+# By the names of the applications with generous limits.
+ARCHITECTURES = {"qwen3": "qwen3_vl", "qwen25": "qwen2_5_vl"}
+RETRY_AFTER_S = 3
+# Of the application `tight`.
+MAX_BODY_BYTES = 400_000
+MAX_IMAGE_BYTES = 60_000
+MAX_IMAGE_PIXELS = 1_000_000
+MAX_IMAGES = 4
+MAX_VISUAL_TOKENS = 300
+FETCH_TIMEOUT_S = 1.0
+MAX_REDIRECTS = 2
+MAX_ANSWERING = 3
+MAX_QUEUED = 1
+MAX_AT_THE_DOOR = 12
+MAX_WAITING_AT_THE_DOOR = 6
+
+Settings = dict[str, Any]
+
+
+def _application(
+    name: str, checkpoint: Path, *, dtype: str, ingress: Settings, deployments: list[Settings]
+) -> Settings:
+    return {
+        "name": name,
+        "route_prefix": f"/{name}",
+        "import_path": "deployments.app:build_app",
+        "args": {
+            "model": str(checkpoint),
+            "encoder_replica": {"num_cpus": 0.01, "decode_workers": 1},
+            "llm": {
+                "num_cpus": 0.01,
+                "engine_args": {
+                    "served_model_name": [MODEL],
+                    "dtype": dtype,  # of itself vLLM takes bfloat16 for a checkpoint in float32
+                    "max_model_len": MAX_MODEL_LEN,
+                    "max_num_seqs": MAX_NUM_SEQS,
+                    "enforce_eager": True,
+                    "num_gpu_blocks_override": NUM_BLOCKS,
+                },
+                "server_args": {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+            },
+            "ingress": {"num_cpus": 0.01, "retry_after_s": RETRY_AFTER_S, **ingress},
+        },
+        "deployments": deployments,
+    }
+
+
+def configuration(checkpoints: dict[str, Path]) -> Settings:
+    """A serve_config for the checkpoints under `qwen3`, `qwen25` and `tight`, on a port that is free."""
+    tight = _application(
+        "tight",
+        checkpoints["tight"],
+        dtype="bfloat16",
+        ingress={
+            "max_body_bytes": MAX_BODY_BYTES,
+            "max_image_bytes": MAX_IMAGE_BYTES,
+            "max_image_pixels": MAX_IMAGE_PIXELS,
+            "max_images_per_request": MAX_IMAGES,
+            "max_visual_tokens_per_request": MAX_VISUAL_TOKENS,
+            "fetch": {
+                "http": True,
+                "allow_private_addresses": True,
+                "timeout_s": FETCH_TIMEOUT_S,
+                "max_redirects": MAX_REDIRECTS,
+            },
+        },
+        deployments=[
+            {
+                "name": "Ingress",
+                "num_replicas": 1,
+                "max_ongoing_requests": MAX_AT_THE_DOOR,
+                "max_queued_requests": MAX_WAITING_AT_THE_DOOR,
+            },
+            {
+                "name": "Encoder",
+                "autoscaling_config": {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1},
+            },
+            {
+                "name": "LLM",
+                "num_replicas": 1,
+                "max_ongoing_requests": MAX_ANSWERING,
+                "max_queued_requests": MAX_QUEUED,
+                "health_check_period_s": 1,
+            },
+        ],
+    )
+    roomy = [
+        _application(name, checkpoints[name], dtype="float32", ingress={}, deployments=[]) for name in ARCHITECTURES
+    ]
+    return {
+        "http_options": {"host": "127.0.0.1", "port": free_port(), "request_timeout_s": 610},
+        "applications": [*roomy, tight],
+    }
+
+
+class ServedApplication:
+    """`serve run` of a configuration. Starts at once, in the background; `wait` before the first request."""
+
+    def __init__(self, settings: Settings, *, folder: Path) -> None:
+        self._settings = settings
+        self._url = "http://127.0.0.1:{port}".format(**settings["http_options"])
+        config_file = folder / "serve_config.yaml"
+        config_file.write_text(yaml.safe_dump(settings, sort_keys=False))
+        # Paths of Ray's sockets must be short, which pytest's folders are not.
+        self._ray_folder = Path(tempfile.mkdtemp(prefix="vitray", dir="/tmp"))
+        self._server = Server(
+            [str(Path(sys.executable).parent / "serve"), "run", str(config_file), "--address", "local"],
+            log=folder / "serve_run.log",
+            environment=_environment(self._ray_folder),
+            folder=PROJECT_ROOT,
+        )
+
+    def base_url(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
+    def wait(self) -> None:
+        """Until every application answers. Raises RuntimeError with the end of the log when they do not."""
+        waiting = [application["name"] for application in self._settings["applications"]]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while waiting and time.monotonic() < deadline and self._server.running:
+            time.sleep(0.25)
+            try:
+                if httpx.get(self.base_url(waiting[0]) + "/health", timeout=5).status_code == 200:
+                    waiting.pop(0)
+            except httpx.TransportError:
+                continue
+        if waiting:
+            raise RuntimeError(f"{waiting} did not start:\n{self._server.log_tail()}")
+
+    def replicas(self, name: str, deployment: str) -> list[psutil.Process]:
+        """The processes of a deployment's replicas, by the title that Ray gives them."""
+        wanted = f"ray::ServeReplica:{name}:{deployment}"
+        return [process for process in family(self._server.pid) if title(process).startswith(wanted)]
+
+    def engine_cores(self, name: str) -> list[psutil.Process]:
+        """The processes of vLLM's engines behind an application."""
+        return [
+            process
+            for replica in self.replicas(name, "LLM")
+            for process in family(replica.pid)
+            if title(process).startswith("VLLM::EngineCore")
+        ]
+
+    def log(self) -> str:
+        """What `serve run` printed so far, the replicas' logs included."""
+        return self._server.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        self._server.stop()
+        shutil.rmtree(self._ray_folder, ignore_errors=True)
+
+
+def _environment(ray_folder: Path) -> dict[str, str]:
+    """An operator's shell: nothing of the test run's, and no other Ray cluster in sight."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONPATH"))}
+    return environment | {
+        "RAY_TMPDIR": str(ray_folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_worker_niceness": "0",  # else every other process of the machine goes first
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines sit on the same core
+        "OMP_NUM_THREADS": "1",
+    }

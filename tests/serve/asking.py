@@ -1,0 +1,111 @@
+"""Requests over HTTP, and the answers to all of them at once. It must not know what the answers should be."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.serve.comparison import assembled
+from tests.serve.conversations import MODEL, TEXT_REQUESTS, Body, Conversation
+
+TIMEOUT_S = 120.0
+CONCURRENT = 8
+Json = Any
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a server answered, by the names of the requests. `result()` raises where the answer was an error."""
+
+    whole: dict[str, Future[Json]]
+    streamed: dict[str, Future[Json]]
+    """Put together from their chunks, the one with the usage included."""
+    tokenized: dict[str, Future[Json]]
+    text_requests: dict[str, Future[Json]]
+
+
+def post(base_url: str, path: str, body: Body) -> httpx.Response:
+    return httpx.post(base_url + path, json=body, timeout=TIMEOUT_S)
+
+
+def ask(base_url: str, body: Body, path: str = "/v1/chat/completions") -> Json:
+    """The answer's body; AssertionError where it is an error."""
+    response = post(base_url, path, body)
+    assert response.status_code == 200, f"{response.status_code}: {response.text[:1000]}"
+    return response.json()
+
+
+@contextmanager
+def streaming(base_url: str, body: Body) -> Iterator[httpx.Response]:
+    """A streamed chat answer, to be read or to be left."""
+    path = base_url + "/v1/chat/completions"
+    with httpx.stream("POST", path, json={**body, "stream": True}, timeout=TIMEOUT_S) as response:
+        if response.status_code != 200:
+            raise AssertionError(f"{response.status_code}: {response.read().decode()[:1000]}")
+        yield response
+
+
+def chunks(response: httpx.Response) -> Iterator[Json]:
+    """The chunks of a streamed answer as they arrive; AssertionError unless the stream ends as OpenAI's do."""
+    done = False
+    for line in response.iter_lines():
+        assert not done or not line, f"after the end: {line!r}"
+        if line == "data: [DONE]":
+            done = True
+        elif line:
+            assert line.startswith("data: "), line
+            yield json.loads(line.removeprefix("data: "))
+    assert done, "the stream ended without [DONE]"
+
+
+def ask_streamed(base_url: str, body: Body) -> list[Json]:
+    with streaming(base_url, body) as response:
+        return list(chunks(response))
+
+
+def metric(base_url: str, name: str) -> float:
+    """The sum of a metric of vLLM over its labels."""
+    lines = httpx.get(base_url + "/metrics", timeout=TIMEOUT_S).text.splitlines()
+    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " "))]
+    assert values, f"no metric {name}"
+    return sum(values)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what the engine's metrics tell; they lag behind what it does."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def collect(base_url: str, conversations: Sequence[Conversation]) -> Answers:
+    """Puts every request to a server, several at a time, images and text mixed."""
+
+    def whole_of_streamed(body: Body) -> Json:
+        return assembled(ask_streamed(base_url, {**body, "stream_options": {"include_usage": True}}))
+
+    with ThreadPoolExecutor(CONCURRENT) as pool:
+        return Answers(
+            {c.name: pool.submit(ask, base_url, c.body) for c in conversations},
+            {
+                c.name: pool.submit(whole_of_streamed, c.body)
+                for c in conversations
+                if "prompt_logprobs" not in c.body  # vLLM does not stream those
+            },
+            {c.name: pool.submit(ask, base_url, _to_tokenize(c.body), "/tokenize") for c in conversations},
+            {name: pool.submit(ask, base_url, body, path) for name, (path, body) in TEXT_REQUESTS.items()},
+        )
+
+
+def _to_tokenize(body: Body) -> Body:
+    """What /tokenize needs of a chat request."""
+    kept = ("messages", "tools", "mm_processor_kwargs", "continue_final_message", "add_generation_prompt")
+    return {"model": MODEL, **{key: body[key] for key in kept if key in body}}

@@ -1,0 +1,90 @@
+"""An image is encoded once, and the Server-Timing header tells where the time of a request went."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.serve import pictures
+from tests.serve.asking import Json, ask, post, streaming
+from tests.serve.comparison import difference
+from tests.serve.conversations import Body, about, chat, image, text, user
+
+pytestmark = pytest.mark.slow
+
+CHAT = "/v1/chat/completions"
+STAGES = ("fetch", "preprocess", "queue", "encode", "transfer", "first-token")
+
+
+def timing(response: httpx.Response) -> dict[str, str]:
+    """The entries of Server-Timing by name."""
+    assert response.status_code == 200, response.text
+    entries = [entry.strip().partition(";") for entry in response.headers["server-timing"].split(",")]
+    return {name: rest for name, _, rest in entries}
+
+
+def ask_timed(base_url: str, body: Body) -> tuple[Json, str]:
+    """The answer, and how many of its images came from the cache: "1/2"."""
+    response = post(base_url, CHAT, body)
+    return response.json(), timing(response)["cache"].removeprefix('desc="').removesuffix('"')
+
+
+def test_the_second_time_an_image_comes_from_the_cache(base_url: str) -> None:
+    body = about(pictures.url(400, 97, 61))
+    first, cached_first = ask_timed(base_url, body)
+    second, cached_second = ask_timed(base_url, body)
+    assert (cached_first, cached_second) == ("0/1", "1/1")
+    difference(second, first, tolerance=1e-3)
+
+
+def test_each_distinct_image_counts_once(base_url: str) -> None:
+    known, fresh = image(pictures.url(401)), image(pictures.url(402))
+    ask(base_url, chat(user(known, text("What is it?"))))
+    _, cached = ask_timed(base_url, chat(user(known, fresh, known, fresh, text("Compare."))))
+    assert cached == "1/2"
+
+
+@pytest.mark.parametrize(("seed", "bounds"), [(403, {"max_pixels": 64 * 64}), (404, {"min_pixels": 200 * 200})])
+def test_other_bounds_make_another_embedding(base_url: str, seed: int, bounds: Body) -> None:
+    url = pictures.url(seed, 130, 120)
+    plain, _ = ask_timed(base_url, about(url))
+    bounded, cached = ask_timed(base_url, about(url, mm_processor_kwargs=bounds))
+    assert cached == "0/1"
+    assert bounded["usage"]["prompt_tokens"] != plain["usage"]["prompt_tokens"]
+
+
+def test_one_flipped_bit_is_another_image(base_url: str) -> None:
+    file = bytearray(pictures.encoded(pictures.picture(405, 64, 64), "BMP"))
+    ask(base_url, about(pictures.data_url(bytes(file), "BMP")))
+    file[-1] ^= 1
+    _, cached = ask_timed(base_url, about(pictures.data_url(bytes(file), "BMP")))
+    assert cached == "0/1"
+
+
+def test_an_image_asked_for_by_many_at_once(base_url: str) -> None:
+    body = about(pictures.url(406, 300, 200))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: ask(base_url, body), range(8)))
+    for answer in answers[1:]:
+        difference(answer, answers[0], tolerance=1e-3)
+    assert ask_timed(base_url, body)[1] == "1/1"
+
+
+def test_every_stage_is_timed(base_url: str) -> None:
+    stages = timing(post(base_url, CHAT, about(pictures.url(407, 200, 150))))
+    assert set(stages) == {*STAGES, "cache"}
+    durations = {name: float(re.fullmatch(r"dur=(\d+\.\d+)", stages[name])[1]) for name in STAGES}  # type: ignore[index]
+    for name in ("preprocess", "encode", "first-token"):
+        assert durations[name] > 0, name
+
+
+def test_a_streamed_answer_is_timed_before_it_ends(qwen3: str) -> None:
+    with streaming(qwen3, about(pictures.url(408))) as response:
+        assert {*STAGES, "cache"} == set(timing(response))
+
+
+def test_text_has_no_stages_of_images(qwen3: str) -> None:
+    assert set(timing(post(qwen3, CHAT, chat({"role": "user", "content": "Hello!"})))) == {"first-token"}

@@ -1,0 +1,82 @@
+"""When an engine or an encoder dies, those who waited for it are told so, and another one takes its place."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.serve import pictures
+from tests.serve.application import ServedApplication
+from tests.serve.asking import TIMEOUT_S, ask, metric, post, streaming
+from tests.serve.comparison import difference
+from tests.serve.conversations import Body, about, chat
+from tests.serve.errors import error_of
+
+pytestmark = pytest.mark.slow
+
+CHAT = "/v1/chat/completions"
+HELLO = chat({"role": "user", "content": "Hello!"})
+LONG: Body = {"max_tokens": 7000, "ignore_eos": True, "logprobs": False, "top_logprobs": None}
+RECOVERY_S = 240.0
+
+
+def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: ServedApplication, tight: str) -> None:
+    body = about(pictures.url(440))
+    before = ask(tight, body)
+    (encoder,) = application.replicas("tight", "Encoder")
+    encoder.kill()
+    assert ask(tight, HELLO)["choices"][0]["token_ids"]
+    refusals = _until_answered(tight, body)
+    for refused in refusals:
+        assert int(refused.headers["retry-after"]) >= 1
+        error_of(refused, 503)
+    difference(ask(tight, body), before, tolerance=1e-3)
+    assert encoder not in application.replicas("tight", "Encoder")
+
+
+def test_a_dead_engine_fails_its_requests_and_is_replaced(application: ServedApplication, tight: str) -> None:
+    body = about(pictures.url(441))
+    before = ask(tight, body)
+    (engine,) = application.engine_cores("tight")
+    with ThreadPoolExecutor(1) as pool, streaming(tight, {**body, **LONG}) as streamed:
+        lines = streamed.iter_lines()
+        assert next(lines).startswith("data: ")
+        whole = pool.submit(post, tight, CHAT, {**body, **LONG})
+        _until(lambda: metric(tight, "vllm:num_requests_running") == 2)
+        engine.kill()
+        error_of(whole.result(), 500)
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "error" in events[-1], "the stream broke off without a word"
+    assert not any(choice.get("finish_reason") for event in events for choice in event.get("choices", []))
+
+    _until(lambda: not _healthy(tight))
+    _until(lambda: _healthy(tight))
+    difference(ask(tight, body), before, tolerance=1e-3)
+    assert engine not in application.engine_cores("tight")
+
+
+def _healthy(tight: str) -> bool:
+    return httpx.get(tight + "/health", timeout=TIMEOUT_S).status_code == 200
+
+
+def _until_answered(tight: str, body: Body) -> list[httpx.Response]:
+    """Asks until the answer is a good one; returns the others."""
+    refused: list[httpx.Response] = []
+    deadline = time.monotonic() + RECOVERY_S
+    while (response := post(tight, CHAT, body)).status_code != 200:
+        assert time.monotonic() < deadline, response.text
+        refused.append(response)
+        time.sleep(0.5)
+    return refused
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + RECOVERY_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)

@@ -1,0 +1,143 @@
+"""Small checkpoints, and the application on a Ray cluster of its own, with a stand-in for vLLM.
+
+The cluster and the application are started once, by the first test that asks for them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import settings
+
+from configs.schema import AppConfig
+from training.checkpoints import make_checkpoint
+
+MAX_QUEUED_TOKENS = 200
+RETRY_AFTER_S = 3
+START_S = 120
+
+settings.register_profile("untimed", deadline=None)  # tests never time, and a busy machine is no bug
+settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One in float32 of each architecture."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {arch: make_checkpoint(arch, folder / arch) for arch in ("qwen3_vl", "qwen2_5_vl")}
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on. Serve would share one with another Serve without a word (SO_REUSEPORT)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Cluster:
+    http_port: int
+    metrics_port: int
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Ray and Serve, with nothing deployed."""
+    import ray
+    from ray import serve
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short, pytest's folders are not
+    ports = Cluster(free_port(), free_port())
+    try:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=0,
+            object_store_memory=150 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+            _metrics_export_port=ports.metrics_port,
+            _system_config={"metrics_report_interval_ms": 200},
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": ports.http_port})
+        yield ports
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of `condition`, asked again and again; fails naming `what` when there is none for long."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"waited in vain: {what}")
+
+
+class ServedApp:
+    """The application behind HTTP, and the handles by which a test reaches its replicas."""
+
+    def __init__(self, url: str, metrics_url: str) -> None:
+        from ray import serve
+
+        self.url = url
+        self._metrics_url = metrics_url
+        self._encoder = serve.get_deployment_handle("Encoder", "app")
+        self._llm = serve.get_deployment_handle("LLM", "app")
+        self._ingress = serve.get_deployment_handle("Ingress", "app")
+
+    def encoder(self, method: str, **arguments: object) -> Any:
+        return getattr(self._encoder, method).remote(**arguments).result(timeout_s=START_S)
+
+    def llm(self, method: str) -> Any:
+        return getattr(self._llm, method).remote().result(timeout_s=START_S)
+
+    def ingress(self, method: str) -> Any:
+        return getattr(self._ingress, method).remote().result(timeout_s=START_S)
+
+    def exported(self, deployment: str) -> dict[str, float]:
+        """What Ray's metrics port shows of ours for a deployment, its replicas added up; names without `ray_`."""
+        found: dict[str, float] = {}
+        for line in httpx.get(self._metrics_url).text.splitlines():
+            if line.startswith("ray_vitray_") and f'deployment="{deployment}"' in line and 'application="app"' in line:
+                name = line.partition("{")[0].removeprefix("ray_")
+                found[name] = found.get(name, 0) + float(line.rpartition(" ")[2])
+        return found
+
+
+@pytest.fixture(scope="session")
+def app(cluster: Cluster, checkpoints: dict[str, Path]) -> ServedApp:
+    from ray import serve
+
+    from encoder.vision_config import VisionConfig
+    from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM, WatchedIngress
+
+    config = AppConfig.model_validate(
+        {
+            "model": str(checkpoints["qwen3_vl"]),
+            "encoder_replica": {"decode_workers": 1, "max_queued_tokens": MAX_QUEUED_TOKENS, "num_gpus": 0},
+            "ingress": {"retry_after_s": RETRY_AFTER_S},
+        }
+    )
+    vision = VisionConfig.from_checkpoint(checkpoints["qwen3_vl"])
+    light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 256}
+    # Three checks in a row that fail are what Serve waits for.
+    encoder = serve.deployment(name="Encoder", health_check_period_s=0.5, **light)(ControlledEncoder).bind(config)
+    llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width, vision.spatial_merge_size)
+    ingress = serve.deployment(name="Ingress", **light)(WatchedIngress).bind(config, encoder, llm)
+    serve.run(ingress, name="app", route_prefix="/app")
+    return ServedApp(f"http://127.0.0.1:{cluster.http_port}/app", f"http://127.0.0.1:{cluster.metrics_port}/metrics")

@@ -1,0 +1,211 @@
+"""The application's deployments with handles for a test: an encoder that can be held up and broken, an ingress that
+fails if an embedding comes its way, and a language model replica whose vLLM is a stand-in.
+
+Everything else in them is the application's own. It must not know what is tested with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from configs.schema import AppConfig
+from deployments import encoder as encoder_module
+from deployments.encoder import EncoderReplica
+from deployments.ingress import Ingress
+from deployments.llm import LLM
+from deployments.media_keys import KeyStore, connector_class
+from deployments.metrics import Count, Counts
+from deployments.vllm_compat import AsgiApp, EmbeddingShape
+from deployments.wire import EncodedImage, ImageJob, ImageRefused
+from encoder.encoder import Encoder
+from encoder.packing import Batch
+from encoder.preprocess import Pixels
+
+GATE_WAIT_S = 60
+
+
+class GatedEncoder(Encoder):
+    """Waits for a gate before it encodes, and counts. One a process."""
+
+    gate = threading.Event()
+    num_encoded = 0
+    dies = fails_for_several = False
+
+    def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+        GatedEncoder.gate.wait(GATE_WAIT_S)
+        if GatedEncoder.dies:
+            raise SystemExit(1)
+        if GatedEncoder.fails_for_several and len(pixels) > 1:
+            raise RuntimeError("out of memory")
+        GatedEncoder.num_encoded += len(pixels)
+        return super().encode_batches(pixels)
+
+
+class RecordedCounts(Counts):
+    """Counts as ever, and remembers: Ray exports a metric some time after it was counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = {count.name: 0 for count in Count}
+
+    def add(self, count: Count, number: int = 1) -> None:
+        super().add(count, number)
+        self.recorded[count.name] += number
+
+
+class ControlledEncoder(EncoderReplica):
+    def __init__(self, config: AppConfig) -> None:
+        encoder_module.Encoder = GatedEncoder  # type: ignore[misc]
+        GatedEncoder.gate.set()
+        super().__init__(config)
+        self._counts: RecordedCounts = RecordedCounts()
+        self._new_weights_always = False
+
+    async def encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
+        if self._new_weights_always:
+            self.new_weights()
+        return await super().encode(job)
+
+    def hold(self) -> None:
+        GatedEncoder.gate.clear()
+
+    def release(self) -> None:
+        GatedEncoder.gate.set()
+
+    def fail_for_several(self, fail: bool = True) -> None:
+        GatedEncoder.fails_for_several = fail
+
+    def state(self) -> dict[str, int]:
+        return {
+            "pid": os.getpid(),
+            "encoded": GatedEncoder.num_encoded,
+            "queued_tokens": self._worker.queued_tokens,
+            "flights": len(self._flights),
+        }
+
+    def counts(self) -> dict[str, int]:
+        return self._counts.recorded
+
+    def new_weights(self, always: bool = False) -> None:
+        """As if the checkpoint had been exchanged. `always`: before each job from now on, until called again."""
+        identity = self._worker.identity
+        self._worker.identity = dataclasses.replace(identity, weights=identity.weights + "x")
+        self._new_weights_always = always or self._new_weights_always
+
+    def settle(self) -> None:
+        self._new_weights_always = False
+
+    async def health(self) -> str:
+        try:
+            await self.check_health()
+        except RuntimeError as error:
+            return str(error)
+        return "healthy"
+
+    async def end_batching_task(self) -> str:
+        """Returns what `health` says then."""
+        task = self._hand_off._is_batching_task_alive.__self__.queue._handle_batch_task  # type: ignore[attr-defined]
+        task.cancel()
+        await asyncio.wait([task])
+        return await self.health()
+
+    async def end_gpu_thread(self) -> str:
+        """Returns what `health` says then."""
+        GatedEncoder.dies = True
+        self._worker.submit(Pixels(np.zeros((3, 32, 32), np.uint8), (1, 2, 2)))
+        await asyncio.to_thread(self._worker._thread.join, GATE_WAIT_S)
+        return await self.health()
+
+
+def _embedding_came_by(*_: object) -> None:
+    raise AssertionError("an embedding was unpacked in the ingress")
+
+
+class WatchedIngress(Ingress):
+    """Cannot hold an embedding: the process fails to unpickle one."""
+
+    def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
+        EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
+        super().__init__(config, encoder, llm)
+        self._replicas._counts = RecordedCounts()
+
+    def counts(self) -> dict[str, int]:
+        counts = self._replicas._counts
+        assert isinstance(counts, RecordedCounts)
+        return counts.recorded
+
+
+class StandInLLM(LLM):
+    """The application's replica around a stand-in for vLLM, which answers with what it was given."""
+
+    def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:
+        self._engine = cast(Any, SimpleNamespace(shutdown=lambda: None))
+        self._keys = KeyStore()
+        self._shape = EmbeddingShape(width, merge_size)
+        self._app = stand_in(self._keys, self)
+        self.disconnects = 0
+        self.calls = 0
+        self.writeable: list[bool] = []
+
+    def _checked(self, places: Any, images: Any) -> Any:
+        self.calls += 1
+        self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
+        return super()._checked(places, images)
+
+    async def check_health(self) -> None:
+        """The stand-in cannot die."""
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "calls": self.calls,
+            "disconnects": self.disconnects,
+            "keys": len(self._keys),
+            "writeable": self.writeable,
+        }
+
+
+def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
+    """`/v1/chat/completions`: the shapes and sums of the embeddings; `stream` in the body streams without end."""
+
+    async def chat(request: Request) -> Response:
+        body = await request.json()
+        connector = connector_class(store)()
+        found = []
+        for message in body["messages"]:
+            for part in message["content"] if isinstance(message["content"], list) else []:
+                if part["type"] == "image_embeds":
+                    tokens = connector.fetch_image_embedding(part["image_embeds"]["image_embeds"])
+                    grid = connector.fetch_image_embedding(part["image_embeds"]["image_grid_thw"])
+                    found.append(
+                        {"shape": list(tokens.shape), "norm": float(tokens.norm()), "grid": grid.tolist()}
+                        | {"uuid": part["uuid"], "dtype": str(tokens.dtype)}
+                    )
+        if body.get("stream"):
+            return StreamingResponse(endless(request), media_type="text/event-stream")
+        return JSONResponse({"images": found, "body": body})
+
+    async def endless(request: Request) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"data: " + json.dumps({"n": 1}).encode() + b"\n\n"
+                await asyncio.sleep(0.01)
+        finally:
+            replica.disconnects += 1
+
+    return cast(AsgiApp, Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])]))

@@ -1,0 +1,257 @@
+"""The thread that owns the GPU: what is packed together, what is refused, who is told when it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import EncoderConfig
+from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
+from encoder.encoder import Encoder
+from encoder.packing import Batch
+from encoder.preprocess import Pixels
+from tests.unit.deployments.samples import IDENTITY, png
+
+WAIT_S = 10
+
+
+def image(value: int, num_tokens: int = 1) -> Pixels:
+    """An image whose tokens are all `value` for the fake encoder."""
+    return Pixels(np.full((3, 2, 2), value, np.uint8), (1, 2, 2 * num_tokens))
+
+
+class FakeEncoder:
+    """Takes all images of a call as one batch. Waits for `gate`; fails for the images in `bad`."""
+
+    identity = IDENTITY
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.threads: set[int] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.bad: dict[int, BaseException] = {}
+
+    def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+        assert pixels, "nothing to encode is not encoded"
+        values = [int(each.values[0, 0, 0]) for each in pixels]
+        self.calls.append(values)
+        self.threads.add(threading.get_ident())
+        self.entered.release()
+        assert self.gate.wait(WAIT_S)
+        for value in values:
+            if value in self.bad:
+                raise self.bad[value]
+        yield Batch(tuple(range(len(values))), None), [torch.full((1, 2), float(value)) for value in values]
+
+
+class Owned:
+    """A worker around a fake encoder."""
+
+    def __init__(self, max_queued_tokens: int = 1000, events: WorkerEvents | None = None) -> None:
+        self.encoder = FakeEncoder()
+        made = cast(Encoder, self.encoder)
+        self.worker = GpuWorker(lambda: made, max_queued_tokens=max_queued_tokens, events=events)
+
+    def occupy(self) -> Future[Encoded]:
+        """Image 0 is being encoded, and stays so until the gate is set."""
+        self.encoder.gate.clear()
+        future = self.worker.submit(image(0))
+        assert self.encoder.entered.acquire(timeout=WAIT_S)
+        return future
+
+    def join(self) -> None:
+        self.worker._thread.join(WAIT_S)
+        assert not self.worker.alive
+
+
+@pytest.fixture
+def owned() -> Iterator[Owned]:
+    owned = Owned()
+    yield owned
+    owned.encoder.gate.set()
+    owned.worker.stop()
+    owned.join()
+
+
+def value_of(future: Future[Encoded]) -> float:
+    return float(future.result(WAIT_S).tokens[0, 0])
+
+
+def test_an_image_is_encoded_on_the_workers_thread(owned: Owned) -> None:
+    encoded = owned.worker.submit(image(7)).result(WAIT_S)
+    assert torch.equal(encoded.tokens, torch.full((1, 2), 7.0))
+    assert encoded.queue_ms >= 0
+    assert encoded.encode_ms >= 0
+    assert owned.encoder.threads == {owned.worker._thread.ident}
+
+
+def test_what_waits_while_the_gpu_is_busy_is_encoded_together(owned: Owned) -> None:
+    first = owned.occupy()
+    others = [owned.worker.submit(image(value)) for value in range(1, 6)]
+    owned.encoder.gate.set()
+    assert [value_of(future) for future in (first, *others)] == [0, 1, 2, 3, 4, 5]
+    assert owned.encoder.calls == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_tokens_over_the_bound_are_refused_until_some_are_done() -> None:
+    owned = Owned(max_queued_tokens=10)
+    first = owned.occupy()
+    second = owned.worker.submit(image(1, num_tokens=9))
+    with pytest.raises(QueueFullError, match="10 visual tokens wait, 1 more would pass 10"):
+        owned.worker.submit(image(2))
+    owned.encoder.gate.set()
+    wait([first, second], WAIT_S)
+    assert owned.worker.queued_tokens == 0
+    assert value_of(owned.worker.submit(image(3, num_tokens=10))) == 3
+    owned.worker.stop()
+    owned.join()
+
+
+def test_an_image_over_the_bound_is_taken_when_nothing_waits() -> None:
+    """Else it could never be encoded."""
+    owned = Owned(max_queued_tokens=10)
+    owned.encoder.gate.clear()
+    large = owned.worker.submit(image(1, num_tokens=50))
+    with pytest.raises(QueueFullError, match="50 visual tokens wait"):
+        owned.worker.submit(image(2, num_tokens=50))
+    owned.encoder.gate.set()
+    assert value_of(large) == 1
+    owned.worker.stop()
+    owned.join()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ValueError("odd grid"), MemoryError()])
+def test_a_failing_image_fails_alone(error: Exception) -> None:
+    retried: list[int] = []
+    owned = Owned(events=WorkerEvents(retried=retried.append))
+    owned.encoder.bad[3] = error
+    first = owned.occupy()
+    others = {value: owned.worker.submit(image(value)) for value in range(1, 6)}
+    owned.encoder.gate.set()
+    assert others[3].exception(WAIT_S) is error
+    assert [value_of(future) for value, future in others.items() if value != 3] == [1, 2, 4, 5]
+    assert value_of(first) == 0
+    assert retried == [1]
+    assert owned.worker.alive
+    assert value_of(owned.worker.submit(image(9))) == 9
+    owned.worker.stop()
+    owned.join()
+
+
+def test_a_cancelled_job_is_dropped_before_it_costs_anything(owned: Owned) -> None:
+    owned.occupy()
+    kept, dropped = owned.worker.submit(image(1)), owned.worker.submit(image(2, num_tokens=500))
+    assert owned.worker.queued_tokens == 502
+    assert dropped.cancel()
+    assert owned.worker.queued_tokens == 2, "its place is free at once"
+    owned.encoder.gate.set()
+    assert value_of(kept) == 1
+    assert owned.encoder.calls == [[0], [1]]
+
+
+def test_what_is_being_encoded_cannot_be_cancelled(owned: Owned) -> None:
+    running = owned.occupy()
+    assert not running.cancel()
+    owned.encoder.gate.set()
+    assert value_of(running) == 0
+
+
+def test_an_encoder_that_cannot_be_made_is_told_to_whoever_makes_the_worker() -> None:
+    def broken() -> Encoder:
+        raise FileNotFoundError("no checkpoint")
+
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        GpuWorker(broken, max_queued_tokens=1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_nobody_hangs_when_the_thread_dies(error: BaseException) -> None:
+    """Those who were being encoded, those who waited and those who come later are all told."""
+    owned = Owned()
+    owned.encoder.bad[0] = error
+    encoding = owned.occupy()
+    waiting = [owned.worker.submit(image(value)) for value in (1, 2)]
+    waiting[0].cancel()
+    owned.encoder.gate.set()
+    assert isinstance(encoding.exception(WAIT_S), WorkerEndedError)
+    assert isinstance(waiting[1].exception(WAIT_S), WorkerEndedError)
+    owned.join()
+    with pytest.raises(WorkerEndedError):
+        owned.worker.submit(image(3))
+    assert owned.worker.queued_tokens == 0
+
+
+def test_stop_drains_what_is_queued_and_refuses_what_comes_later() -> None:
+    owned = Owned()
+    first = owned.occupy()
+    before = owned.worker.submit(image(1))
+    owned.worker.stop()
+    after = owned.worker.submit(image(2))
+    owned.encoder.gate.set()
+    assert [value_of(first), value_of(before)] == [0, 1]
+    assert isinstance(after.exception(WAIT_S), WorkerEndedError)
+    owned.join()
+    with pytest.raises(WorkerEndedError):
+        owned.worker.submit(image(3))
+
+
+def test_the_level_of_the_queue_is_told_at_every_change() -> None:
+    levels: list[int] = []
+    owned = Owned(events=WorkerEvents(queued_tokens=levels.append))
+    first = owned.occupy()
+    second = owned.worker.submit(image(1, num_tokens=4))
+    owned.encoder.gate.set()
+    wait([first, second], WAIT_S)
+    owned.worker.stop()
+    owned.join()
+    assert levels == [1, 5, 4, 0]
+
+
+def test_an_idle_worker_holds_no_embeddings(owned: Owned) -> None:
+    """They are tens of megabytes each, and the thread may wait for the next image for hours."""
+    tokens = weakref.ref(owned.worker.submit(image(1)).result(WAIT_S).tokens)
+    deadline = time.monotonic() + WAIT_S
+    while tokens() is not None and time.monotonic() < deadline:  # until the thread waits again
+        time.sleep(0.01)
+    assert tokens() is None
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])
+def test_images_that_were_packed_have_their_own_embeddings(checkpoints: dict[str, Path], arch: str) -> None:
+    """The real encoder: images of several sizes, more than a batch takes, queued while one is being encoded."""
+    config = EncoderConfig(encoder_cudagraph_token_budgets=(64, 128), encoder_cudagraph_max_images_per_batch=3)
+    encoder, alone = (Encoder.from_checkpoint(checkpoints[arch], config, device="cpu") for _ in range(2))
+    encode_batches, gate = encoder.encode_batches, threading.Event()
+    calls: list[int] = []
+
+    def gated(pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+        assert gate.wait(WAIT_S)
+        calls.append(len(pixels))
+        return encode_batches(pixels)
+
+    encoder.encode_batches = gated  # type: ignore[method-assign]
+    files = [png(64 + 16 * number, 48, (number * 20, 80, 160)) for number in range(10)]
+    worker = GpuWorker(lambda: encoder, max_queued_tokens=10**6)
+    futures = [worker.submit(encoder.preprocessor.pixels(file)) for file in files]
+    gate.set()
+    found = [future.result(WAIT_S).tokens for future in futures]
+    worker.stop()
+    worker._thread.join(WAIT_S)
+    assert len(calls) <= 2, "the first may have been taken alone"
+    for file, tokens in zip(files, found, strict=True):
+        (expected,) = alone.encode([file])
+        assert tokens.shape == expected.tokens.shape
+        # Products of other shapes are summed in another order: float32 rounding, relative to the embedding's norm.
+        assert torch.dist(tokens, expected.tokens) <= 1e-5 * torch.linalg.norm(expected.tokens)

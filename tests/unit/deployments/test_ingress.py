@@ -1,0 +1,348 @@
+"""The front door with replicas that are stand-ins: what is let in, what is passed on, and what clients are told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+
+from configs.schema import AppConfig
+from deployments.errors import ApiError, error_head_and_body
+from deployments.gpu_worker import QueueFullError, WorkerEndedError
+from deployments.ingress import Ingress
+from deployments.wire import HttpRequest, ImagePlace, ResponseHead
+from tests.unit.deployments.samples import IDENTITY, png
+
+JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
+SSE_HEAD = ResponseHead(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+IMAGE = {
+    "type": "image_url",
+    "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()},
+}
+RETRY_AFTER_S = 7
+
+
+class Pieces:
+    """An answer in pieces; an exception is raised, an event is waited for."""
+
+    def __init__(self, *pieces: object) -> None:
+        self._pieces = list(pieces)
+        self.cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        if not self._pieces:
+            raise StopAsyncIteration
+        piece = self._pieces.pop(0)
+        if isinstance(piece, asyncio.Event):
+            await piece.wait()
+            return await self.__anext__()
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class StandIns:
+    """Both deployments' handles. `answers` are given one after the other, then an empty object again and again."""
+
+    def __init__(self, *answers: Pieces, identity: object = IDENTITY) -> None:
+        self.answers = list(answers)
+        self.requests: list[HttpRequest] = []
+        self.places: list[list[ImagePlace]] = []
+        self.encodings: list[Pieces] = []
+        self.identity = type("Method", (), {"remote": staticmethod(lambda: self._identity(identity))})
+        self.encode = type("Method", (), {"remote": staticmethod(self._encode)})
+
+    async def _identity(self, identity: object) -> object:
+        if isinstance(identity, Exception):
+            raise identity
+        return identity
+
+    def _encode(self, job: object) -> Pieces:
+        self.encodings.append(Pieces(job))
+        return self.encodings[-1]
+
+    def options(self, **_: object) -> StandIns:
+        return self
+
+    def remote(self, request: HttpRequest, places: list[ImagePlace], *_: object) -> Pieces:
+        self.requests.append(request)
+        self.places.append(places)
+        return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
+
+
+def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
+    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, **limits}})
+    handle = cast(DeploymentHandle[Any], stand_ins)
+    return Ingress(config, handle, handle)
+
+
+def asked(
+    stand_ins: StandIns, method: str, path: str, *, limits: dict[str, Any] | None = None, **request: Any
+) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        ingress = ingress_of(stand_ins, **(limits or {}))
+
+        async def app(
+            scope: dict[str, Any],
+            receive: Callable[[], Awaitable[dict[str, Any]]],
+            send: Callable[[Any], Awaitable[None]],
+        ) -> None:
+            scope = {**scope, "root_path": "/prefix", "path": "/prefix" + scope["path"]}
+            response = await ingress(Request(scope, receive))
+            await response(scope, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://h") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(ask())
+
+
+def chat(stand_ins: StandIns, *parts: object, limits: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
+    return asked(stand_ins, "POST", "/v1/chat/completions", json=body, limits=limits)
+
+
+def told(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+def test_text_is_passed_on_byte_by_byte() -> None:
+    stand_ins = StandIns(Pieces(JSON_HEAD, b'{"a":', b"1}"))
+    body = b'{"messages": [{"role":"user","content":"x"}],  "unknown": 1e400}'
+    response = asked(stand_ins, "POST", "/v1/chat/completions?q=1", content=body)
+    assert (response.status_code, response.json()) == (200, {"a": 1})
+    (request,) = stand_ins.requests
+    assert (request.body, request.query_string) == (body, b"q=1")
+    assert (request.method, request.path, request.root_path) == ("POST", "/v1/chat/completions", "/prefix")
+    assert stand_ins.encodings == []
+
+
+def test_credentials_and_cookies_stay_here() -> None:
+    stand_ins = StandIns()
+    headers = {"authorization": "Bearer secret", "cookie": "a=b", "x-request-id": "7", "x-amzn-sagemaker-x": "y"}
+    asked(stand_ins, "GET", "/v1/models", headers=headers)
+    names = {name for name, _ in stand_ins.requests[0].headers}
+    assert b"x-request-id" in names
+    assert names <= {b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate"}
+
+
+def test_images_become_keys_that_differ_every_time() -> None:
+    stand_ins = StandIns()
+    response = chat(stand_ins, {"type": "text", "text": "x"}, IMAGE, IMAGE)
+    assert "fetch;dur=" in response.headers["server-timing"]
+    assert len(stand_ins.encodings) == 1, "the same image twice"
+    (places,) = stand_ins.places
+    assert [place.image for place in places] == [0, 0]
+    keys = [key for place in places for key in (place.tokens_key, place.grid_key)]
+    assert len(set(keys)) == 4
+    sent = json.loads(stand_ins.requests[0].body)["messages"][0]["content"]
+    assert [part["type"] for part in sent] == ["text", "image_embeds", "image_embeds"]
+    assert [part["image_embeds"]["image_embeds"] for part in sent[1:]] == [place.tokens_key for place in places]
+    assert b"base64" not in stand_ins.requests[0].body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/score", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/invocations", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("PUT", "/ping", 405),
+    ],
+)
+def test_what_is_not_open_is_closed(method: str, path: str, status: int) -> None:
+    stand_ins = StandIns()
+    error = told(asked(stand_ins, method, path), status)
+    assert path in error["message"]
+    assert stand_ins.requests == []
+    if status == 405:
+        assert "allowed are" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "must be a JSON object, got list"),
+        (b"null", "must be a JSON object, got NoneType"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(content: bytes, reason: str) -> None:
+    assert reason in told(asked(StandIns(), "POST", "/v1/chat/completions", content=content), 400)["message"]
+
+
+@pytest.mark.parametrize("depth", [50, 300, 600, 900, 950, 990])
+def test_a_body_nested_deeply_is_answered(depth: int) -> None:
+    """The parser reads deeper than Python may call; status 500 would be the server's fault."""
+    nested = b"[" * depth + b"]" * depth
+    image = json.dumps(IMAGE).encode()
+    for body in (
+        b'{"messages": ' + nested + b"}",
+        b'{"input": ' + nested + b"}",
+        b'{"messages": [{"role": "user", "content": [' + image + b']}], "tools": ' + nested + b"}",
+    ):
+        for path in ("/v1/chat/completions", "/v1/responses"):
+            assert asked(StandIns(), "POST", path, content=body).status_code in (200, 400, 501)
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_whole() -> None:
+    body = json.dumps({"messages": [], "pad": "x" * 1000}).encode()
+    stand_ins = StandIns()
+    for limit, status in ((len(body), 200), (len(body) - 1, 413)):
+        response = asked(stand_ins, "POST", "/v1/chat/completions", content=body, limits={"max_body_bytes": limit})
+        assert response.status_code == status
+    assert f"limit of {len(body) - 1} bytes" in told(response, 413)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/detokenize"])
+def test_images_on_routes_for_text_are_a_501(path: str) -> None:
+    stand_ins = StandIns()
+    body = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.com"}]}]}
+    error = told(asked(stand_ins, "POST", path, json=body), 501)
+    assert error["code"] == "images_not_supported"
+    assert stand_ins.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_embeddings_cannot_be_sent_on_any_route(path: str) -> None:
+    stand_ins = StandIns()
+    assert told(asked(stand_ins, "POST", path, json={"prompt_embeds": "AAAA"}), 400)["param"] == "prompt_embeds"
+    assert stand_ins.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (QueueFullError("12 tokens wait"), 503, "overloaded"),
+        (BackPressureError(num_queued_requests=3, max_queued_requests=2), 503, "overloaded"),
+        (RayActorError(), 503, "replica_lost"),
+        (ActorDiedError(), 503, "replica_lost"),
+        (WorkerEndedError("ended"), 503, "replica_lost"),
+        (DeploymentUnavailableError(cast(Any, "LLM")), 503, "unavailable"),
+        (RuntimeError("secret: /path 0x7f"), 500, "internal_error"),
+        (TimeoutError(), 504, "timeout"),
+        (ApiError(418, "short and stout", code="teapot"), 418, "teapot"),
+    ],
+)
+def test_what_clients_are_told_when_a_replica_fails(error: Exception, status: int, code: str) -> None:
+    """At whichever call it fails: for the identity, for the answer to images, for the answer to text."""
+    failing = [StandIns(identity=error), StandIns(Pieces(error)), StandIns(Pieces(error))]
+    responses = [chat(failing[0], IMAGE), chat(failing[1], IMAGE), chat(failing[2], "text")]
+    for response in responses:
+        assert told(response, status)["code"] == code
+        assert "secret" not in response.text
+        assert response.headers.get("retry-after") == (str(RETRY_AFTER_S) if status == 503 else None)
+    assert all(encoding.cancelled for encoding in failing[1].encodings)
+
+
+def test_the_death_of_an_encoder_inside_another_error_is_a_503() -> None:
+    wrapped = RuntimeError("the arguments could not be resolved")
+    wrapped.__cause__ = RayActorError()
+    assert told(chat(StandIns(Pieces(wrapped)), IMAGE), 503)["code"] == "replica_lost"
+
+
+def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled() -> None:
+    answer = Pieces(asyncio.Event())
+    response = chat(StandIns(answer), IMAGE, limits={"request_timeout_s": 0.2})
+    assert "longer than 0.2 s" in told(response, 504)["message"]
+    assert answer.cancelled
+
+
+def test_a_stream_that_breaks_off_says_so_in_the_stream() -> None:
+    answer = Pieces(SSE_HEAD, b"data: 1\n\n", RayActorError())
+    response = chat(StandIns(answer), "text")
+    first, error, _ = response.text.split("\n\n")
+    assert first == "data: 1"
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    assert answer.cancelled
+
+
+def test_a_stream_over_its_time_says_so_in_the_stream() -> None:
+    answer = Pieces(SSE_HEAD, b"data: 1\n\n", asyncio.Event())
+    response = chat(StandIns(answer), "text", limits={"request_timeout_s": 0.2})
+    assert json.loads(response.text.split("data: ")[2])["error"]["code"] == "timeout"
+    assert answer.cancelled
+
+
+def test_an_answer_that_breaks_off_does_not_end_as_if_it_were_whole() -> None:
+    answer = Pieces(JSON_HEAD, b'{"half":', RayActorError())
+    assert told(chat(StandIns(answer), "text"), 503)["code"] == "replica_lost"
+    assert answer.cancelled
+
+
+def test_a_whole_answer_has_its_length_once() -> None:
+    """Passed on piece by piece, its end looked like a client that had left to Serve's proxy."""
+    head = ResponseHead(200, [*JSON_HEAD.headers, (b"content-length", b"9")])
+    response = chat(StandIns(Pieces(head, b'{"a":', b"1}")), "text")
+    assert response.headers.get_list("content-length") == ["7"]
+    assert response.json() == {"a": 1}
+
+
+def test_a_whole_answer_is_not_cancelled() -> None:
+    answer = Pieces(JSON_HEAD, b"{}")
+    stand_ins = StandIns(answer)
+    chat(stand_ins, IMAGE)
+    assert not answer.cancelled
+    assert not any(encoding.cancelled for encoding in stand_ins.encodings)
+
+
+def test_the_description_has_only_what_is_open() -> None:
+    paths = {path: {} for path in ("/v1/chat/completions", "/v1/models", "/invocations", "/v1/responses/{response_id}")}
+    answer = Pieces(JSON_HEAD, json.dumps({"openapi": "3.1.0", "paths": paths}).encode())
+    document = asked(StandIns(answer), "GET", "/openapi.json").json()
+    assert document["paths"].keys() == paths.keys() - {"/invocations"}
+
+
+def test_a_description_that_cannot_be_had_is_explained() -> None:
+    for answer in (Pieces(RayActorError()), Pieces(JSON_HEAD, RayActorError())):
+        assert told(asked(StandIns(answer), "GET", "/openapi.json"), 503)["code"] == "replica_lost"
+    refused = Pieces(*error_head_and_body(ApiError(500, "engine dead")))
+    assert told(asked(StandIns(refused), "GET", "/openapi.json"), 500)["message"] == "engine dead"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+PART = st.sampled_from([IMAGE, {"type": "text", "text": "x"}, {"type": "video_url"}]) | VALUES
+BODY = st.fixed_dictionaries(
+    {
+        "messages": st.lists(st.fixed_dictionaries({"content": st.lists(PART, max_size=3)}) | VALUES, max_size=2)
+        | VALUES
+    },
+    optional={"input": VALUES, "mm_processor_kwargs": VALUES, "prompt_embeds": st.none() | VALUES},
+)
+
+
+@settings(max_examples=60)
+@given(BODY | VALUES, st.sampled_from(["/v1/chat/completions", "/v1/responses", "/tokenize", "/v1/completions"]))
+def test_no_body_is_answered_with_500(body: object, path: str) -> None:
+    response = asked(StandIns(), "POST", path, content=json.dumps(body))
+    assert response.status_code in (200, 400, 501)

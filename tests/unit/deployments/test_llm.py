@@ -1,0 +1,172 @@
+"""The language model replica around a stand-in for vLLM: embeddings are checked before it, keys withdrawn after it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import pytest
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from configs.schema import AppConfig
+from deployments import vllm_compat
+from deployments.media_keys import new_key
+from deployments.vllm_compat import AsgiApp
+from deployments.wire import EncodedImage, EncodeTimings, HttpRequest, ImagePlace, ImageRefused, ResponseHead
+from tests.unit.deployments.controlled import StandInLLM
+
+WIDTH, MERGE = 6, 2
+TIMINGS = EncodeTimings(1.0, 2.0, 3.0, 4.0, cached=False)
+
+
+def replica() -> StandInLLM:
+    return StandInLLM(AppConfig(), WIDTH, MERGE)
+
+
+def encoded(value: float = 1.0, width: int = WIDTH, grid: tuple[int, int, int] = (1, 4, 6)) -> EncodedImage:
+    return EncodedImage.pack(torch.full((6, width), value), grid, f"digest {value}", TIMINGS)
+
+
+def place(image: int, label: str = "image 1 of 1") -> ImagePlace:
+    return ImagePlace(new_key(), new_key(), image, label)
+
+
+def request(*places: ImagePlace, **fields: object) -> HttpRequest:
+    parts = [
+        {
+            "type": "image_embeds",
+            "image_embeds": {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key},
+            "uuid": "u",
+        }
+        for place in places
+    ]
+    body = {"messages": [{"role": "user", "content": parts}], **fields}
+    headers = [(b"content-type", b"application/json")]
+    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode())
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def answered(llm: StandInLLM, places: list[ImagePlace], images: list[Any]) -> tuple[ResponseHead, Any]:
+    async def ask() -> list[Any]:
+        return [piece async for piece in llm.handle(request(*places), places, *images)]
+
+    head, *chunks = asyncio.run(ask())
+    return head, json.loads(b"".join(chunks))
+
+
+def test_embeddings_are_there_under_their_keys_and_gone_afterwards() -> None:
+    llm, places = replica(), [place(1, "image 1 of 3"), place(0, "image 2 of 3"), place(1, "image 3 of 3")]
+    head, body = answered(llm, places, [encoded(1.0), encoded(2.0, grid=(1, 6, 4))])
+    assert head.status == 200
+    assert [image["norm"] for image in body["images"]] == [12.0, 6.0, 12.0]
+    assert [image["grid"] for image in body["images"]] == [[1, 6, 4], [1, 4, 6], [1, 6, 4]]
+    assert "encode;dur=3.0" in dict(head.headers)[b"server-timing"].decode()
+    assert llm.state()["keys"] == 0
+
+
+@pytest.mark.parametrize(
+    "image", [encoded(width=WIDTH - 1), encoded(grid=(1, 4, 8)), encoded(grid=(1, 3, 8)), encoded(grid=(0, 4, 6))]
+)
+def test_an_embedding_that_does_not_fit_never_reaches_the_engine(image: EncodedImage) -> None:
+    """It would kill the engine. The client is told which image, and nothing of the inside."""
+    llm = replica()
+    called: list[object] = []
+    llm._app = cast(AsgiApp, lambda *_: called.append(1))
+    head, body = answered(llm, [place(0), place(1, "image 2 of 2")], [encoded(), image])
+    assert head.status == 500
+    assert body["error"]["code"] == "embedding_mismatch"
+    assert body["error"]["message"] == "image 2 of 2: its embedding does not fit the model"
+    assert called == []
+    assert llm.state()["keys"] == 0
+
+
+def test_a_refused_image_is_a_400_that_names_it() -> None:
+    llm = replica()
+    head, body = answered(llm, [place(0), place(1, "image 2 of 2")], [encoded(), ImageRefused("truncated")])
+    assert (head.status, body["error"]["message"]) == (400, "image 2 of 2: truncated")
+    assert body["error"]["type"] == "invalid_request_error"
+    assert llm.state()["keys"] == 0
+
+
+def test_keys_that_nobody_took_are_withdrawn() -> None:
+    """vLLM may refuse the request before it looks at its images."""
+
+    async def refuse(_: Request) -> Response:
+        return JSONResponse({"error": "too long"}, 400)
+
+    llm = replica()
+    llm._app = cast(AsgiApp, Starlette(routes=[Route("/v1/chat/completions", refuse, methods=["POST"])]))
+    head, _ = answered(llm, [place(0)], [encoded()])
+    assert head.status == 400
+    assert llm.state()["keys"] == 0
+
+
+def test_keys_are_withdrawn_when_the_application_fails() -> None:
+    async def fail(*_: object) -> None:
+        raise LookupError("broken")
+
+    llm = replica()
+    llm._app = cast(AsgiApp, fail)
+    with pytest.raises(LookupError, match="broken"):
+        answered(llm, [place(0)], [encoded()])
+    assert llm.state()["keys"] == 0
+
+
+def test_closing_a_stream_disconnects_and_withdraws() -> None:
+    async def scenario() -> None:
+        llm, places = replica(), [place(0)]
+        stream = llm.handle(request(*places, stream=True), places, encoded())
+        assert isinstance(await anext(stream), ResponseHead)
+        assert cast(bytes, await anext(stream)).startswith(b"data: ")
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (llm.state()["disconnects"], llm.state()["keys"]) == (1, 0)
+
+    run(scenario())
+
+
+def test_the_head_waits_for_the_first_chunk_and_tells_the_time_to_the_first_token() -> None:
+    async def slow(scope: object, receive: object, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+        clock = vllm_compat.first_token_clock.get()
+        assert clock is not None
+        clock.first_token_at_s = 1e9
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def scenario() -> None:
+        llm = replica()
+        llm._app = cast(AsgiApp, slow)
+        head, *chunks = [piece async for piece in llm.handle(request(), [])]
+        assert isinstance(head, ResponseHead)
+        assert head.headers[0] == (b"x", b"y")
+        assert b"first-token;dur=" in dict(head.headers)[b"server-timing"]
+        assert chunks == [b"one", b"two"]
+
+    run(scenario())
+
+
+def test_requests_at_the_same_time_do_not_see_each_others_embeddings() -> None:
+    async def scenario() -> None:
+        llm = replica()
+
+        async def ask(value: float) -> float:
+            places = [place(0)]
+            _, *chunks = [piece async for piece in llm.handle(request(*places), places, encoded(value))]
+            norm: float = json.loads(b"".join(cast(list[bytes], chunks)))["images"][0]["norm"]
+            return norm
+
+        values = [float(number) for number in range(1, 20)]
+        assert await asyncio.gather(*map(ask, values)) == [6 * value for value in values]
+        assert llm.state()["keys"] == 0
+
+    run(scenario())

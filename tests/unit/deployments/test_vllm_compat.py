@@ -1,0 +1,165 @@
+"""The one door to vLLM: every name found in the installed version, and arguments refused before an engine starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments import vllm_compat
+from scripts import check_vllm_imports
+
+vllm_spec = importlib.util.find_spec("vllm")
+INSTALLED = Path(vllm_spec.origin).parent.parent if vllm_spec and vllm_spec.origin else None
+
+
+@pytest.mark.parametrize("name", list(vllm_compat.LOCATIONS))
+def test_lookup_finds_every_name_in_the_installed_version(name: str) -> None:
+    found = vllm_compat.lookup(name)
+    assert getattr(found, "__name__", name) == name
+
+
+def test_lookup_takes_the_newest_module_that_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that exists without the name is passed over, and so is one whose package does not exist."""
+    places = ("no_such_package.module", "json.no_such_module", "json.decoder", "json")
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "loads", places)
+    import json
+
+    assert vllm_compat.lookup("loads") is json.loads
+
+
+def test_a_name_that_no_module_has_is_an_error_that_tells_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("vllm.no_such_module", "vllm.version"))
+    with pytest.raises(vllm_compat.VllmNotUsableError, match=r"has no build_app .*vllm\.no_such_module, vllm\.version"):
+        vllm_compat.lookup("build_app")
+
+
+def test_a_missing_vllm_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("no_such_package.app",))
+    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    with pytest.raises(vllm_compat.VllmNotUsableError, match=r"not installed: pip install 'vitray\[gpu\]'"):
+        vllm_compat.lookup("build_app")
+
+
+def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a missing dependency of vLLM would read as an unsupported version."""
+    (tmp_path / "half_installed.py").write_text("import a_dependency_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("half_installed",))
+    with pytest.raises(ModuleNotFoundError, match="a_dependency_that_is_missing"):
+        vllm_compat.lookup("build_app")
+
+
+def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
+    vllm_compat.check_args(
+        {"max_model_len": 1024, "tensor_parallel_size": 2, "served_model_name": ["a"]},
+        {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "chat_template": None},
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "server_args", "told"),
+    [
+        ({"max_modle_len": 1}, {}, r"llm\.engine_args: unknown key 'max_modle_len': did you mean 'max_model_len'"),
+        ({}, {"tool_parser": 1}, r"llm\.server_args: unknown key 'tool_parser': did you mean 'tool_call_parser'"),
+        ({"tool_call_parser": "hermes"}, {}, r"llm\.engine_args: 'tool_call_parser' belongs under llm\.server_args"),
+        ({}, {"max_model_len": 1}, r"llm\.server_args: 'max_model_len' belongs under llm\.engine_args"),
+        ({"model": "x"}, {}, r"llm\.engine_args: 'model' is set by vitray"),
+        ({"enable_mm_embeds": False}, {}, r"llm\.engine_args: 'enable_mm_embeds' is set by vitray"),
+        ({}, {"api_key": ["secret"]}, r"llm\.server_args: 'api_key' would lock everybody out"),
+        ({}, {"model": "x"}, r"llm\.server_args: 'model' belongs under"),
+        ({"max-model-len": 1}, {}, r"llm\.engine_args: unknown key 'max-model-len': did you mean 'max_model_len'"),
+    ],
+)
+def test_arguments_are_refused(engine_args: dict[str, Any], server_args: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        vllm_compat.check_args(engine_args, server_args)
+
+
+def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_vllm_imports.main([str(INSTALLED)]) == 0
+    assert f"all {len(vllm_compat.LOCATIONS)} names" in capsys.readouterr().out
+
+
+def test_the_static_check_reads_the_table_that_lookup_uses() -> None:
+    assert check_vllm_imports.locations() == vllm_compat.LOCATIONS
+
+
+SOURCES = {
+    "vllm/__init__.py": "",
+    "vllm/envs.py": "variables = {'VLLM_MEDIA_CONNECTOR': 1, 'VLLM_CPU_KVCACHE_SPACE': 2}",
+    "vllm/entrypoints/openai/api_server.py": (
+        "def build_app(args, tasks=None, model_config=None): ...\n"
+        "async def init_app_state(engine, state, args, tasks=None): ...\n"
+    ),
+    "vllm/entrypoints/openai/cli_args.py": "if True:\n    def make_arg_parser(parser): ...\n",
+    "vllm/utils/argparse_utils.py": "class FlexibleArgumentParser: ...\n",
+    "vllm/engine/arg_utils.py": (
+        "class EngineArgs:\n    model: str\n    enable_mm_embeds: bool = False\n    skip_mm_profiling: bool = False\n"
+        "    served_model_name: str = ''\n"
+        "class AsyncEngineArgs(EngineArgs): ...\n"
+    ),
+    "vllm/v1/engine/async_llm.py": (
+        "from ..base import Base\n"
+        "class AsyncLLM(Base):\n    def from_engine_args(cls): ...\n    async def generate(self): ...\n"
+        "    async def get_supported_tasks(self): ...\n    def check_health(self): ...\n"
+    ),
+    "vllm/v1/base.py": "class Base:\n    def shutdown(self): ...\n",
+    "vllm/multimodal/media/__init__.py": "from .connector import MEDIA_CONNECTOR_REGISTRY\n",
+    "vllm/multimodal/media/connector.py": "MEDIA_CONNECTOR_REGISTRY = object()\n",
+}
+
+
+def write_tree(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
+    """A stand-in for vLLM's sources, with one text replaced in each file that `changes` names."""
+    for path, source in SOURCES.items():
+        old, new = changes.get(path, ("", ""))
+        assert old in source
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(source.replace(old, new) if old else source)
+    return folder
+
+
+def test_the_static_check_passes_a_tree_that_has_everything(tmp_path: Path) -> None:
+    assert check_vllm_imports.problems(write_tree(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "told"),
+    [
+        ("vllm/entrypoints/openai/api_server.py", "build_app", "make_app", "build_app is in none of"),
+        ("vllm/entrypoints/openai/cli_args.py", "if True:", "def f():",
+         "make_arg_parser is in none of"),
+        ("vllm/entrypoints/openai/api_server.py", "tasks=None, model_config=None", "tasks",
+         "build_app does not take 3 positional arguments"),
+        ("vllm/entrypoints/openai/api_server.py", "state, args, tasks=None", "state, args, tasks, more",
+         "init_app_state does not take 4 positional arguments"),
+        ("vllm/entrypoints/openai/api_server.py", "tasks=None, model_config=None", "tasks=None, m=None, *, more",
+         "build_app does not take 3 positional arguments"),
+        ("vllm/entrypoints/openai/api_server.py", "def build_app(args, tasks=None, model_config=None): ...",
+         "build_app = None", "build_app does not take 3 positional arguments"),
+        ("vllm/engine/arg_utils.py", "enable_mm_embeds", "renamed", "AsyncEngineArgs has no enable_mm_embeds"),
+        ("vllm/v1/base.py", "shutdown", "stop", "AsyncLLM has no shutdown"),
+        ("vllm/v1/engine/async_llm.py", "generate", "produce", "AsyncLLM has no generate"),
+        ("vllm/multimodal/media/connector.py", "MEDIA_CONNECTOR_REGISTRY", "X", "MEDIA_CONNECTOR_REGISTRY is in none"),
+        ("vllm/envs.py", "VLLM_MEDIA_CONNECTOR", "X", "vllm.envs does not know VLLM_MEDIA_CONNECTOR"),
+    ],
+)  # fmt: skip
+def test_the_static_check_tells_what_is_missing(tmp_path: Path, path: str, old: str, new: str, told: str) -> None:
+    missing = check_vllm_imports.problems(write_tree(tmp_path, {path: (old, new)}))
+    assert len(missing) == 1
+    assert told in missing[0]
+
+
+def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check_vllm_imports.main([str(tmp_path)])
+    assert ended.value.code == 2
+    assert "holds no folder vllm" in capsys.readouterr().err
+    assert check_vllm_imports.main([str(write_tree(tmp_path, {"vllm/v1/base.py": ("shutdown", "stop")}))]) == 1

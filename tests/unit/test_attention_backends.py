@@ -1,0 +1,81 @@
+"""Attention backends where there is no GPU: what is missing says so, and plans choose by length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encoder.attention import AttentionBackend, Segments, attention
+from encoder.attention_backends import BackendUnavailableError, load, unfit
+
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("backend", "named"),
+    [
+        (AttentionBackend.FLASH_ATTN, "flash-attn 2.8: pip install"),
+        (AttentionBackend.FA4, "FlashAttention-4: pip install 'flash-attn-4"),
+        (AttentionBackend.FA3, "vLLM for CUDA"),
+    ],
+)
+def test_a_missing_backend_says_what_to_install(
+    backend: AttentionBackend, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("flash_attn", "flash_attn.cute", "vllm.vllm_flash_attn"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    load.cache_clear()
+    q = torch.zeros(4, 2, 72)
+    segments = Segments(backend, torch.tensor([0, 4], dtype=torch.int32), 4)
+    with pytest.raises(BackendUnavailableError, match=f"{backend.value}.* needs {named}"):
+        attention(q, q, q, segments)
+
+
+def test_dense_attention_is_no_backend_that_reads_borders() -> None:
+    with pytest.raises(BackendUnavailableError, match="'sdpa' has no kernel that reads borders"):
+        load(AttentionBackend.SDPA)
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "dtype", "head_dim", "reason"),
+    [
+        (AttentionBackend.VARLEN, (8, 0), BFLOAT16, 72, None),
+        (AttentionBackend.TRITON, (8, 0), BFLOAT16, 80, None),
+        (AttentionBackend.TRITON, (9, 0), torch.float32, 72, None),
+        (AttentionBackend.FA4, (9, 0), BFLOAT16, 72, None),
+        (AttentionBackend.FA4, (8, 0), BFLOAT16, 72, "compute capability 8.0 is not supported"),
+        (AttentionBackend.FA3, (10, 0), BFLOAT16, 72, "compute capability 10.0 is not supported"),
+        (AttentionBackend.VARLEN, (7, 5), BFLOAT16, 72, "compute capability 7.5 is not supported"),
+        (AttentionBackend.VARLEN, (9, 0), torch.float32, 72, "torch.float32 is not supported"),
+        (AttentionBackend.TRITON, (9, 0), torch.float64, 72, "torch.float64 is not supported"),
+        (AttentionBackend.VARLEN, (9, 0), BFLOAT16, 12, "head dimension 12 is not supported"),
+        (AttentionBackend.TRITON, (9, 0), BFLOAT16, 8, "head dimension 8 is not supported"),
+        (AttentionBackend.TRITON, (9, 0), BFLOAT16, 256, "head dimension 256 is not supported"),
+        (AttentionBackend.SDPA, (9, 0), BFLOAT16, 72, "reads no borders on the device"),
+    ],
+)
+def test_what_a_backend_is_fit_for(
+    backend: AttentionBackend, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, reason: str | None
+) -> None:
+    assert unfit(backend, capability, dtype, head_dim) == reason
+
+
+def test_a_plan_chooses_by_the_bound_on_the_length() -> None:
+    pytest.importorskip("triton", reason="plans stand beside Triton's kernels")
+    from encoder.fused_attention import AttentionPlan, Way
+
+    short, middle, long = (
+        Way(AttentionBackend.TRITON, turns=True),
+        Way(AttentionBackend.TRITON),
+        Way(AttentionBackend.FA4),
+    )
+    plan = AttentionPlan((64, 256), (short, middle, long))
+    assert [plan.way(length) for length in (1, 64, 65, 256, 257, 10**6)] == [short, short, middle, middle, long, long]
+    assert AttentionPlan((64, 256), (short, middle)).way(300) == middle
+    assert AttentionPlan.single(long).way(1) == long
+    assert str(plan) == "≤64: triton+rope, ≤256: triton, longer: fa4"
+    for lengths, ways in (((), ()), ((64, 256, 1024), (short, middle)), ((64,), (short, middle, long))):
+        with pytest.raises(ValueError, match="a way for every class"):
+            AttentionPlan(lengths, ways)
+    with pytest.raises(ValueError, match="'fa4' does not turn"):
+        Way(AttentionBackend.FA4, turns=True)

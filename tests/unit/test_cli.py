@@ -1,0 +1,220 @@
+"""The `vitray` command: what it prints, refuses and starts; and the check of configurations behind it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from configs import reference
+from configs.resolve import ClusterFacts
+from configs.schema import AppConfig, EncoderConfig
+from deployments import app, check_config, cli, routes, vllm_compat
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def vitray(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+def write_config(path: Path, **changes: object) -> Path:
+    """serve_config.yaml with `changes` at dotted places below its application; `top__` for places outside of it."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    for place, value in changes.items():
+        names = place.split("__")
+        target: Any = config["applications"][0]
+        if names[0] == "top":
+            target, names = config, names[1:]
+        for name in names[:-1]:
+            target = target[int(name)] if isinstance(target, list) else target[name]
+        target[names[-1]] = value
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_help_says_what_each_command_does_and_loads_nothing_heavy() -> None:
+    result = vitray("--help")
+    assert result.exit_code == 0
+    for name, command in cli.main.commands.items():
+        assert command.help, name
+        assert name in result.output
+    heavy = ["ray", "torch", "vllm", "pydantic", "transformers"]
+    source = (
+        "import sys; from click.testing import CliRunner; from deployments import cli;"
+        "assert CliRunner().invoke(cli.main, ['--help']).exit_code == 0;"
+        f"assert not set({heavy}) & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_routes_lists_every_route() -> None:
+    listed = vitray("routes").output
+    for route in routes.ROUTES:
+        assert f" {route.path} " in listed
+        assert route.note in listed
+    assert vitray("routes", "--markdown").output == routes.table() + "\n"
+
+
+def test_settings_lists_every_field_with_its_meaning() -> None:
+    listed = {setting.key: setting for setting in reference.settings()}
+    assert set(listed) == set(leaves(AppConfig().model_dump()))
+    assert listed["encoder_replica.cache_bytes"].default == "2147483648 (2 GiB)"
+    assert listed["encoder_replica.num_gpus"].values == '"auto" or number ≥ 0'
+    assert listed["ingress.fetch.http"].default == "false"
+    assert listed["encoder.dtype"].values == '"auto", "float32", "bfloat16"'
+    assert listed["llm.accelerator_type"].default == "null"
+    verbose = "encoder_cudagraph_verbose"
+    assert listed[f"encoder.{verbose}"].meaning == reference.field_docstrings(EncoderConfig)[verbose] != ""
+    printed = vitray("settings").output
+    assert all(setting.key in printed and setting.meaning in printed for setting in listed.values())
+    assert vitray("settings", "--markdown").output == reference.markdown() + "\n"
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of what is no group of settings; a mapping that is a setting's own default is empty."""
+    return [
+        name
+        for key, value in values.items()
+        for name in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key])
+    ]
+
+
+def test_checkpoint_is_made_and_kept(tmp_path: Path) -> None:
+    out = str(tmp_path / "small")
+    assert vitray("checkpoint", "--arch", "qwen3_vl", "--out", out).output == out + "\n"
+    weights = tmp_path / "small" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert vitray("checkpoint", "--arch", "qwen3_vl", "--out", out).exit_code == 0
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_checkpoint_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    result = vitray("checkpoint", "--arch", "qwen2_5_vl", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "name another folder" in result.output
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+    assert vitray("checkpoint", "--arch", "llava", "--out", str(tmp_path)).exit_code == 2
+
+
+def test_shipped_configuration_passes() -> None:
+    result = vitray("check-config", str(ROOT / "serve_config.yaml"))
+    assert (result.exit_code, "no mistakes" in result.output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"top__http_option": {}}, "top level: unknown key 'http_option': did you mean 'http_options'? (Serve would"),
+        ({"top__http_options__prot": 1}, "http_options: unknown key 'prot': did you mean 'port'?"),
+        ({"top__http_options__port": "abc"}, "http_options.port: Input should be a valid integer"),
+        ({"arg": {}}, "applications[0]: unknown key 'arg': did you mean 'args'?"),
+        ({"deployments__0__num_replica": 1}, "deployments[0]: unknown key 'num_replica': did you mean 'num_replicas'?"),
+        (
+            {"deployments__1__autoscaling_config__min_replica": 1},
+            "deployments[1].autoscaling_config: unknown key 'min_replica': did you mean 'min_replicas'?",
+        ),
+        (
+            {"deployments__2__ray_actor_options": {"num_gpu": 1}},
+            "deployments[2].ray_actor_options: unknown key 'num_gpu': did you mean 'num_gpus'?",
+        ),
+        ({"deployments__0__name": "Encodr"}, "deployments[0].name: no deployment 'Encodr'; there are Ingress,"),
+        ({"args__modell": "auto"}, "applications[0].args: unknown key 'modell': did you mean 'model'?"),
+        ({"args__encoder__dtpye": "auto"}, "applications[0].args.encoder: unknown key 'dtpye': did you mean 'dtype'?"),
+        ({"args__encoder__dtype": "float8"}, "applications[0].args.encoder.dtype: Input should be 'auto', 'float32'"),
+        ({"args__ingress__request_timeout_s": 0}, "args.ingress.request_timeout_s: Input should be greater than 0"),
+        (
+            {"args__llm__num_gpus": 0.5, "args__llm__engine_args": {"tensor_parallel_size": 2}},
+            "applications[0].args: llm.num_gpus",
+        ),
+        ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+    result = vitray("check-config", str(write_config(tmp_path / "config.yaml", **changes)))
+    assert result.exit_code == 1
+    assert "1 mistake\n" in result.output
+    assert told in result.output
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "config.yaml", top__prxy=1, args__modell="x", args__encoder__dtpye=1)
+    assert len(check_config.problems(check_config.read_config(path))) == 3
+
+
+def test_an_application_of_somebody_else_may_stand_beside_ours(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "config.yaml")
+    config = yaml.safe_load(path.read_text())
+    config["applications"].append({"name": "other", "route_prefix": "/other", "import_path": "m:a", "args": {"any": 1}})
+    assert check_config.problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("a: [", "not valid YAML"), ("- 1", "needs a list `applications:`"), ("applications: 3", "needs a list")],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    result = vitray("check-config", str(tmp_path / "config.yaml"))
+    assert (result.exit_code, told in result.output) == (1, True)
+    assert vitray("check-config", str(tmp_path / "missing.yaml")).exit_code == 2
+
+
+def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(write_config(tmp_path / "config.yaml", args__llm__engine_args={"max_modle_len": 1}))
+
+    def refuse(engine_args: object, server_args: object) -> None:
+        raise ValueError(f"llm.engine_args: {engine_args}")
+
+    monkeypatch.setattr(vllm_compat, "check_args", refuse)
+    monkeypatch.setattr(vllm_compat, "is_installed", lambda: True)
+    refused = vitray("check-config", path)
+    assert refused.exit_code == 1
+    assert "applications[0].args.llm.engine_args: {'max_modle_len': 1}" in refused.output
+    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    passed = vitray("check-config", path)
+    assert (passed.exit_code, "were not checked" in passed.output) == (0, True)
+
+
+def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "cluster_facts", lambda: ClusterFacts(has_gpu=False))
+    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    ingress = app.build_app({})._bound_deployment
+    below = [bound._bound_deployment.name for bound in ingress.init_args if hasattr(bound, "_bound_deployment")]
+    assert (ingress.name, *below) == check_config.DEPLOYMENTS
+
+
+def test_serve_becomes_serve_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, arguments: started.append([str(program), *arguments[1:]]))
+    path = str(write_config(tmp_path / "config.yaml"))
+    program = str(Path(sys.executable).with_name("serve"))
+    assert vitray("serve", "--config", path, "--address", "local").exit_code == 0
+    assert started == [[program, "run", "--app-dir", str(ROOT), "--address", "local", path]]
+
+
+def test_serve_starts_nothing_with_a_mistake_in_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(os, "execv", lambda *arguments: started.append(arguments))
+    path = str(write_config(tmp_path / "config.yaml", args__modell="x"))
+    assert vitray("serve", "--config", path).exit_code == 1
+    assert started == []
+    assert vitray("serve", "--config", path, "--no-check").exit_code == 0
+    assert len(started) == 1
+
+
+def test_default_configuration_is_the_working_directorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.default_config() == ROOT / "serve_config.yaml"
+    (tmp_path / "serve_config.yaml").write_text("")
+    assert cli.default_config() == Path("serve_config.yaml")

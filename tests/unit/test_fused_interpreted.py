@@ -1,0 +1,80 @@
+"""The fused towers without a GPU: Triton's interpreter runs their kernels on the CPU, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the fused towers are made of Triton's kernels")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+# Triton decides at import whether it interprets. Streams are CUDA's alone, so here they are nothing.
+SCRIPT = """
+import contextlib, dataclasses, sys, types
+from pathlib import Path
+
+from deployments import import_shim
+
+import_shim.activate()
+import torch
+
+from encoder.attention import AttentionBackend
+from encoder.fused import FusedTower
+from encoder.fused_attention import AttentionPlan, Way
+from encoder.products import TorchProducts
+from encoder.weights import load_tower
+from tests.parity.reference_towers import make_reference, random_patches, relative_error
+
+torch.cuda.Stream = lambda *_: types.SimpleNamespace(wait_stream=lambda other: None)
+torch.cuda.current_stream = torch.cuda.Stream
+torch.cuda.stream = torch.cuda.device = lambda _: contextlib.nullcontext()
+
+grids = [(1, 4, 6), (2, 2, 4)]
+reference = make_reference(sys.argv[1], Path(sys.argv[2]))
+eager = load_tower(reference.path, dtype=torch.float32, device=torch.device("cpu"))
+patches = random_patches(grids, eager.config.patch_dim)
+expected = eager(patches, eager.prepare(grids))
+for turns in (True, False):
+    tower = FusedTower(eager, AttentionPlan.single(Way(AttentionBackend.TRITON, turns)), TorchProducts())
+    metadata = tower.prepare(grids)
+    error = relative_error(tower(patches, metadata), expected)
+    assert error < 1e-5, error
+    # 8 patches of NaN that belong to no segment.
+    more = lambda x, fill: None if x is None else torch.cat((x, x.new_full((8, *x.shape[1:]), fill)))
+    tail = torch.arange(metadata.num_tokens, metadata.num_tokens + 2, dtype=torch.int32)
+    order = lambda x: None if x is None else torch.cat((x, tail))
+    padded = dataclasses.replace(
+        metadata,
+        num_patches=metadata.num_patches + 8,
+        num_tokens=metadata.num_tokens + 2,
+        rope_positions=more(metadata.rope_positions, 7),
+        position_indices=more(metadata.position_indices, 0),
+        position_weights=more(metadata.position_weights, float("nan")),
+        window_order=order(metadata.window_order),
+        window_inverse=order(metadata.window_inverse),
+    )
+    error = relative_error(tower(more(patches, float("nan")), padded)[: metadata.num_tokens], expected)
+    assert error < 1e-5, error
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_equals_the_eager_tower_and_padding_of_nan_is_inert(model_type: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model_type, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith("equal")

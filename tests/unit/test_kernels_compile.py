@@ -1,0 +1,119 @@
+"""The Triton kernels compile ahead of time for an A100 and fit its shared memory, without a GPU at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from encoder.kernels import attention, norm, positions, rope, segments, short_attention, swiglu
+from encoder.kernels.launch import parts
+from encoder.kernels.tiles import attention_tile, short_rows
+
+pytestmark = pytest.mark.slow
+
+A100 = GPUTarget("cuda", 80, 32)
+# Of the 164 KiB of a multiprocessor, a block gets 163.
+A100_SHARED_BYTES = 163 * 1024
+HEADS = 16
+
+
+def compile_for_a100(
+    kernel: Any, dtypes: Mapping[str, str], constants: Mapping[str, object], warps: int, stages: int = 3
+) -> Any:
+    """`dtypes`: of the arguments that are not pointers to bfloat16, by name."""
+    signature, values, aligned = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+            continue
+        signature[name] = dtypes.get(name, "*bf16")
+        if signature[name].startswith("*") or name.endswith("stride"):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    return triton.compile(source, target=A100, options={"num_warps": warps, "num_stages": stages})
+
+
+def fits(compiled: Any) -> None:
+    assert compiled.asm["cubin"]
+    assert ".target sm_80" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= A100_SHARED_BYTES
+
+
+@pytest.mark.parametrize("dim", [72, 80])
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_attention(dim: int, rows: int) -> None:
+    tile = attention_tile(rows, torch.bfloat16)
+    head, tail = parts(dim, smallest_tail=16)
+    integers = dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32") | {"tiles_ptr": "*i32", "scale": "fp32"}
+    constants = {"HEADS": HEADS, "DIM": dim, "HEAD": head, "TAIL": tail, "ROWS": tile.rows, "KEYS": tile.keys}
+    fits(compile_for_a100(attention._attention_kernel, integers, constants, tile.warps, tile.stages))
+
+
+@pytest.mark.parametrize("dim", [72, 80])
+def test_short_attention(dim: int) -> None:
+    head, tail = parts(dim, smallest_tail=16)
+    dtypes = {"table_ptr": "*fp16", "tiles_ptr": "*i32", "row_stride": "i32", "scale": "fp32"}
+    constants = {"HEADS": HEADS, "DIM": dim, "HEAD": head, "TAIL": tail, "ROWS": short_rows(torch.bfloat16), "KEYS": 64}
+    fits(compile_for_a100(short_attention._short_attention_kernel, dtypes, constants, warps=4))
+
+
+@pytest.mark.parametrize(("width", "rms", "warps"), [(1152, False, 1), (1280, True, 1), (4608, False, 8)])
+def test_norm(width: int, rms: bool, warps: int) -> None:
+    head, tail = parts(width)
+    dtypes = {"shift_ptr": "*fp32", "valid_ptr": "*i32", "rows": "i32", "eps": "fp32"}
+    constants = {
+        "WIDTH": width,
+        "HEAD": head,
+        "TAIL": tail,
+        "ROWS": 2,
+        "RMS": rms,
+        "HAS_SHIFT": True,
+        "HAS_VALID": True,
+    }
+    fits(compile_for_a100(norm._norm_kernel, dtypes, constants, warps))
+
+
+def test_the_others() -> None:
+    half_head, half_tail = parts(36)
+    fits(
+        compile_for_a100(
+            rope._rope_kernel,
+            {"table_ptr": "*fp16", "rows": "i32", "row_stride": "i32"},
+            {"HEADS": HEADS, "HALF": 36, "HEAD": half_head, "TAIL": half_tail, "LINES": 64},
+            warps=4,
+        )
+    )
+    fits(
+        compile_for_a100(
+            rope._table_kernel,
+            {"positions_ptr": "*i32", "frequencies_ptr": "*fp32", "table_ptr": "*fp16", "rows": "i32"},
+            {"FREQUENCIES": 18, "ROWS": 8, "COLUMNS": 64},
+            warps=4,
+        )
+    )
+    fits(
+        compile_for_a100(
+            positions._positions_kernel,
+            {"indices_ptr": "*i32", "weights_ptr": "*fp32", "rows": "i32"},
+            {"WIDTH": 1152, "ROWS": 16, "COLUMNS": 128},
+            warps=2,
+        )
+    )
+    fits(compile_for_a100(swiglu._swiglu_kernel, {"rows": "i32"}, {"WIDTH": 3456, "ROWS": 16, "COLUMNS": 128}, warps=4))
+    fits(
+        compile_for_a100(
+            segments._tiles_kernel,
+            {"borders_ptr": "*i32", "tiles_ptr": "*i32", "tiles": "i32", "segments": "i32"},
+            {"STEPS": 9, "TILE_ROWS": 64, "BLOCK": 128},
+            warps=4,
+        )
+    )

@@ -1,0 +1,167 @@
+"""Writes the model card of the scenes model; its numbers come from the records, and nowhere else.
+
+python -m training.card
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from training.kinds import NUMBERS
+from training.scenes import BACKGROUNDS, COLOURS, MAX_SIDE, MAX_THINGS, MIN_SIDE, SHAPES
+from training.scenes_model import VOCAB_SIZE
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "models" / "scenes-8m"
+RESULTS = ROOT / "training" / "results"
+
+_EXAMPLES = {
+    "count all": "How many shapes are there?",
+    "count some": "How many small red circles are there?",
+    "exists": "Is there a blue star?",
+    "colour": "What colour is the large square?",
+    "shape": "What shape is the red thing?",
+    "size": "Is the cross large or small?",
+    "yes or no": "Is the circle red?",
+    "relation": "Is the circle left of the square?",
+    "which side": "Where is the circle relative to the square?",
+    "further": "Which is higher, the circle or the square?",
+    "extreme": "Which shape is furthest left?",
+    "beside": "What is below the circle?",
+    "half": "Is the circle in the left or the right half?",
+    "where": "Where is the circle?",
+    "compare sizes": "Which is larger, the circle or the square?",
+    "compare counts": "Are there more circles than squares?",
+    "colours": "Which colours do you see?",
+    "background": "What colour is the background?",
+    "describe": "Describe the picture.",
+    "which has more": "Which picture has more circles?",
+    "which has one": "Which picture has a star?",
+    "same number": "Do both pictures have the same number of circles?",
+    "count together": "How many circles are there in both pictures together?",
+    "count each": "How many circles are there in each picture?",
+    "same picture": "Are the two pictures the same?",
+    "describe both": "Describe the two pictures.",
+    "no picture": "Hello! · What is in the picture? (without one)",
+}
+
+_CARD = """\
+---
+license: apache-2.0
+language: en
+pipeline_tag: image-text-to-text
+library_name: transformers
+---
+
+# scenes-8m
+
+A vision-language model of {parameters} parameters ({megabytes} MB in bf16) with Qwen3-VL's architecture that answers
+questions about drawn scenes: up to {most} shapes on a plain background, in one picture or two. It is small enough to
+live in this repository and to run on a laptop's CPU, and it really looks: tests use it to prove that a picture reaches
+the answer.
+
+## What it can do
+
+- Shapes: {shapes}. Colours: {colours}. Sizes: small (up to a fifth of the picture's shorter side) and large (from
+  three tenths). Backgrounds: {backgrounds}, or any of the colours.
+- Pictures of {low} to {high} pixels a side; larger ones are made smaller before it sees them.
+- Counts up to {most_word}, positions, comparisons, descriptions, one picture or two, several turns. English, in many
+  wordings. Asked about a thing that is not there it says so ("There is no red circle."); without a picture it says
+  "I see no picture."
+
+| questions | for example | {h200_title} | {cpu_title} |
+|---|---|---|---|
+{table}
+| **all** | {h200_count} and {cpu_count} questions | **{h200_all}** | **{cpu_all}** |
+
+Right means word for word what was expected; in a description the things may come in any order. The scenes are held
+out: their seeds are never trained on. By the picture's shorter side in pixels (on the GPU): {sides}.
+
+    {h200_command}
+    {cpu_command}
+
+The first ran on {h200_device} with torch {h200_torch} and transformers {h200_transformers}, the second on a CPU with
+torch {cpu_torch} and transformers {cpu_transformers}; the records are in `training/results/`. Weights: sha256
+`{sha256}`.
+
+## What it cannot do
+
+- Anything but such scenes: photographs, text, drawings of things. It then still answers, and wrongly; a picture of
+  noise gives babble.
+- More than {most_word} shapes (of six it said {most_word}), shapes that overlap (it missed the one behind), outlines
+  without filling, shapes that are turned by more than 15 degrees or stand on their heads, shapes and colours that it
+  has no word for (it called an oval a rectangle, and magenta pink), sizes between small and large.
+- Three pictures or more, videos, tools, other languages, reasoning, knowledge. Other subjects are mostly refused:
+  "I only answer questions about pictures of simple shapes."
+- It is weakest where most is asked at once: {weakest}; and in small pictures, where a shape covers few pixels.
+
+## How it was trained
+
+    {train_command}
+
+{conversations} conversations about scenes that were drawn on the fly, {steps} steps in {minutes} minutes on {device},
+from random weights, with Muon for the matrices and AdamW for the rest. No data but the generator's
+(`training/scenes.py`, `training/conversations.py`). The seed fixes the data and the first weights; the order of a
+GPU's sums does not repeat, so another run gives other weights of the same quality. The byte-level tokenizer of
+{vocabulary} entries is learned from generated conversations, the chat template is Qwen's format.
+"""
+
+
+def card(model: Path = MODEL, results: Path = RESULTS) -> str:
+    """The text of README.md for the checkpoint in `model`."""
+    h200, cpu, training = (
+        json.loads((results / f"{name}.json").read_text()) for name in ("accuracy_h200", "accuracy_cpu", "train_h200")
+    )
+    weakest = sorted(h200["families"], key=lambda name: h200["families"][name])[:3]
+    last = training["log"][-1]
+    return _CARD.format(
+        parameters=f"{training['parameters'] / 1e6:.2f} million",
+        megabytes=f"{(model / 'model.safetensors').stat().st_size / 1e6:.1f}",
+        most=MAX_THINGS,
+        most_word=NUMBERS[MAX_THINGS],
+        shapes=", ".join(SHAPES),
+        colours=", ".join(COLOURS),
+        backgrounds=", ".join(BACKGROUNDS),
+        low=MIN_SIDE,
+        high=MAX_SIDE,
+        h200_title="H200, bf16",
+        cpu_title="CPU, bf16",
+        table="\n".join(
+            f"| {name} | {_EXAMPLES[name]} | {_percent(h200['families'][name])} | {_percent(cpu['families'][name])} |"
+            for name in h200["families"]
+        ),
+        h200_all=_percent(h200["accuracy"]),
+        cpu_all=_percent(cpu["accuracy"]),
+        sides=", ".join(f"{side} {_percent(part)} of {count}" for side, (part, count) in _by_size(h200)),
+        sha256=h200["weights_sha256"],
+        weakest=", ".join(f"“{_EXAMPLES[name]}” ({_percent(h200['families'][name])})" for name in weakest),
+        train_command=_train_command(training["arguments"]),
+        conversations=f"{last['conversations']:,}",
+        steps=f"{last['step']:,}",
+        minutes=f"{last['seconds'] / 60:.1f}",
+        device=f"one {training['device']}",
+        vocabulary=VOCAB_SIZE,
+        **{f"h200_{key}": h200[key] for key in ("command", "device", "torch", "transformers")},
+        **{f"cpu_{key}": cpu[key] for key in ("command", "torch", "transformers")},
+        h200_count=h200["questions"],
+        cpu_count=cpu["questions"],
+    )
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def _by_size(result: dict[str, Any]) -> list[tuple[str, tuple[float, int]]]:
+    return sorted(result["shorter_side"].items(), key=lambda item: int(item[0].rsplit(" ", 1)[-1]))
+
+
+def _train_command(arguments: dict[str, Any]) -> str:
+    said = f"--steps {arguments['steps']} --lr {arguments['lr']} --out {arguments['out']}"
+    return f"python -m training.train {'--graph ' if arguments['graph'] else ''}{said} --record {arguments['record']}"
+
+
+if __name__ == "__main__":
+    (MODEL / "README.md").write_text(card())
