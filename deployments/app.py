@@ -9,6 +9,7 @@ import ray
 from pydantic import JsonValue
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import BackpressureConfig
 
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, EncoderReplicaConfig, LLMConfig
@@ -50,6 +51,8 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         name="Ingress",
         ray_actor_options={"num_cpus": config.ingress.num_cpus},
         max_ongoing_requests=INGRESS_MAX_ONGOING,
+        # What Serve's proxy answers where `max_queued_requests` is set and reached; the ingress never sees these.
+        backpressure_config=BackpressureConfig(retry_after_s=config.ingress.retry_after_s),
     )(Ingress)
     return ingress.bind(config, encoder.bind(config), llm.bind(config))
 
