@@ -14,6 +14,7 @@ from deployments.vllm_compat import AsgiApp, Message
 from deployments.wire import HttpRequest
 
 DISCONNECT_GRACE_S = 5.0
+BODY = "http.response.body"
 
 
 def scope_of(request: HttpRequest) -> dict[str, Any]:
@@ -37,6 +38,9 @@ def scope_of(request: HttpRequest) -> dict[str, Any]:
 
 async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, None]:
     """Yields the application's `http.response.start` and `http.response.body` messages as they are sent.
+
+    Pieces of the body that were sent while the caller was busy come as one: each costs the caller a message to another
+    process, and engines make tokens faster than those go.
 
     Closing the iterator early disconnects: the application sees `http.disconnect` and gets a grace time to clean up.
 
@@ -70,6 +74,12 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
     task.add_done_callback(_take_exception)
     try:
         while (message := await messages.get()) is not None:
+            while message["type"] == BODY and not messages.empty():
+                following = messages.get_nowait()
+                if following is None:
+                    messages.put_nowait(None)
+                    break
+                message = {"type": BODY, "body": message.get("body", b"") + following.get("body", b"")}
             yield message
         await task
     finally:

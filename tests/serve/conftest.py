@@ -33,10 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FILE_ORDER.index(item.path.name if item.path.name in FILE_ORDER else "*")
 
     items.sort(key=place)
-    # Whole clusters share the machine here: what waits for a process to come or go is tried again, and counted.
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=5))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

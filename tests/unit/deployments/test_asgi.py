@@ -95,7 +95,22 @@ def test_chunks_arrive_as_they_are_sent_and_not_at_the_end() -> None:
         assert [message["type"] for message in seen] == ["http.response.start", "http.response.body"]
         assert seen[1]["body"] == b"one", "the second chunk has not been made yet"
         go_on.set()
-        assert [message.get("body") async for message in messages] == [b"two", b""]
+        assert b"".join([message.get("body", b"") async for message in messages]) == b"two"
+
+    run(scenario)
+
+
+def test_pieces_sent_while_the_reader_is_busy_come_as_one_in_order() -> None:
+    async def eager(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(100):
+            await send({"type": "http.response.body", "body": b"%d " % number, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def scenario() -> None:
+        messages = [message async for message in asgi.call(eager, REQUEST)]
+        assert [message["type"] for message in messages] == ["http.response.start", "http.response.body"]
+        assert messages[1]["body"] == b"".join(b"%d " % number for number in range(100))
 
     run(scenario)
 
