@@ -6,15 +6,15 @@ Meanings are the docstrings below the fields, types and bounds those of pydantic
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, TypeAdapter
 
-from configs.schema import AppConfig
+from configs.schema import AppConfig, section_fields
 
 _TYPES = {"integer": "integer", "number": "number", "boolean": "true, false", "string": "text", "object": "mapping"}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥"}
@@ -31,15 +31,17 @@ class Setting:
     meaning: str
 
 
-def settings(model: type[BaseModel] = AppConfig, prefix: str = "") -> Iterator[Setting]:
+def settings(section: type = AppConfig, prefix: str = "") -> Iterator[Setting]:
     """Every setting that holds a value, in the order in which the schema lists them."""
-    meanings = field_docstrings(model)
-    properties = model.model_json_schema()["properties"]
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from settings(field.annotation, f"{prefix}{name}.")
+    meanings = field_docstrings(section)
+    properties = TypeAdapter(section).json_schema()["properties"]
+    defaults = _defaults(section)
+    for name, annotation in (section_fields(section) or {}).items():
+        if isinstance(annotation, type) and section_fields(annotation) is not None:
+            yield from settings(annotation, f"{prefix}{name}.")
         else:
-            yield Setting(prefix + name, _values(properties[name]), _default(name, field), meanings.get(name, ""))
+            default = _written(name, defaults[name])
+            yield Setting(prefix + name, _values(properties[name]), default, meanings.get(name, ""))
 
 
 def markdown() -> str:
@@ -48,9 +50,9 @@ def markdown() -> str:
     return "\n".join(["| key below `args:` | default | values | |", "|---|---|---|---|", *rows])
 
 
-def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+def field_docstrings(section: type) -> dict[str, str]:
     """What stands as a string below each field, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
     for field, below in zip(body.body, body.body[1:], strict=False):
@@ -75,6 +77,9 @@ def _values(schema: dict[str, object]) -> str:
     allowed = schema.get("enum")
     if isinstance(allowed, list):
         return ", ".join(f'"{value}"' for value in allowed)
+    members = schema.get("prefixItems")
+    if isinstance(members, list):
+        return f"[{', '.join(_values(member) for member in members)}]"
     items = schema.get("items")
     if isinstance(items, dict):
         return f"list of {_values(items)}"
@@ -82,15 +87,20 @@ def _values(schema: dict[str, object]) -> str:
     return _TYPES[str(schema["type"])] + "".join(bounds)
 
 
-def _default(name: str, field: FieldInfo) -> str:
+def _defaults(section: type) -> dict[str, object]:
+    if issubclass(section, BaseModel):
+        return {name: field.get_default(call_default_factory=True) for name, field in section.model_fields.items()}
+    return {field.name: field.default for field in dataclasses.fields(section)}
+
+
+def _written(name: str, value: object) -> str:
     """As it would be written in the file."""
-    value = field.get_default(call_default_factory=True)
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    if name.endswith("_bytes"):
+        return f"[{', '.join(_written('', item) for item in value)}]"
+    if name.endswith("_bytes") and isinstance(value, int):
         return next((f"{value} ({value // size} {unit})" for size, unit in _UNITS if value % size == 0), str(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

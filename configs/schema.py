@@ -6,10 +6,13 @@ vLLM; the names in `llm.engine_args` are vLLM's own and are checked where vLLM i
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from configs.encoder_config import EncoderConfig
 
 GIB = 1024**3
 MIB = 1024**2
@@ -28,11 +31,26 @@ class Options(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, values: object) -> object:
-        if isinstance(values, dict):
-            for key in values:
-                if key not in cls.model_fields:
-                    raise ValueError(unknown_key(str(key), list(cls.model_fields)))
-        return values
+        return known_keys_only(values, cls)
+
+
+def section_fields(section: object) -> dict[str, object] | None:
+    """Names and types of the keys of a section, a pydantic model or a dataclass; None for anything else."""
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    if isinstance(section, type) and dataclasses.is_dataclass(section):
+        types = get_type_hints(section)
+        return {field.name: types[field.name] for field in dataclasses.fields(section)}
+    return None
+
+
+def known_keys_only(values: object, section: type) -> object:
+    """`values`. Raises `ValueError` where it is a mapping with a key that `section` does not have."""
+    known = list(section_fields(section) or ())
+    for key in values if isinstance(values, dict) else ():
+        if key not in known:
+            raise ValueError(unknown_key(str(key), known))
+    return values
 
 
 def unknown_key(key: str, known: list[str]) -> str:
@@ -40,28 +58,6 @@ def unknown_key(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
     return f"unknown key {key!r}: {hint}"
-
-
-class EncoderConfig(Options):
-    """How one vision encoder computes. Names follow vLLM's encoder graph settings; budgets count merged tokens."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """ "auto" is the checkpoint's own dtype."""
-    encoder_cudagraph_token_budgets: tuple[PositiveInt, ...] = (2048, 4096, 8192, 13824)
-    """Batch capacities in merged tokens. An image over the largest runs alone."""
-    encoder_cudagraph_max_images_per_batch: PositiveInt = 16
-    """Images that one batch may hold."""
-    encoder_cudagraph_verbose: bool = False
-    """Log every batch: images, tokens, budget, padding."""
-
-    @field_validator("encoder_cudagraph_token_budgets")
-    @classmethod
-    def _budgets_ascend(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:
-        if not budgets:
-            raise ValueError("encoder_cudagraph_token_budgets is empty: give at least one budget in tokens")
-        if list(budgets) != sorted(set(budgets)):
-            raise ValueError(f"encoder_cudagraph_token_budgets must ascend without repeats, got {list(budgets)}")
-        return budgets
 
 
 class EncoderReplicaConfig(Options):
@@ -153,3 +149,8 @@ class AppConfig(Options):
     encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
     llm: LLMConfig = LLMConfig()
     ingress: IngressConfig = IngressConfig()
+
+    @field_validator("encoder", mode="before")
+    @classmethod
+    def _refuse_unknown_encoder_keys(cls, values: object) -> object:
+        return known_keys_only(values, EncoderConfig)

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from configs.resolve import ClusterFacts, resolve
-from configs.schema import AppConfig, unknown_key
+from configs.schema import AppConfig, section_fields, unknown_key
 
 IMPORT_PATH = "deployments.app:build_app"
 DEPLOYMENTS = ("Ingress", "Encoder", "LLM")  # as deployments/app.py names them; tests/unit/test_cli.py compares
@@ -99,23 +99,34 @@ def vllm_args(config: dict[str, object]) -> list[tuple[str, dict[str, JsonValue]
 
 
 def unknown_keys(value: object, annotation: object, place: str = "") -> Iterator[str]:
-    """Keys that no field of the pydantic models in `annotation` has, with the nearest known name."""
+    """Keys that no field of the section in `annotation` has, with the nearest known name."""
     if isinstance(value, list):
         for item_annotation in _arguments(annotation, list):
             for number, item in enumerate(value):
                 yield from unknown_keys(item, item_annotation, f"{place}[{number}]")
-    models = list(_models(annotation))
-    if not isinstance(value, dict) or len(models) != 1:
+    sections = list(_sections(annotation))
+    if not isinstance(value, dict) or len(sections) != 1:
         return
-    (model,) = models
-    known = {field.alias or name: field for name, field in model.model_fields.items()}
-    known |= model.model_fields
+    (section,) = sections
+    fields = section_fields(section) or {}
+    known = fields | _aliases(section)
     for key, item in value.items():
         if key in known:
-            yield from unknown_keys(item, known[key].annotation, f"{place}.{key}".removeprefix("."))
+            yield from unknown_keys(item, known[key], f"{place}.{key}".removeprefix("."))
         else:
-            ignored = "" if model.model_config.get("extra") == "forbid" else " (Serve would ignore it)"
-            yield f"{place or 'top level'}: {unknown_key(str(key), list(model.model_fields))}{ignored}"
+            ignored = "" if _refuses_unknown(section) else " (Serve would ignore it)"
+            yield f"{place or 'top level'}: {unknown_key(str(key), list(fields))}{ignored}"
+
+
+def _aliases(section: type) -> dict[str, object]:
+    """Other names of a pydantic model's fields, with the fields' types."""
+    if not issubclass(section, BaseModel):
+        return {}
+    return {field.alias: field.annotation for field in section.model_fields.values() if field.alias}
+
+
+def _refuses_unknown(section: type) -> bool:
+    return not issubclass(section, BaseModel) or section.model_config.get("extra") == "forbid"
 
 
 def _alternatives(annotation: object) -> Iterator[object]:
@@ -130,9 +141,9 @@ def _alternatives(annotation: object) -> Iterator[object]:
         yield annotation
 
 
-def _models(annotation: object) -> Iterator[type[BaseModel]]:
+def _sections(annotation: object) -> Iterator[type]:
     for member in _alternatives(annotation):
-        if isinstance(member, type) and issubclass(member, BaseModel):
+        if isinstance(member, type) and section_fields(member) is not None:
             yield member
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ray import serve
 
-from configs.schema import AppConfig, EncoderConfig
+from configs.encoder_config import EncoderConfig
+from configs.schema import AppConfig
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents

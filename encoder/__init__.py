@@ -1,7 +1,7 @@
 """The vision encoder as a library: `Encoder.from_checkpoint(path).encode(images)`.
 
 It must not know of Ray, HTTP, asyncio or vLLM. The names are resolved on first use, so that the ingress can import
-`encoder.image_size` and `encoder.cache` without paying for torch.
+`encoder.image_size` and `encoder.digest` without paying for torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from configs.schema import EncoderConfig
+    from configs.encoder_config import EncoderConfig
     from encoder.encoder import Embedding, Encoder
 
 __all__ = ["Embedding", "Encoder", "EncoderConfig"]
@@ -17,7 +17,7 @@ __all__ = ["Embedding", "Encoder", "EncoderConfig"]
 
 def __getattr__(name: str) -> object:
     if name == "EncoderConfig":
-        from configs.schema import EncoderConfig
+        from configs.encoder_config import EncoderConfig
 
         return EncoderConfig
     if name in ("Embedding", "Encoder"):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from configs.schema import EncoderConfig
+from configs.encoder_config import EncoderConfig
 from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageRules, PixelBounds, num_tokens
 from encoder.packing import Batch, pack

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from PIL import Image
 
-from encoder.cache import image_digest
+from encoder.digest import image_digest
 from encoder.image_load import to_rgb
 from encoder.image_size import ImageRules, PixelBounds
 from encoder.vision_config import VisionConfig

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from encoder import geometry
 from encoder.attention import AttentionBackend, SegmentGroup, Segments, group_segments
 from encoder.geometry import Grid
+from encoder.recent import Recent
 from encoder.vision_config import VisionConfig
 
 # A grid of 4096 patches takes about 130 KiB.
@@ -52,7 +52,7 @@ class TowerMetadata:
 
 
 @dataclass(frozen=True)
-class _ImageGeometry:
+class ImageGeometry:
     """The host tensors of one grid, with indices that begin at 0."""
 
     num_tokens: int
@@ -77,7 +77,9 @@ class _ImageGeometry:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None) + 8 * lengths
 
 
-def _image_geometry(grid: Grid, config: VisionConfig) -> _ImageGeometry:
+def image_geometry(grid: Grid, config: VisionConfig) -> ImageGeometry:
+    """Raises `ValueError` for an impossible grid."""
+    geometry.check_grid(grid, config.spatial_merge_size)
     merge = config.spatial_merge_size
     positions = geometry.rope_positions(grid, merge).to(torch.int32)
     indices = weights = order = undo = None
@@ -90,7 +92,7 @@ def _image_geometry(grid: Grid, config: VisionConfig) -> _ImageGeometry:
         # The blocks see patches in window order, so their positions are put into it here, once a grid.
         positions = positions.view(-1, config.merge_unit, 2)[order].view(-1, 2)
         undo, order = geometry.inverse(order).to(torch.int32), order.to(torch.int32)
-    return _ImageGeometry(
+    return ImageGeometry(
         num_tokens=geometry.num_patches(grid) // config.merge_unit,
         rope_positions=positions,
         frame_lengths=geometry.frame_lengths(grid),
@@ -107,13 +109,15 @@ class MetadataBuilder:
 
     def __init__(self, config: VisionConfig, max_bytes: int = GEOMETRY_CACHE_BYTES) -> None:
         self._config = config
-        self._cache: LRUCache[Grid, _ImageGeometry] = LRUCache(max_bytes, getsizeof=lambda image: image.num_bytes)
+        self.images: Recent[Grid, ImageGeometry] = Recent(
+            lambda grid: image_geometry(grid, config), lambda image: image.num_bytes, max_bytes
+        )
 
     def build(self, grid_thw: Sequence[Grid], *, device: torch.device, backend: AttentionBackend) -> TowerMetadata:
         """`grid_thw`: one grid an image, in patches, at least one. Raises `ValueError` for an impossible grid."""
         if not grid_thw:
             raise ValueError("grid_thw is empty: a tower needs at least one image")
-        images = [self._image(grid) for grid in grid_thw]
+        images = [self.images.get(grid) for grid in grid_thw]
         image_tokens = tuple(image.num_tokens for image in images)
         first_token = (0, *accumulate(image_tokens))
 
@@ -121,7 +125,7 @@ class MetadataBuilder:
             parts = [tensor for tensor in tensors if tensor is not None]
             return _to_device(torch.cat(parts), device) if parts else None
 
-        def shifted(part: Callable[[_ImageGeometry], Tensor | None]) -> Tensor | None:
+        def shifted(part: Callable[[ImageGeometry], Tensor | None]) -> Tensor | None:
             tensors = (part(image) for image in images)
             return packed(None if t is None else t + first for t, first in zip(tensors, first_token, strict=False))
 
@@ -138,16 +142,6 @@ class MetadataBuilder:
             window_order=shifted(lambda image: image.window_order),
             window_inverse=shifted(lambda image: image.window_inverse),
         )
-
-    def _image(self, grid: Grid) -> _ImageGeometry:
-        image = self._cache.get(grid)
-        if image is None:
-            geometry.check_grid(grid, self._config.spatial_merge_size)
-            image = _image_geometry(grid, self._config)
-            # The cache refuses what is larger than all of it.
-            if image.num_bytes <= self._cache.maxsize:
-                self._cache[grid] = image
-        return image
 
 
 def _segments(lengths: Sequence[int], device: torch.device, backend: AttentionBackend) -> Segments:

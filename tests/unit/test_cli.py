@@ -13,8 +13,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from configs import reference
+from configs.encoder_config import EncoderConfig
 from configs.resolve import ClusterFacts
-from configs.schema import AppConfig, EncoderConfig
+from configs.schema import AppConfig
 from deployments import app, check_config, cli, routes, vllm_compat
 
 ROOT = Path(__file__).parent.parent.parent

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from configs.encoder_config import EncoderConfig
 from configs.resolve import PRESETS, PROJECT_ROOT, ClusterFacts, load_preset, resolve
-from configs.schema import AppConfig, Options, unknown_key
+from configs.schema import AppConfig, section_fields, unknown_key
 
 LAPTOP = ClusterFacts(has_gpu=False)
 GPU_CLUSTER = ClusterFacts(has_gpu=True)
 
 
-def sections(model: type[Options] = AppConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def sections(section: type = AppConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Paths of all sections of the schema, the top included."""
     yield path
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from sections(field.annotation, (*path, name))
+    for name, annotation in (section_fields(section) or {}).items():
+        if isinstance(annotation, type) and section_fields(annotation) is not None:
+            yield from sections(annotation, (*path, name))
 
 
-def model_at(path: tuple[str, ...]) -> type[Options]:
-    model: Any = AppConfig
+def section_at(path: tuple[str, ...]) -> Any:
+    section: Any = AppConfig
     for name in path:
-        model = model.model_fields[name].annotation
-    return model
+        section = keys_at_type(section)[name]
+    return section
+
+
+def keys_at_type(section: type) -> dict[str, object]:
+    fields = section_fields(section)
+    assert fields is not None
+    return fields
+
+
+def keys_at(path: tuple[str, ...]) -> dict[str, object]:
+    return keys_at_type(section_at(path))
 
 
 def nested(path: tuple[str, ...], settings: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +59,7 @@ def test_sections_were_found() -> None:
 
 @pytest.mark.parametrize("path", list(sections()), ids=lambda path: ".".join(path) or "top")
 def test_every_section_refuses_an_unknown_key_with_the_nearest_name(path: tuple[str, ...]) -> None:
-    for known in model_at(path).model_fields:
+    for known in keys_at(path):
         misspelt = known[:-1] + "_"
         with pytest.raises(ValidationError, match=f"unknown key '{misspelt}': did you mean '{known}'"):
             AppConfig.model_validate(nested(path, {misspelt: 1}))
@@ -57,7 +69,7 @@ def test_every_section_refuses_an_unknown_key_with_the_nearest_name(path: tuple[
 def test_a_key_near_to_none_is_answered_with_all_of_them(path: tuple[str, ...]) -> None:
     with pytest.raises(ValidationError) as refused:
         AppConfig.model_validate(nested(path, {"zzzzzzzz": 1}))
-    assert all(known in str(refused.value) for known in model_at(path).model_fields)
+    assert all(known in str(refused.value) for known in keys_at(path))
 
 
 def test_unknown_key_without_a_near_name_lists_them_sorted() -> None:
@@ -66,9 +78,9 @@ def test_unknown_key_without_a_near_name_lists_them_sorted() -> None:
 
 @pytest.mark.parametrize("path", list(sections()), ids=lambda path: ".".join(path) or "top")
 def test_every_section_is_frozen(path: tuple[str, ...]) -> None:
-    section = model_at(path)()
-    with pytest.raises(ValidationError, match="frozen"):
-        setattr(section, next(iter(type(section).model_fields)), 1)
+    section = section_at(path)()
+    with pytest.raises((ValidationError, FrozenInstanceError), match=r"frozen|cannot assign"):
+        setattr(section, next(iter(keys_at(path))), 1)
 
 
 @pytest.mark.parametrize("budgets", [[4096, 2048], [2048, 2048], [1, 3, 2]])
@@ -107,6 +119,32 @@ def test_a_value_out_of_range_is_refused_with_its_limit(path: str, value: object
         AppConfig.model_validate(nested(tuple(section), {name: value}))
     assert path in str(refused.value)
     assert limit in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"dtype": "float16"}, "dtype is 'float16'; it must be one of auto, float32, bfloat16"),
+        ({"capture": "later"}, "capture is 'later'; it must be one of eager, lazy, hybrid"),
+        ({"cudagraph_mm_encoder": "yes"}, "cudagraph_mm_encoder is 'yes'; it must be auto, true or false"),
+        ({"encoder_cudagraph_token_budgets": "all"}, "is 'all'; it must be auto or a list"),
+        ({"encoder_cudagraph_token_budgets": (4, 2)}, r"must ascend without repeats, got \[4, 2\]"),
+        ({"encoder_cudagraph_max_images_per_batch": 0}, "is 0; it must be greater than 0"),
+        ({"encoder_cudagraph_memory_bytes": -1}, "is -1; it must be greater than 0"),
+        ({"warm_grids": ((224, 0),)}, r"warm_grids holds \[224, 0\]"),
+    ],
+)
+def test_an_encoders_settings_are_checked_without_pydantic_too(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        EncoderConfig(**settings)
+
+
+def test_an_encoders_settings_from_a_file_are_those_made_in_python() -> None:
+    given = {"encoder_cudagraph_token_budgets": [64, 128], "warm_grids": [[224, 448]], "cudagraph_mm_encoder": False}
+    made = EncoderConfig(
+        encoder_cudagraph_token_budgets=(64, 128), warm_grids=((224, 448),), cudagraph_mm_encoder=False
+    )
+    assert config(encoder=given).encoder == made
 
 
 def test_auto_on_a_laptop() -> None:
@@ -188,7 +226,7 @@ def test_serve_config_validates_and_states_the_schemas_defaults() -> None:
     (application,) = yaml.safe_load((PROJECT_ROOT / "serve_config.yaml").read_text())["applications"]
     args = application["args"]
     assert AppConfig.model_validate(args) == AppConfig()
-    assert args["encoder"].keys() == model_at(("encoder",)).model_fields.keys()
+    assert args["encoder"].keys() == keys_at(("encoder",)).keys()
 
 
 def test_serve_config_bounds_the_proxy_by_the_ingress() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 
 import encoder as package
-from configs.schema import EncoderConfig
+from configs.encoder_config import EncoderConfig
 from encoder import Embedding, Encoder
 from encoder.image_size import ImageError, PixelBounds, num_tokens
 from training.checkpoints import make_checkpoint
@@ -232,7 +233,7 @@ def test_the_dtype_is_the_checkpoints_or_the_operators(checkpoints: dict[str, Pa
         (full, "auto", torch.float32),
         (full, "bfloat16", torch.bfloat16),
     ):
-        encoder = load(folder, EncoderConfig.model_validate({"dtype": asked}))
+        encoder = load(folder, EncoderConfig(dtype=asked))
         assert encoder.encode([image])[0].tokens.dtype == dtype
         assert encoder.identity.dtype == str(dtype).removeprefix("torch.")
 
@@ -244,7 +245,7 @@ def test_an_image_in_another_dtype_has_another_digest(checkpoint: Path) -> None:
 
 
 def test_verbose_logs_every_batch(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = SMALL_BATCHES.model_copy(update={"encoder_cudagraph_verbose": True})
+    config = dataclasses.replace(SMALL_BATCHES, encoder_cudagraph_verbose=True)
     images = [picture(64, 64, seed) for seed in range(4)]
     with caplog.at_level(logging.INFO, logger="encoder"):
         counts = [len(tokens) for tokens in tokens_of(load(checkpoint, config), images)]

@@ -306,7 +306,7 @@ def test_an_icon_that_hides_a_bomb(kind: str) -> None:
 def test_the_ingress_pays_for_no_tensors() -> None:
     """These modules are imported by processes that never touch a tensor; torch alone costs seconds and 200 MB."""
     program = (
-        "import sys, encoder.image_size, encoder.packing, encoder.cache, encoder.image_load, encoder.image_rules\n"
+        "import sys, encoder.image_size, encoder.packing, encoder.digest, encoder.image_load, encoder.image_rules\n"
         "print([name for name in ('torch', 'numpy', 'transformers', 'vllm', 'ray') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import EncoderConfig
+from configs.encoder_config import EncoderConfig
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
 from encoder.encoder import Encoder
 from encoder.packing import Batch
