@@ -123,7 +123,7 @@ class MetadataBuilder:
 
         def packed(tensors: Iterable[Tensor | None]) -> Tensor | None:
             parts = [tensor for tensor in tensors if tensor is not None]
-            return _to_device(torch.cat(parts), device) if parts else None
+            return to_device(torch.cat(parts), device) if parts else None
 
         def shifted(part: Callable[[ImageGeometry], Tensor | None]) -> Tensor | None:
             tensors = (part(image) for image in images)
@@ -134,7 +134,7 @@ class MetadataBuilder:
             num_patches=sum(image_tokens) * self._config.merge_unit,
             num_tokens=sum(image_tokens),
             image_tokens=image_tokens,
-            rope_positions=_to_device(torch.cat([image.rope_positions for image in images]), device),
+            rope_positions=to_device(torch.cat([image.rope_positions for image in images]), device),
             frames=_segments([length for image in images for length in image.frame_lengths], device, backend),
             windows=_segments(window_lengths, device, backend) if window_lengths else None,
             position_indices=packed(image.position_indices for image in images),
@@ -148,14 +148,14 @@ def _segments(lengths: Sequence[int], device: torch.device, backend: AttentionBa
     groups: tuple[SegmentGroup, ...] = ()
     if backend is AttentionBackend.SDPA:
         groups = tuple(
-            SegmentGroup(g.length, g.count, g.start, None if g.rows is None else _to_device(g.rows, device))
+            SegmentGroup(g.length, g.count, g.start, None if g.rows is None else to_device(g.rows, device))
             for g in group_segments(lengths)
         )
-    return Segments(backend, _to_device(geometry.cu_seqlens(lengths), device), max(lengths), groups)
+    return Segments(backend, to_device(geometry.cu_seqlens(lengths), device), max(lengths), groups)
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy from pageable memory would make the host wait for it."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy without waiting: from pageable memory it would make the host wait for it."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

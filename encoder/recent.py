@@ -43,3 +43,6 @@ class Recent(Generic[K, V]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)

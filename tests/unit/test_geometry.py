@@ -196,12 +196,12 @@ def test_the_geometry_cache_is_bounded_in_bytes_and_gives_what_is_computed_afres
             for field in fields(TowerMetadata):
                 found, expected = getattr(remembered, field.name), getattr(fresh, field.name)
                 assert torch.equal(found, expected) if isinstance(found, Tensor) else type(found) is type(expected)
-            assert small._cache.currsize <= 4000
-    assert 0 < len(small._cache) < len(grid_thw)
+            assert small.images.held_bytes <= 4000
+    assert 0 < len(small.images) < len(grid_thw)
     # Larger than the whole cache: computed every time, and nothing is thrown out for it.
-    held = len(small._cache)
+    held = len(small.images)
     assert _build(small, [(1, 40, 40)]).num_tokens == 400
-    assert len(small._cache) == held
+    assert len(small.images) == held
 
 
 def test_a_batch_needs_an_image_and_every_grid_is_checked() -> None:

@@ -1,0 +1,115 @@
+"""From a batch's description on the device to the metadata that a tower reads, on the device alone.
+
+Sizes are capacities, not the batch's own: a captured graph holds the expansion too, and what lies past the batch comes
+out inert. `expand` is plain torch and the reference; `encoder.kernels.expand` is one launch. Neither may know towers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from encoder.attention import AttentionBackend, Segments
+from encoder.metadata import TowerMetadata
+from encoder.vision_config import VisionConfig
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Capacities: what is past the batch is zero, past its end in place (`order`, `inverse`), or its last border."""
+
+    rope: Tensor
+    """int32 `[patches, 2]`"""
+    taps: Tensor | None
+    """int32 `[patches, 4]`, with a table of positions."""
+    weights: Tensor | None
+    """float32 `[patches, 4]`, with a table of positions."""
+    order: Tensor | None
+    """int32 `[tokens]`, with windows."""
+    inverse: Tensor | None
+    """int32 `[tokens]`, with windows."""
+    windows: Tensor | None
+    """int32 `[windows + 1]`, with windows."""
+
+
+class Expand(Protocol):
+    """`arena`, and `described` as `Layout.described` gives it, to a batch of `tokens` tokens and `windows` windows."""
+
+    def __call__(
+        self, arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int
+    ) -> Expanded: ...
+
+
+def expand(arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
+    """See `Expand`; on any device, without synchronisation."""
+    places, first_patch, first_window, _ = described.unbind(0)
+    table, unit = bool(config.num_position_embeddings), config.merge_unit
+    columns = 10 if table else 2
+
+    def image_of(index: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """The image that owns each index, and whether one does."""
+        image = torch.searchsorted(first, index, right=True) - 1
+        return image, index < first[-1]
+
+    def picked(source: Tensor, inside: Tensor) -> Tensor:
+        # Not the product: the bits of a float are no number to multiply.
+        return torch.where(inside, arena[torch.where(inside, source, 0)], 0)
+
+    row = torch.arange(tokens * unit, device=arena.device, dtype=torch.int32)
+    image, inside = image_of(row, first_patch)
+    start = places[image] + (row - first_patch[image]) * columns
+    column = torch.arange(columns, device=arena.device, dtype=torch.int32)
+    rows = picked(start[:, None] + column, inside[:, None])
+    rope = rows[:, :2].contiguous()
+    taps = rows[:, 2:6].contiguous() if table else None
+    weights = rows[:, 6:].contiguous().view(torch.float32) if table else None
+    if not config.window_size:
+        return Expanded(rope, taps, weights, None, None, None)
+
+    token = row[:tokens]
+    first_token = first_patch // unit
+    image, inside = image_of(token, first_token)
+    ends = torch.cat((first_patch[1:], first_patch[-1:]))
+    after_rows = places + (ends - first_patch) * columns
+    source = after_rows[image] + 2 * (token - first_token[image])
+    order = torch.where(inside, picked(source, inside) + first_token[image], token)
+    inverse = torch.where(inside, picked(source + 1, inside) + first_token[image], token)
+    window = torch.arange(windows + 1, device=arena.device, dtype=torch.int32)
+    image, inside = image_of(window, first_window)
+    after_tokens = after_rows + 2 * (ends - first_patch) // unit
+    source = after_tokens[image] + window - first_window[image]
+    borders = torch.where(inside, picked(source, inside) + first_patch[image], first_patch[-1])
+    return Expanded(rope, taps, weights, order, inverse, borders)
+
+
+def metadata(
+    expanded: Expanded,
+    described: Tensor,
+    config: VisionConfig,
+    *,
+    tokens: int,
+    frames: int,
+    max_seqlen: int,
+    image_tokens: tuple[int, ...],
+    backend: AttentionBackend,
+) -> TowerMetadata:
+    """As a tower takes it. `frames`: segments of full attention to read, at most the slots of `described`."""
+    windows = None
+    if expanded.windows is not None:
+        side = config.window_tokens**2 * config.merge_unit
+        windows = Segments(backend, expanded.windows, side)
+    return TowerMetadata(
+        num_patches=tokens * config.merge_unit,
+        num_tokens=tokens,
+        image_tokens=image_tokens,
+        rope_positions=expanded.rope,
+        frames=Segments(backend, described[3, : frames + 1], max_seqlen),
+        windows=windows,
+        position_indices=expanded.taps,
+        position_weights=expanded.weights,
+        window_order=expanded.order,
+        window_inverse=expanded.inverse,
+    )
