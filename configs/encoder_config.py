@@ -73,16 +73,17 @@ class EncoderConfig:
         for name in ("encoder_cudagraph_max_images_per_batch", "encoder_cudagraph_memory_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
-        if self.encoder_cudagraph_token_budgets != "auto":
-            self._check_budgets(self.encoder_cudagraph_token_budgets)
+        self._check_budgets(self.encoder_cudagraph_token_budgets)
         for size in self.warm_grids:
             if len(size) != 2 or min(size) < 1:
                 raise ValueError(f"warm_grids holds {list(size)}; it must hold pairs of a width and a height above 0")
 
-    def _check_budgets(self, budgets: tuple[int, ...]) -> None:
+    def _check_budgets(self, budgets: str | tuple[int, ...]) -> None:
         name = "encoder_cudagraph_token_budgets"
         if isinstance(budgets, str):
-            raise ValueError(f"{name} is {budgets!r}; it must be auto or a list of tokens")
+            if budgets != "auto":
+                raise ValueError(f"{name} is {budgets!r}; it must be auto or a list of tokens")
+            return
         if not budgets:
             raise ValueError(f"{name} is empty: give at least one budget in tokens")
         if min(budgets) < 1:

@@ -90,6 +90,7 @@ def _values(schema: dict[str, object]) -> str:
 def _defaults(section: type) -> dict[str, object]:
     if issubclass(section, BaseModel):
         return {name: field.get_default(call_default_factory=True) for name, field in section.model_fields.items()}
+    assert dataclasses.is_dataclass(section)
     return {field.name: field.default for field in dataclasses.fields(section)}
 
 

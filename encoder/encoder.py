@@ -1,7 +1,7 @@
-"""The encoder: pack → run → split. One owner, no threads.
+"""The encoder: pack → replay or run eagerly → split. One owner, no threads.
 
-`Encoder.encode` is the whole library for a user with images; a server decodes elsewhere and feeds `encode_batches`.
-This module must not know of queues, caches, requests or processes.
+`Encoder.encode` is the whole library for a user with images; a server decodes elsewhere and feeds `encode_batches`. How
+a batch runs is the business of `encoder.runner`. This module must not know of queues, caches, requests or processes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from PIL import Image
 
 from configs.encoder_config import EncoderConfig
+from encoder.forwards import choose_forward
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageRules, PixelBounds, num_tokens
-from encoder.packing import Batch, pack
+from encoder.image_size import ImageRules, PixelBounds, num_tokens, resized
+from encoder.packing import Batch
 from encoder.preprocess import Pixels, Preprocessor, patchify
+from encoder.runner import TowerRunner
 from encoder.vision_config import VisionConfig
-from encoder.weights import VisionTower, load_tower, weights_identity
+from encoder.weights import load_tower, weights_identity
 
 logger = logging.getLogger(__name__)
 
@@ -44,23 +46,26 @@ class Embedding:
 class Encoder:
     """A vision tower with its checkpoint's preprocessing. The thread that first encodes owns it."""
 
-    def __init__(
-        self, tower: VisionTower, identity: EncoderIdentity, config: EncoderConfig, device: torch.device
-    ) -> None:
+    def __init__(self, runner: TowerRunner, identity: EncoderIdentity, config: EncoderConfig) -> None:
         self.identity = identity
         self.preprocessor = Preprocessor(identity.rules)
-        self._tower = tower
-        self._config = config
-        self._device = device
+        self.runner = runner
+        self._verbose = config.encoder_cudagraph_verbose
         self._owner: int | None = None
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, config: EncoderConfig | None = None, *, device: str = "auto") -> Encoder:
-        """Loads the vision tensors of the checkpoint folder `path`, and nothing else of it.
+    def from_checkpoint(
+        cls, path: str | Path, config: EncoderConfig | None = None, *, device: str = "auto", progress: bool = False
+    ) -> Encoder:
+        """Loads the vision tensors of the checkpoint folder `path`, and nothing else of it; captures graphs on a GPU.
 
         Args:
             config: None takes the defaults.
             device: "auto" is "cuda" where there is one, else "cpu".
+            progress: show a bar on stderr while graphs are captured.
+
+        Raises:
+            ValueError, BackendUnavailableError: something is asked for that cannot be had on the device.
         """
         path, config = Path(path), config or EncoderConfig()
         resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -68,8 +73,13 @@ class Encoder:
         _check_agreement(vision, rules)
         dtype_name = vision.dtype if config.dtype == "auto" else config.dtype
         tower = load_tower(path, dtype=getattr(torch, dtype_name), device=resolved)
-        identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules)
-        return cls(tower, identity, config, resolved)
+        forward = choose_forward(tower, config)
+        del tower  # what was repacked for the forward is kept once
+        identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules, forward.name)
+        runner = TowerRunner.of(forward, config, progress=progress, fingerprint=identity.fingerprint)
+        sizes = [resized(width, height, rules, None) for width, height in config.warm_grids]
+        runner.warm([(1, height // rules.patch_size, width // rules.patch_size) for width, height in sizes])
+        return cls(runner, identity, config)
 
     def encode(self, images: Sequence[Image.Image | bytes], *, bounds: PixelBounds | None = None) -> list[Embedding]:
         """Embeddings of PIL images or encoded files, in order. An image's embedding does not depend on its batch-mates.
@@ -99,28 +109,32 @@ class Encoder:
         self._check_owner()
         merge = self.identity.rules.merge_size
         counts = [num_tokens(image.grid_thw, merge) for image in pixels]
-        config = self._config
-        for batch in pack(
-            counts,
-            budgets=config.encoder_cudagraph_token_budgets,
-            max_images=config.encoder_cudagraph_max_images_per_batch,
-        ):
-            total = sum(counts[index] for index in batch.indices)
-            if config.encoder_cudagraph_verbose:
+        for batch in self.runner.plan([image.grid_thw for image in pixels]):
+            if self._verbose:
+                total = sum(counts[index] for index in batch.indices)
                 padding = 0 if batch.budget is None else batch.budget - total
                 images = len(batch.indices)
                 logger.info("encoded images=%d tokens=%d budget=%s padding=%d", images, total, batch.budget, padding)
-            outputs = self._run([pixels[index] for index in batch.indices])
+            outputs = self._run([pixels[index] for index in batch.indices], batch.budget)
             # Copies: a view would keep the whole batch alive for as long as somebody keeps one image.
             parts = torch.split(outputs, [counts[index] for index in batch.indices])
-            yield batch, [part.clone() for part in parts]
+            yield batch, [part.clone() for part in parts] if len(parts) > 1 else [outputs]
+
+    def idle_step(self) -> bool:
+        """At most one capture of a graph, or one adaptation: for moments without work. Whether there was one to do."""
+        self._check_owner()
+        return self.runner.idle_step()
+
+    def close(self) -> None:
+        """Keeps what the traffic asked for, where the settings name a folder for it."""
+        self.runner.close()
 
     @torch.inference_mode()
-    def _run(self, pixels: Sequence[Pixels]) -> torch.Tensor:
+    def _run(self, pixels: Sequence[Pixels], budget: int | None) -> torch.Tensor:
         """`[sum of num_tokens, width]` of one batch."""
-        rules = self.identity.rules
-        patches = torch.cat([patchify(torch.from_numpy(image.values).to(self._device), rules) for image in pixels])
-        return self._tower(patches, self._tower.prepare([image.grid_thw for image in pixels]))
+        rules, device = self.identity.rules, self.runner.forward.device
+        patches = torch.cat([patchify(torch.from_numpy(image.values).to(device), rules) for image in pixels])
+        return self.runner.run(patches, [image.grid_thw for image in pixels], budget)
 
     def _check_owner(self) -> None:
         thread = threading.get_ident()

@@ -1,35 +1,36 @@
-"""CUDA graphs of a tower's forward, one for each budget, in one memory pool: capture, check, time, replay.
+"""CUDA graphs of a tower's forward, in one memory pool: capture, check, time, replay.
 
 Every graph is compared with the forward it was captured from, on garbage in its padding, before it may be used. It must
-not know how batches are chosen (`encoder.planning`) or where patches come from.
+not know how batches are chosen (`encoder.planning`), which graphs are wanted or where patches come from.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 
 import torch
 from torch import Tensor
 
+from encoder.forwards import TOLERANCES, TowerForward, largest_error
 from encoder.geometry import Grid
-from encoder.graph_inputs import GraphClass, GraphInputs
-from encoder.metadata import TowerMetadata
+from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting
+from encoder.grid_tables import GridTables, Layout
 from encoder.vision_config import VisionConfig
 
-logger = logging.getLogger(__name__)
-
-Forward = Callable[[Tensor, TowerMetadata], Tensor]
-Prepare = Callable[[Sequence[Grid]], TowerMetadata]
-
-TIMED_REPLAYS = 3
+# A long run is measured well enough by one replay; a short one by the median of several.
+_SHORT_MS, _TIMED_REPLAYS = 5.0, 5
 
 
 class GraphRefusedError(RuntimeError):
-    """A captured graph that does not give what its forward gives, or would pass the memory bound; it is not used."""
+    """A graph that cannot be captured, or does not give what its forward gives; it is not used."""
+
+
+class NoRoomError(RuntimeError):
+    """The device has no memory left for a graph."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ class CapturedGraph:
 
     shape: GraphClass
     graph: torch.cuda.CUDAGraph
-    output: Tensor
-    """`[budget, width]` in the pool; the next replay of any graph overwrites it."""
+    grids: tuple[Grid, ...]
+    """What it was checked and timed with."""
     replay_ms: float
+    pool_bytes: int
+    """By how much the pool grew for it."""
     capture_s: float
 
 
@@ -49,108 +52,186 @@ class EncoderGraphs:
 
     def __init__(
         self,
-        forward: Forward,
-        prepare: Prepare,
-        config: VisionConfig,
+        forward: TowerForward,
+        tables: GridTables,
         *,
         largest_budget: int,
         max_images: int,
-        tolerance: float,
-        dtype: torch.dtype,
-        device: torch.device,
+        tolerance: float | None = None,
     ) -> None:
-        """`tolerance`: the relative error ‖graph - forward‖ / ‖forward‖ of an image over which a graph is refused."""
+        """`tolerance`: the error ‖graph - forward‖ / ‖forward‖ of an image over which a graph is refused.
+
+        None takes the dtype's.
+        """
         self._forward = forward
-        self._prepare = prepare
-        self._config = config
+        self._tables = tables
         self._max_images = max_images
-        self._tolerance = tolerance
-        self._device = device
-        largest = GraphClass.of(largest_budget, max_images, config)
-        self._inputs = GraphInputs(largest, config, dtype=dtype, device=device)
+        self._tolerance = TOLERANCES[forward.dtype] if tolerance is None else tolerance
+        self._buffers = GraphBuffers(
+            largest_budget, max_images, forward.config, dtype=forward.dtype, device=forward.device
+        )
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, CapturedGraph] = {}
+        self._stream = torch.cuda.Stream(forward.device)
+        self._graphs: dict[GraphKey, CapturedGraph] = {}
 
     @property
-    def captured(self) -> dict[int, CapturedGraph]:
-        """By budget."""
+    def captured(self) -> dict[GraphKey, CapturedGraph]:
         return dict(self._graphs)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What all graphs share beside the pool."""
+        return self._buffers.num_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What the device has left for the pool."""
+        return torch.cuda.mem_get_info(self._forward.device)[0]
+
     @torch.inference_mode()
-    def capture(self, budget: int) -> CapturedGraph:
-        """Captures, checks and times the graph of `budget`. Capture the largest first: the others fit into its memory.
+    def capture(self, key: GraphKey) -> CapturedGraph:
+        """Captures, checks and times one graph. Capture the largest first: the others fit into its memory.
 
         Raises:
-            GraphRefusedError: the graph's output differs from the forward's.
+            GraphRefusedError: it cannot be captured, or its output differs from the forward's.
+            NoRoomError: the device has no room for it.
         """
+        try:
+            return self._capture(key)
+        except GraphRefusedError:
+            raise
+        except torch.cuda.OutOfMemoryError as error:
+            raise NoRoomError(f"no memory for the graph of budget {key.budget}: {error}") from error
+        except RuntimeError as error:
+            raise GraphRefusedError(f"the graph of budget {key.budget} cannot be captured: {error}") from error
+
+    def _capture(self, key: GraphKey) -> CapturedGraph:
         started = time.perf_counter()
-        shape = GraphClass.of(budget, self._max_images, self._config)
-        grids = trial_batch(shape, self._config)
-        metadata = self._prepare(grids)
-        patches = torch.randn(metadata.num_patches, self._config.patch_dim, device=self._device)
-        expected = self._forward(patches, metadata)
-        self._inputs.load(patches, metadata, shape)
-        self._inputs.spoil_padding(metadata, shape)
-        views = self._inputs.views(shape)
-        self._forward(
-            *views
-        )  # libraries allocate and choose at the first call of a shape, which a capture must not see
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = self._forward(*views)
-        graph.replay()
-        self._check(budget, output[: metadata.num_tokens], expected, metadata.image_tokens)
-        captured = CapturedGraph(shape, graph, output, self._time(graph), time.perf_counter() - started)
-        self._graphs[budget] = captured
-        return captured
-
-    def fitting(self, metadata: TowerMetadata, budget: int) -> CapturedGraph | None:
-        """The smallest captured graph from `budget` up that holds the batch in every respect."""
-        for candidate in sorted(self._graphs):
-            if candidate >= budget and self._graphs[candidate].shape.holds(metadata):
-                return self._graphs[candidate]
-        return None
-
-    @torch.inference_mode()
-    def replay(self, captured: CapturedGraph, patches: Tensor, metadata: TowerMetadata) -> Tensor:
-        """`[num_tokens, width]` in the pool's memory: copy what is to be kept before the next replay."""
-        self._inputs.load(patches, metadata, captured.shape)
-        captured.graph.replay()
-        return captured.output[: metadata.num_tokens]
-
-    def _check(self, budget: int, output: Tensor, expected: Tensor, image_tokens: Sequence[int]) -> None:
-        for number, (ours, theirs) in enumerate(
-            zip(output.float().split(list(image_tokens)), expected.float().split(list(image_tokens)), strict=True)
-        ):
-            error = ((ours - theirs).norm() / theirs.norm()).item()  # waits for the device; captures are not on the way
+        config, device = self._forward.config, self._forward.device
+        shape = GraphClass.of(key, self._max_images, config)
+        grids = trial_batch(shape, config)
+        layout = self._layout(grids)
+        assert shape.holds(layout), f"{grids} does not fit {shape}"
+        patches = torch.randn(layout.num_patches, config.patch_dim, device=device, dtype=self._forward.dtype)
+        with torch.cuda.device(device):
+            expected = self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
+            self._buffers.load(patches, layout, shape)
+            self._buffers.spoil_padding(layout, shape)
+            # Libraries allocate and choose at the first call of a shape, which a capture must not see.
+            self._forward_in_place(shape)
+            graph, grown = self._record(shape)
+            captured_ms = self._milliseconds(graph.replay)
+            error = largest_error(self._buffers.output(layout.num_tokens), expected, layout.image_tokens)
+            self._buffers.clear()
             if not error <= self._tolerance:
                 raise GraphRefusedError(
-                    f"the graph of budget {budget} differs from its forward by {error:.2e} in image {number}, "
-                    f"the limit is {self._tolerance:.2e}"
+                    f"the graph of budget {key.budget} for images of up to {key.max_seqlen} patches differs from its "
+                    f"forward by {error:.2e}, the limit is {self._tolerance:.2e}"
                 )
+            if captured_ms < _SHORT_MS:
+                captured_ms = self._median_ms(graph.replay)
+        captured = CapturedGraph(shape, graph, tuple(grids), captured_ms, grown, time.perf_counter() - started)
+        self._graphs[key] = captured
+        return captured
 
-    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Median milliseconds of a replay."""
-        times: list[float] = []
-        for _ in range(TIMED_REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return sorted(times)[len(times) // 2]
+    def fitting(self, layout: Layout, budget: int) -> GraphKey | None:
+        """The smallest captured graph from `budget` up that holds the batch, with the tightest bound on its images."""
+        return smallest_fitting(self._graphs, layout, budget)
+
+    @torch.inference_mode()
+    def replay(self, key: GraphKey, patches: Tensor, layout: Layout) -> Tensor:
+        """`[num_tokens, width]` in the buffers' memory: copy what is to be kept before the next replay."""
+        captured = self._graphs[key]
+        self._buffers.load(patches, layout, captured.shape)
+        captured.graph.replay()
+        return self._buffers.output(layout.num_tokens)
+
+    @torch.inference_mode()
+    def replay_ms(self, key: GraphKey, grids: Sequence[Grid]) -> float:
+        """Milliseconds of a replay for images of these sizes, whatever is in them. Waits for the device."""
+        self._buffers.describe(self._layout(grids))
+        return self._milliseconds(self._graphs[key].graph.replay)
+
+    @torch.inference_mode()
+    def eager_ms(self, grids: Sequence[Grid]) -> float:
+        """Milliseconds of the forward without a graph, launches included; the better of two runs. Waits."""
+        layout = self._layout(grids)
+        patches = torch.zeros(
+            layout.num_patches, self._forward.config.patch_dim, device=self._forward.device, dtype=self._forward.dtype
+        )
+
+        def run() -> None:
+            self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
+
+        # The first run of a shape may compile or load kernels.
+        with torch.cuda.device(self._forward.device):
+            return min(self._milliseconds(run), self._milliseconds(run))
+
+    def _layout(self, grids: Sequence[Grid]) -> Layout:
+        layout = self._tables.layout(grids)
+        if layout is None:
+            raise ValueError(f"{len(grids)} grids of {sum(t * h * w for t, h, w in grids)} patches overfill the arena")
+        return layout
+
+    def _forward_in_place(self, shape: GraphClass) -> None:
+        """What is captured: description to metadata, the forward over the whole budget, its output kept apart.
+
+        The output is copied, so that its memory in the pool is free for the next capture.
+        """
+        forward, budget, described = self._forward, shape.key.budget, self._buffers.described
+        laid_out = forward.metadata(
+            self._tables.arena,
+            described,
+            tokens=budget,
+            frames=shape.max_images,
+            windows=shape.max_windows,
+            max_seqlen=shape.key.max_seqlen,
+            image_tokens=(budget,),
+        )
+        self._buffers.output(budget).copy_(forward.run(self._buffers.patches(budget), laid_out))
+
+    def _record(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
+        """The graph, and by how many bytes the pool grew."""
+        device = self._forward.device
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_reserved(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            # Other threads go on allocating and copying meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._forward_in_place(shape)
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong in between is what to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+        return graph, torch.cuda.memory_reserved(device) - before
+
+    def _median_ms(self, run: Callable[[], object]) -> float:
+        return sorted(self._milliseconds(run) for _ in range(_TIMED_REPLAYS))[_TIMED_REPLAYS // 2]
+
+    def _milliseconds(self, run: Callable[[], object]) -> float:
+        torch.cuda.synchronize(self._forward.device)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
 
 
 def trial_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
     """Images of unequal sizes that leave some of the budget as padding: what a graph is checked with."""
     merge = config.spatial_merge_size
+    longest = shape.key.max_seqlen // config.merge_unit
     grids: list[Grid] = []
     tokens = 0
     for rows in islice(cycle(range(3, 11)), shape.max_images):
         # About a third of what is left, in ever other proportions.
-        columns = (shape.budget - tokens) // 3 // rows
+        columns = min((shape.key.budget - tokens) // 3, longest) // rows
         if columns < 1:
             break
         grids.append((1, rows * merge, columns * merge))

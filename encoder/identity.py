@@ -30,12 +30,16 @@ class EncoderIdentity:
     """The dtype the tower computes in, such as "bfloat16"."""
     rules: ImageRules
     """How the checkpoint wants images resized and normalised."""
+    forward: str = "eager"
+    """Which form of the tower computes, "eager", "compiled" or "fused": they round in different places."""
 
     @cached_property
     def fingerprint(self) -> str:
         """64 hex characters over all fields."""
         return hashlib.sha256(
-            json.dumps([self.weights, asdict(self.vision), self.dtype, asdict(self.rules)], sort_keys=True).encode()
+            json.dumps(
+                [self.weights, asdict(self.vision), self.dtype, asdict(self.rules), self.forward], sort_keys=True
+            ).encode()
         ).hexdigest()
 
     def digest(self, image: bytes | Image.Image, bounds: PixelBounds | None, salt: str | None = None) -> str:

@@ -54,14 +54,17 @@ class CostTable:
     def batch_ms(self, images: Sequence[ImageCost], budget: int | None) -> float:
         """The time of one batch, padded to `budget`, or eagerly at its own size where that is None."""
         tokens = sum(image.num_tokens for image in images)
-        base = self._eager(tokens) if budget is None else dict(self.replay_ms)[budget]
+        base = self.eager(tokens) if budget is None else dict(self.replay_ms)[budget]
         return base + self.work_ms * sum(image.work for image in images)
 
     def total_ms(self, images: Sequence[ImageCost], batches: Sequence[Batch]) -> float:
         return sum(self.batch_ms([images[index] for index in batch.indices], batch.budget) for batch in batches)
 
-    def _eager(self, tokens: int) -> float:
-        """By interpolation; under the smallest measurement launches dominate, over the largest time is proportional."""
+    def eager(self, tokens: int) -> float:
+        """Of an eager run without attention work, by interpolation.
+
+        Under the smallest measurement launches dominate, over the largest time is proportional.
+        """
         sizes = [size for size, _ in self.eager_ms]
         at = bisect_left(sizes, tokens)
         if at == 0:

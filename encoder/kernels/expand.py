@@ -22,7 +22,8 @@ def _image_of(first_ptr: tl.tensor, index: tl.tensor, slots: int, UNIT: tl.const
     return image
 
 
-@triton.jit
+# Sizes vary freely between graphs: one kernel serves them all.
+@triton.jit(do_not_specialize=["slots", "tokens", "windows"])
 def _expand_kernel(
     arena_ptr: tl.tensor,
     described_ptr: tl.tensor,

@@ -60,6 +60,12 @@ def load(checkpoint: Path, config: EncoderConfig | None = None) -> Encoder:
     return Encoder.from_checkpoint(checkpoint, config, device="cpu")
 
 
+def tower_of(encoder: Encoder) -> torch.nn.Module:
+    tower = encoder.runner.forward.run
+    assert isinstance(tower, torch.nn.Module)
+    return tower
+
+
 def tokens_of(encoder: Encoder, images: Sequence[Image.Image | bytes]) -> list[torch.Tensor]:
     return [embedding.tokens for embedding in encoder.encode(images)]
 
@@ -126,7 +132,7 @@ def test_nothing_gives_nothing(checkpoint: Path) -> None:
 def test_warming_up_changes_no_embedding(checkpoint: Path) -> None:
     """It runs the tower; on a GPU that is what loads the kernels."""
     encoder, ran = load(checkpoint), list[object]()
-    hook = encoder._tower.register_forward_hook(lambda *_: ran.append(1))
+    hook = tower_of(encoder).register_forward_hook(lambda *_: ran.append(1))
     encoder.warm_up()
     assert ran == [1]
     hook.remove()
@@ -154,7 +160,7 @@ def test_a_bad_image_leaves_nothing_behind(checkpoint: Path, bad: bytes | Image.
     encoder = load(checkpoint)
     expected = tokens_of(encoder, [picture(64, 64)])
     ran: list[object] = []
-    hook = encoder._tower.register_forward_hook(lambda *_: ran.append(1))
+    hook = tower_of(encoder).register_forward_hook(lambda *_: ran.append(1))
     with pytest.raises(ImageError):
         encoder.encode([picture(64, 64), bad, picture(64, 64)])
     assert ran == []
@@ -169,7 +175,7 @@ def test_a_failure_of_the_tower_leaves_nothing_behind(checkpoint: Path) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    hook = encoder._tower.register_forward_hook(fail)
+    hook = tower_of(encoder).register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         encoder.encode([picture(96, 96, 1)])
     hook.remove()

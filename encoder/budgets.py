@@ -1,0 +1,55 @@
+"""Which graphs there are to capture: the budgets, and the bounds on an image's length that attention tells apart.
+
+Pure Python. It must not know how graphs are captured or timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from encoder.graph_inputs import GraphKey
+
+EAGER_BUDGETS = (2048, 4096, 8192, 13824)
+"""Bounds of batches where nothing is captured."""
+
+SMALLEST, LARGEST, RATIO, STEP = 64, 8672, 1.25, 16
+
+
+def default_budgets() -> tuple[int, ...]:
+    """23 from 64 to 8672 tokens, each 1.25 times the last, rounded to multiples of 16.
+
+    64 tokens are an image of 256² for Qwen3-VL, 8672 about eight of 1024².
+    """
+    found: list[int] = []
+    size = float(SMALLEST)
+    while not found or found[-1] < LARGEST:
+        found.append(round(size / STEP) * STEP)
+        size *= RATIO
+    return tuple(found)
+
+
+def resolved_budgets(chosen: Literal["auto"] | tuple[int, ...], *, graphs: bool) -> tuple[int, ...]:
+    """The budgets of the configuration, ascending, "auto" resolved."""
+    if chosen != "auto":
+        return chosen
+    return default_budgets() if graphs else EAGER_BUDGETS
+
+
+def whole_keys(budgets: Sequence[int], merge_unit: int) -> list[GraphKey]:
+    """Graphs that any one image may fill, the largest first: the others fit into its memory."""
+    return [GraphKey(budget, budget * merge_unit) for budget in sorted(budgets, reverse=True)]
+
+
+def tight_keys(
+    budgets: Sequence[int], length_classes: Sequence[int], merge_unit: int, max_images: int
+) -> list[GraphKey]:
+    """Graphs of many short images beside those: for each length at which attention changes its kernel, the budgets that
+    `max_images` images of it can fill, the largest first.
+    """
+    keys = []
+    for length in length_classes:
+        most = -(-max_images * length // merge_unit)
+        reach = next((budget for budget in sorted(budgets) if budget >= most), max(budgets))
+        keys += [GraphKey(budget, length) for budget in budgets if length < budget * merge_unit and budget <= reach]
+    return sorted(keys, reverse=True)

@@ -1,0 +1,79 @@
+"""Measured times of replays and eager runs, put together into the table that `encoder.planning` packs by.
+
+Pure Python. It must not know how times are measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from encoder.geometry import Grid
+from encoder.planning import PAIRS_PER_UNIT, CostTable, ImageCost
+
+# Attention takes a part of a measurement; what is left of it is not taken for less than this share.
+_LEAST_SHARE = 0.2
+
+
+def image_cost(grid: Grid, merge_unit: int) -> ImageCost:
+    """Of one image."""
+    t, h, w = grid
+    return ImageCost(t * h * w // merge_unit, t * (h * w) ** 2 / PAIRS_PER_UNIT)
+
+
+def work(grids: Iterable[Grid]) -> float:
+    """Attention work of a batch, in the units of `ImageCost`."""
+    return sum(t * (h * w) ** 2 for t, h, w in grids) / PAIRS_PER_UNIT
+
+
+class Costs:
+    """What was measured so far."""
+
+    def __init__(self) -> None:
+        self._work_ms = 0.0
+        self.knows_work = False
+        """Whether attention's share was measured."""
+        self._replays: dict[int, tuple[float, float]] = {}
+        self._eager: dict[int, tuple[float, float]] = {}
+        self._table: CostTable | None = None
+
+    def add_work(self, shorter: tuple[float, float], longer: tuple[float, float]) -> None:
+        """Two replays of one graph, `(milliseconds, work)` each, that differ in their attention work alone."""
+        difference = longer[1] - shorter[1]
+        if difference > 0:
+            self.knows_work = True
+            self._work_ms = max(0.0, (longer[0] - shorter[0]) / difference)
+            self._table = None
+
+    def add_replay(self, budget: int, milliseconds: float, work: float) -> None:
+        self._replays[budget] = (milliseconds, work)
+        self._table = None
+
+    def add_eager(self, num_tokens: int, milliseconds: float, work: float) -> None:
+        self._eager[num_tokens] = (milliseconds, work)
+        self._table = None
+
+    def table(self) -> CostTable | None:
+        """None before anything ran eagerly."""
+        if self._table is None and self._eager:
+            self._table = CostTable(self._rows(self._replays), self._rows(self._eager), self._work_ms)
+        return self._table
+
+    def replay_ms(self, budget: int) -> float | None:
+        """Without attention work: measured, or in proportion to those measured. None before any was."""
+        rows = self._rows(self._replays)
+        if not rows:
+            return None
+        at = bisect_left([size for size, _ in rows], budget)
+        if at == len(rows):
+            return rows[-1][1] * budget / rows[-1][0]
+        if rows[at][0] == budget or at == 0:
+            return rows[at][1]
+        (low, low_ms), (high, high_ms) = rows[at - 1], rows[at]
+        return low_ms + (high_ms - low_ms) * (budget - low) / (high - low)
+
+    def _rows(self, measured: dict[int, tuple[float, float]]) -> tuple[tuple[int, float], ...]:
+        rows: list[tuple[int, float]] = []
+        for size, (milliseconds, done) in measured.items():
+            insort(rows, (size, max(milliseconds - self._work_ms * done, _LEAST_SHARE * milliseconds)))
+        return tuple(rows)

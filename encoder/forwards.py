@@ -1,0 +1,210 @@
+"""Which forward runs a tower: eager, compiled by torch, or fused; and by which attention. "auto" is resolved here.
+
+The eager tower is the reference: a fused one that does not equal it is not used. It must not know graphs or batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from configs.encoder_config import EncoderConfig
+from encoder.attention import AttentionBackend, choose_backend
+from encoder.attention_backends import BackendUnavailableError, load, unfit
+from encoder.expansion import Expand, expand, metadata
+from encoder.geometry import Grid
+from encoder.grid_tables import GridTables, Layout
+from encoder.metadata import TowerMetadata
+from encoder.vision_config import VisionConfig
+from encoder.weights import VisionTower
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[Tensor, TowerMetadata], Tensor]
+
+# In bfloat16 two forwards round in other places: 1e-2 was measured between correct ones, 0.4 and more with wrong ones.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
+_TRIAL: list[Grid] = [(1, 16, 20), (1, 8, 8), (1, 4, 30), (2, 6, 8)]
+
+
+@dataclass(frozen=True)
+class TowerForward:
+    """A tower as it is run."""
+
+    name: str
+    """"eager", "compiled" or "fused": embeddings of two of them differ by rounding."""
+    run: Run
+    """`[num_patches, patch_dim]` and the metadata to `[num_tokens, width]`."""
+    config: VisionConfig
+    dtype: torch.dtype
+    device: torch.device
+    backend: AttentionBackend
+    """What metadata names; a fused tower goes by its own plan."""
+    attention: str
+    """In words, for a log."""
+    expand: Expand = expand
+    length_classes: tuple[int, ...] = ()
+    """Bounds on an image's patches at which attention changes its kernel."""
+
+    @property
+    def reads_borders(self) -> bool:
+        """Whether attention reads its borders on the device, as a graph needs it to."""
+        return self.backend is not AttentionBackend.SDPA
+
+    def metadata(
+        self,
+        arena: Tensor,
+        described: Tensor,
+        *,
+        tokens: int,
+        frames: int,
+        windows: int,
+        max_seqlen: int,
+        image_tokens: tuple[int, ...],
+    ) -> TowerMetadata:
+        """Laid out on the device from the batch's description; sizes are capacities. Waits for nothing."""
+        expanded = self.expand(arena, described, self.config, tokens, windows)
+        return metadata(
+            expanded,
+            described,
+            self.config,
+            tokens=tokens,
+            frames=frames,
+            max_seqlen=max_seqlen,
+            image_tokens=image_tokens,
+            backend=self.backend,
+        )
+
+    def exact_metadata(self, tables: GridTables, layout: Layout) -> TowerMetadata:
+        """Of a batch at its own size."""
+        return self.metadata(
+            tables.arena,
+            layout.described(layout.slots, tables.device),
+            tokens=layout.num_tokens,
+            frames=layout.num_frames,
+            windows=layout.num_windows,
+            max_seqlen=layout.max_seqlen,
+            image_tokens=layout.image_tokens,
+        )
+
+
+def choose_forward(tower: VisionTower, config: EncoderConfig) -> TowerForward:
+    """The forward that the settings ask for on the tower's device.
+
+    Raises:
+        ValueError: fused kernels are asked for and cannot be had. BackendUnavailableError: so is an attention backend.
+    """
+    if config.fusion == "on" or (config.fusion == "auto" and not config.compile_mm_encoder and _can_fuse(tower)):
+        if tower.device.type != "cuda":
+            raise ValueError(f"fusion is on, and the device is {tower.device}: fused kernels need a GPU")
+        try:
+            return _fused(tower, config)
+        except _DiffersError as error:
+            if config.fusion == "on":
+                raise ValueError(f"fusion is on, and {error}") from error
+            logger.warning("no fused kernels: %s", error)
+        except BackendUnavailableError as error:
+            if config.fusion == "on" or config.attention_backend != "auto":
+                raise
+            logger.warning("no fused kernels: %s", error)
+    backend = _eager_backend(tower, config)
+    run: Run = _compiled(tower) if config.compile_mm_encoder else tower
+    name = "compiled" if config.compile_mm_encoder else "eager"
+    return TowerForward(name, run, tower.config, tower.dtype, tower.device, backend, backend.value)
+
+
+class _DiffersError(RuntimeError):
+    """A forward that does not give what the eager one gives."""
+
+
+def _can_fuse(tower: VisionTower) -> bool:
+    """Heads that no matrix product fits are for the eager tower."""
+    return (
+        tower.device.type == "cuda"
+        and importlib.util.find_spec("triton") is not None
+        and unfit(
+            AttentionBackend.TRITON, torch.cuda.get_device_capability(tower.device), tower.dtype, tower.config.head_dim
+        )
+        is None
+    )
+
+
+def _fused(tower: VisionTower, config: EncoderConfig) -> TowerForward:
+    from encoder.fused import fuse
+    from encoder.fused_attention import AttentionPlan, Way
+    from encoder.kernels.expand import expand as expand_in_one_launch
+    from encoder.kernels.short_attention import LONGEST
+
+    plan = None
+    if config.attention_backend == "triton":
+        triton = AttentionBackend.TRITON
+        plan = AttentionPlan((LONGEST,), (Way(triton, turns=True), Way(triton)))
+    elif config.attention_backend != "auto":
+        plan = AttentionPlan.single(Way(AttentionBackend(config.attention_backend)))
+    fused = fuse(tower, plan)
+    eager = tower.prepare(_TRIAL)
+    patches = torch.randn(eager.num_patches, tower.config.patch_dim, device=tower.device)
+    with torch.inference_mode():
+        error = largest_error(fused(patches, fused.prepare(_TRIAL)), tower(patches, eager), eager.image_tokens)
+    if not error <= TOLERANCES[tower.dtype]:
+        raise _DiffersError(
+            f"they differ from the eager tower by {error:.2e}, the limit is {TOLERANCES[tower.dtype]:.2e}"
+        )
+    ways = fused.attention_plan.ways
+    bounds = fused.attention_plan.lengths[: len(ways) - 1]
+    changes = tuple(bound for bound, way, following in zip(bounds, ways, ways[1:], strict=False) if way != following)
+    return TowerForward(
+        "fused",
+        fused,
+        tower.config,
+        tower.dtype,
+        tower.device,
+        AttentionBackend.VARLEN,
+        str(fused.attention_plan),
+        expand_in_one_launch,
+        changes,
+    )
+
+
+def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBackend:
+    if config.attention_backend == "auto":
+        return choose_backend(tower.device, tower.dtype, tower.config.head_dim).backend
+    backend = AttentionBackend(config.attention_backend)
+    if backend is AttentionBackend.SDPA:
+        return backend
+    if tower.device.type != "cuda":
+        raise BackendUnavailableError(f"attention backend {backend.value!r} needs a GPU; the device is {tower.device}")
+    reason = unfit(backend, torch.cuda.get_device_capability(tower.device), tower.dtype, tower.config.head_dim)
+    if reason is not None:
+        raise BackendUnavailableError(f"attention backend {backend.value!r}: {reason}")
+    load(backend)
+    return backend
+
+
+def _compiled(tower: VisionTower) -> VisionTower:
+    """The tower with each block compiled, for any number of rows; it shares its weights with `tower`, which stays."""
+    shared = {id(tensor): tensor for tensor in chain(tower.parameters(), tower.buffers())}
+    compiled = copy.deepcopy(tower, shared)
+    for block in compiled.blocks:
+        assert isinstance(block, nn.Module)
+        block.compile(dynamic=True)
+    return compiled
+
+
+def largest_error(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> float:
+    """The largest ‖found - expected‖ / ‖expected‖ of an image. Waits for the device."""
+    errors = [
+        (ours - theirs).norm() / theirs.norm()
+        for ours, theirs in zip(
+            found.float().split(list(image_tokens)), expected.float().split(list(image_tokens)), strict=True
+        )
+    ]
+    # NaN must win over every number.
+    return float(torch.stack(errors).nan_to_num(float("inf"), posinf=float("inf")).max())

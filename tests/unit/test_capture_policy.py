@@ -1,0 +1,272 @@
+"""What is captured next, what is learnt from traffic, the memory bound, and what outlives a restart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.encoder_config import EncoderConfig
+from encoder.capture_policy import MemoryModel, Prices, best_tight, best_whole, learnt_budgets
+from encoder.capturing import Capturing
+from encoder.costs import Costs
+from encoder.graph_inputs import GraphKey
+from encoder.grid_tables import GridTables
+from encoder.run_counts import Tally
+from encoder.vision_config import VisionConfig
+from encoder.wanted import Wanted
+from encoder.weights import build_tower
+from tests.unit.fake_graphs import BYTES_PER_TOKEN, FakeGraphs, forward_of
+
+CPU = torch.device("cpu")
+VISION = dataclasses.replace(
+    VisionConfig.from_dict({"model_type": "qwen3_vl"}), hidden_size=16, num_heads=1, depth=1, intermediate_size=16,
+    out_hidden_size=8, deepstack_visual_indexes=(),
+)  # fmt: skip
+PRICES = Prices(eager=lambda tokens: 5 + tokens / 1000, replay=lambda budget: 1 + budget / 1000)
+CONFIG = EncoderConfig(
+    capture="lazy", encoder_cudagraph_token_budgets=(64, 128, 256, 512), encoder_cudagraph_max_images_per_batch=16
+)
+
+
+def keys(*budgets: int) -> list[GraphKey]:
+    return [GraphKey(budget, 4 * budget) for budget in budgets]
+
+
+def wanted_of(*batches: tuple[int, int, int]) -> Wanted:
+    wanted = Wanted()
+    for tokens, longest, number in batches:
+        wanted.add(tokens, longest, number)
+    return wanted
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(
+    config: EncoderConfig = CONFIG, clock: Clock | None = None, file: Path | None = None, lengths: tuple[int, ...] = ()
+) -> tuple[Capturing, FakeGraphs, Tally]:
+    forward, tally = forward_of(build_tower(VISION)), Tally()
+    assert config.encoder_cudagraph_token_budgets != "auto"
+    largest = max(config.encoder_cudagraph_token_budgets)
+    graphs = FakeGraphs(forward, GridTables(VISION, CPU, 2**18), largest, 16)
+    capturing = Capturing(
+        graphs, config, VISION, tally, itemsize=2, length_classes=lengths, state_file=file, fingerprint="f",
+        clock=clock or Clock(),
+    )  # fmt: skip
+    capturing.start(progress=False)
+    return capturing, graphs, tally
+
+
+def test_the_graph_that_saves_most_is_next() -> None:
+    wanted = wanted_of((60, 240, 10), (500, 2000, 3))
+    assert best_whole(wanted, [], keys(512, 256, 64), PRICES) == keys(512)[0], "it serves both"
+    assert best_whole(wanted, keys(512), keys(256, 64), PRICES) == keys(64)[0]
+    assert best_whole(wanted, keys(512, 64), keys(256, 128), PRICES) is None
+    assert best_whole(Wanted(), [], keys(512), PRICES) is None
+
+
+def test_a_graph_slower_than_eager_is_not_captured() -> None:
+    slow = Prices(eager=lambda tokens: 1.0, replay=lambda budget: 2.0)
+    assert best_whole(wanted_of((60, 240, 1000)), [], keys(64), slow) is None
+
+
+def test_a_graph_of_short_images_stands_beside_one_of_its_budget() -> None:
+    wanted = wanted_of((200, 144, 5), (200, 800, 50), (60, 144, 9))
+    tight = [GraphKey(256, 256), GraphKey(64, 144)]
+    assert best_tight(wanted, keys(256, 64), tight) == GraphKey(64, 144)
+    assert best_tight(wanted, keys(256), tight) == GraphKey(256, 256), "the smaller ones run there too"
+    assert best_tight(wanted, keys(512), tight) is None
+    assert best_tight(wanted_of((200, 800, 50)), keys(256), tight) is None
+
+
+def test_budgets_are_learnt_from_enough_traffic() -> None:
+    wanted = wanted_of((784, 196, 150), (49, 196, 49))
+    assert learnt_budgets(wanted, 4, 8672) == ()
+    wanted.add(9000, 36000)
+    assert learnt_budgets(wanted, 4, 8672) == (52, 784)
+    assert learnt_budgets(wanted, 1, 8672) == (784,)
+
+
+def test_memory_is_estimated_from_what_was_measured() -> None:
+    memory = MemoryModel(1000)
+    assert memory.estimate(100) == pytest.approx(110_000 + 16 * 2**20)
+    memory.add(100, 50_000)
+    assert memory.estimate(100) == 16 * 2**20
+    assert memory.estimate(200) == pytest.approx(500 * 200 * 1.1 + 16 * 2**20)
+    memory.add(50, 32 * 2**20)
+    assert memory.estimate(60) == 32 * 2**20
+    assert memory.pool_bytes == 50_000 + 32 * 2**20
+
+
+def test_lazy_captures_what_is_wanted_and_nothing_else() -> None:
+    capturing, graphs, tally = made()
+    assert graphs.captured == {}
+    assert not capturing.step()
+    capturing.wanted.add(60, 240, 10)
+    assert capturing.step()
+    assert list(graphs.captured) == keys(64)
+    assert not capturing.step()
+    capturing.wanted.add(500, 2000, 10)
+    assert capturing.step()
+    assert set(graphs.captured) == set(keys(64, 512))
+    assert not capturing.step()
+    assert tally.captures == 2
+    table = capturing.costs.table()
+    assert table is not None
+    assert table.budgets == (64, 512)
+
+
+def test_traffic_between_budgets_gets_a_graph_of_its_own() -> None:
+    """Batches of 300 tokens in a graph of 512 are padded by 70 %."""
+    capturing, graphs, _ = made(dataclasses.replace(CONFIG, capture="hybrid"))
+    capturing.wanted.add(300, 1200, 500)
+    while capturing.step():
+        pass
+    assert GraphKey(300, 1200) in graphs.captured
+    assert set(keys(64, 128, 256, 512)) <= graphs.captured.keys(), "the others follow in idle moments"
+
+
+def test_short_images_get_graphs_of_their_own_last() -> None:
+    capturing, graphs, _ = made(lengths=(256,))
+    capturing.wanted.add(250, 196, 50)
+    captured = []
+    while capturing.step():
+        captured.append(list(graphs.captured)[-1])
+    assert captured == [GraphKey(256, 1024), GraphKey(256, 256)]
+
+
+@pytest.mark.parametrize(("capture", "expected"), [("eager", (512, 256, 128, 64)), ("hybrid", (512, 64)), ("lazy", ())])
+def test_what_is_captured_at_the_start(capture: str, expected: tuple[int, ...]) -> None:
+    _, graphs, _ = made(dataclasses.replace(CONFIG, capture=capture))  # type: ignore[arg-type]
+    assert list(graphs.captured) == keys(*expected), "the largest first"
+
+
+def test_eager_captures_nothing_later() -> None:
+    capturing, _, tally = made(dataclasses.replace(CONFIG, capture="eager"))
+    capturing.wanted.add(300, 1200, 500)
+    assert not capturing.step()
+    assert tally.captures == 4
+
+
+def test_the_memory_bound_is_checked_before_a_capture() -> None:
+    capturing, graphs, _ = made()
+    shared = graphs.buffer_bytes
+    bound = shared + 40 * 2**20
+    capturing, graphs, tally = made(
+        dataclasses.replace(CONFIG, capture="eager", encoder_cudagraph_memory_bytes=shared + 1)
+    )
+    assert (graphs.captured, tally.captures) == ({}, 0)
+    assert capturing.used_bytes == shared
+    capturing, graphs, _ = made(dataclasses.replace(CONFIG, capture="eager", encoder_cudagraph_memory_bytes=bound))
+    assert set(graphs.captured) == set(keys(64, 128, 256, 512))
+    assert capturing.used_bytes == shared + 512 * BYTES_PER_TOKEN <= bound
+
+
+def test_a_full_device_is_not_filled_further() -> None:
+    capturing, graphs, _ = made()
+    graphs.free_bytes = 2**20
+    capturing.wanted.add(60, 240, 10)
+    while capturing.step():
+        pass
+    assert graphs.captured == {}
+
+
+def test_a_refused_graph_is_not_tried_again() -> None:
+    capturing, graphs, tally = made()
+    graphs.bad |= {64, 128}
+    capturing.wanted.add(60, 240, 10)
+    steps = 0
+    while capturing.step():
+        steps += 1
+    assert (steps, tally.refusals, list(graphs.captured)) == (3, 2, keys(256))
+
+
+def test_a_capture_that_takes_long_is_for_the_start_alone() -> None:
+    capturing, graphs, _ = made()
+    capturing.costs.add_replay(64, 30.0, 0.0)
+    capturing.costs.add_eager(64, 60.0, 0.0)
+    capturing.wanted.add(500, 2000, 10)
+    assert not capturing.step(), "240 ms a run: over a second for a capture"
+    assert graphs.captured == {}
+
+
+def test_what_is_wanted_is_kept_every_so_often(tmp_path: Path) -> None:
+    clock, file = Clock(), tmp_path / "state" / "wanted.json"
+    capturing, _, _ = made(dataclasses.replace(CONFIG, capture="eager"), clock, file)
+    capturing.wanted.add(60, 240)
+    assert not capturing.step()
+    clock.now = 31.0
+    assert capturing.step()
+    assert file.is_file()
+    assert not capturing.step(), "nothing new"
+    capturing.wanted.add(60, 240)
+    clock.now = 40.0
+    assert not capturing.step(), "too soon"
+    again, graphs, _ = made(CONFIG, clock, file)
+    assert again.wanted.total == 1
+    assert again.step()
+    assert list(graphs.captured) == keys(64), "a new replica begins with what the last one learnt"
+
+
+def test_a_place_that_cannot_be_written_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    capturing, _, _ = made(file=tmp_path / "file" / "wanted.json")
+    capturing.wanted.add(60, 240)
+    capturing.save()
+    assert "is not kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", '{"version": 1}', '{"version": 2, "fingerprint": "f", "batches": [[64, 256, 3]]}',
+        '{"version": 1, "fingerprint": "g", "batches": [[64, 256, 3]]}',
+        '{"version": 1, "fingerprint": "f", "batches": [[64, 256]]}',
+        '{"version": 1, "fingerprint": "f", "batches": [[-1, 256, 3]]}',
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_starts_anew(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "wanted.json"
+    file.write_text(content)
+    assert Wanted.load(file, "f").total == 0
+
+
+def test_a_histogram_comes_back_and_leaves_no_other_file(tmp_path: Path) -> None:
+    wanted = wanted_of((61, 240, 3), (500, 2000, 1))
+    file = tmp_path / "wanted.json"
+    for _ in range(2):
+        wanted.save(file, "f")
+    again = Wanted.load(file, "f")
+    assert (again.by_tokens(), again.total) == ({64: 3, 500: 1}, 4)
+    assert json.loads(file.read_text())["version"] == 1
+    assert list(tmp_path.iterdir()) == [file]
+    assert (again.number(0, 64, 240), again.number(64, 500, 2000), again.number(0, 64, 239)) == (3, 1, 0)
+
+
+def test_older_traffic_counts_less() -> None:
+    wanted = wanted_of((64, 256, 40_000), (32, 128, 1))
+    wanted.add(128, 512, 20_000)
+    assert wanted.by_tokens() == {64: 20_000, 128: 10_000}
+    assert wanted.total == 30_000
+
+
+def test_attention_is_told_apart_from_the_rest() -> None:
+    costs = Costs()
+    assert costs.table() is None
+    costs.add_replay(64, 2.0, 1.0)
+    costs.add_replay(128, 4.0, 2.0)
+    costs.add_eager(60, 6.0, 1.0)
+    costs.add_work((2.0, 1.0), (3.0, 3.0))
+    table = costs.table()
+    assert table is not None
+    assert (table.replay_ms, table.eager_ms, table.work_ms) == (((64, 1.5), (128, 3.0)), ((60, 5.5),), 0.5)
+    assert [costs.replay_ms(budget) for budget in (32, 64, 96, 256)] == [1.5, 1.5, 2.25, 6.0]
