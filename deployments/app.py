@@ -5,6 +5,8 @@ It must not know how anything works, only what there is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import ray
 from pydantic import JsonValue
 from ray import serve
@@ -17,6 +19,7 @@ from deployments import vllm_compat
 from deployments.encoder import EncoderReplica
 from deployments.ingress import Ingress
 from deployments.llm import LLM
+from encoder import compile_caches
 
 # Bounds where `deployments:` of serve_config.yaml says nothing. The encoder takes many requests at once: they wait in
 # its own queue, where they are packed, and not at the handles.
@@ -39,7 +42,7 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         vllm_compat.check_args(config.llm.engine_args, config.llm.server_args)
     encoder = serve.deployment(
         name="Encoder",
-        ray_actor_options=resources(config.encoder_replica),
+        ray_actor_options=resources(config.encoder_replica, compile_caches.environment(config.encoder.state_folder)),
         max_ongoing_requests=ENCODER_MAX_ONGOING,
     )(EncoderReplica)
     llm = serve.deployment(
@@ -57,11 +60,15 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
     return ingress.bind(config, encoder.bind(config), llm.bind(config))
 
 
-def resources(replica: EncoderReplicaConfig | LLMConfig) -> dict[str, object]:
-    """Ray's actor options of a replica whose "auto" is resolved."""
+def resources(
+    replica: EncoderReplicaConfig | LLMConfig, environment: Mapping[str, str] | None = None
+) -> dict[str, object]:
+    """Ray's actor options of a replica whose "auto" is resolved, and variables of its process."""
     options: dict[str, object] = {"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus}
     if replica.accelerator_type is not None:
         options["accelerator_type"] = replica.accelerator_type
+    if environment:
+        options["runtime_env"] = {"env_vars": dict(environment)}
     return options
 
 

@@ -17,7 +17,7 @@ from configs.schema import AppConfig
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
-from deployments.metrics import Count, Counts, Level, gauge
+from deployments.metrics import Count, Counts, Level, RunMetrics, gauge
 from deployments.single_flight import SingleFlight
 from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused
 from encoder.cache import EmbeddingCache
@@ -43,7 +43,7 @@ async def batching_task_alive(batched: object) -> bool:
 
 def warm_encoder(path: Path, config: EncoderConfig) -> Encoder:
     """An encoder that has run once, so that the first image does not wait for kernels to load."""
-    encoder = Encoder.from_checkpoint(path, config)
+    encoder = Encoder.from_checkpoint(path, config, progress=True)
     encoder.warm_up()
     return encoder
 
@@ -61,6 +61,7 @@ class EncoderReplica:
             events=WorkerEvents(
                 queued_tokens=gauge(Level.QUEUED_TOKENS),
                 retried=lambda batches: self._counts.add(Count.BATCHES_RETRIED, batches),
+                ran=RunMetrics(self._counts),
             ),
         )
         self._decoders = DecodePool(

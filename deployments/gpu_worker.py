@@ -18,6 +18,7 @@ import torch
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
 from encoder.preprocess import Pixels
+from encoder.run_counts import RunCounts
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,7 +49,7 @@ class _Job:
     future: Future[Encoded] = field(default_factory=Future)
 
 
-def _ignore(_: int) -> None: ...
+def _ignore(_: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class WorkerEvents:
     """The tokens that wait or run now."""
     retried: Callable[[int], None] = _ignore
     """So many batches failed and are tried again image by image."""
+    ran: Callable[[RunCounts], None] = _ignore
+    """What the encoder has counted since its start: replays, and eager runs by reason."""
 
 
 class GpuWorker:
@@ -74,6 +77,7 @@ class GpuWorker:
         self._lock = threading.Lock()
         self._queued_tokens = 0
         self._ended = False
+        self._idling = True
         made: Future[Encoder] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
         self._thread.start()
@@ -129,13 +133,25 @@ class GpuWorker:
         try:
             stopping = False
             while not stopping:
+                self._events.ran(encoder.counts)
+                self._idle(encoder)
                 jobs, stopping = self._drain()
                 # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
                 if wanted := [job for job in jobs if job.future.set_running_or_notify_cancel()]:
                     self._encode(encoder, wanted)
                 jobs, wanted = [], []  # not held while the thread waits: their futures hold embeddings
+            encoder.close()
         finally:
             self._end(jobs)
+
+    def _idle(self, encoder: Encoder) -> None:
+        """Steps of the encoder's own, one by one, for as long as nothing waits. One that fails is not tried again."""
+        try:
+            while self._idling and self._queue.empty() and encoder.idle_step():
+                self._events.ran(encoder.counts)
+        except Exception:
+            self._idling = False
+            logger.exception("what the encoder does in idle moments failed; it goes on without")
 
     def _end(self, jobs: list[_Job]) -> None:
         """Takes no more jobs, and tells everybody who still waits; nobody may hang for a thread that is gone."""

@@ -11,6 +11,8 @@ from enum import Enum
 
 from ray.serve import metrics
 
+from encoder.run_counts import RunCounts
+
 
 class Count(Enum):
     """What only grows. The value says what it means."""
@@ -21,6 +23,15 @@ class Count(Enum):
     CACHE_MISSES = (
         "Images whose embedding was not in the cache; those that joined an encoding under way are among them."
     )
+    GRAPH_REPLAYS = "Batches that replayed a CUDA graph."
+    EAGER_RUNS = "Batches that ran without a graph; the tag `reason` says why."
+    GRAPH_CAPTURES = "CUDA graphs that were captured."
+    GRAPH_REFUSALS = "CUDA graphs that could not be captured, or that did not equal the eager run, and are not used."
+    ENCODED_TOKENS = "Visual tokens that the vision tower has encoded, padding apart."
+    REPLAYED_TOKENS = "Those of them that a graph was replayed for."
+    PADDING_TOKENS = "Tokens of padding in replays."
+    GRID_HITS = "Images of a size whose positions were known on the GPU."
+    GRID_MISSES = "Images of a size whose positions had to be computed."
     BATCHES_RETRIED = "Batches that failed and were tried again image by image."
     QUEUE_FULL = "Images refused because too many visual tokens waited already."
     REPLICAS_LOST = "Requests answered with 503 because a replica was lost while it worked on them."
@@ -45,10 +56,45 @@ class Counts:
     """The counters of one replica. Make it in the replica, where its tags come from; any thread may add."""
 
     def __init__(self) -> None:
-        self._counters = {count: metrics.Counter(count.metric, description=count.value) for count in Count}
+        self._counters = {
+            count: metrics.Counter(
+                count.metric, description=count.value, tag_keys=("reason",) if count is Count.EAGER_RUNS else None
+            )
+            for count in Count
+        }
 
-    def add(self, count: Count, number: int = 1) -> None:
-        self._counters[count].inc(number)
+    def add(self, count: Count, number: int = 1, *, reason: str | None = None) -> None:
+        """`reason` is for EAGER_RUNS, which needs one."""
+        if reason is None:
+            self._counters[count].inc(number)
+        else:
+            self._counters[count].inc(number, {"reason": reason})
+
+
+class RunMetrics:
+    """Adds to the counters what an encoder has counted since the last call. For one thread."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._told = RunCounts()
+
+    def __call__(self, now: RunCounts) -> None:
+        before, self._told = self._told, now
+        for count, new, old in (
+            (Count.GRAPH_REPLAYS, now.replays, before.replays),
+            (Count.GRAPH_CAPTURES, now.captures, before.captures),
+            (Count.GRAPH_REFUSALS, now.refusals, before.refusals),
+            (Count.ENCODED_TOKENS, now.tokens, before.tokens),
+            (Count.REPLAYED_TOKENS, now.replayed_tokens, before.replayed_tokens),
+            (Count.PADDING_TOKENS, now.padding_tokens, before.padding_tokens),
+            (Count.GRID_HITS, now.grid_hits, before.grid_hits),
+            (Count.GRID_MISSES, now.grid_misses, before.grid_misses),
+        ):
+            if new > old:
+                self._counts.add(count, new - old)
+        for reason, new in now.eager_runs.items():
+            if new > before.eager_runs.get(reason, 0):
+                self._counts.add(Count.EAGER_RUNS, new - before.eager_runs.get(reason, 0), reason=reason)
 
 
 def gauge(level: Level) -> Callable[[int], None]:

@@ -45,10 +45,13 @@ def tight_keys(
     budgets: Sequence[int], length_classes: Sequence[int], merge_unit: int, max_images: int
 ) -> list[GraphKey]:
     """Graphs of many short images beside those: for each length at which attention changes its kernel, the budgets that
-    `max_images` images of it can fill, the largest first.
+    `max_images` images of it can fill, the largest first. Lengths below the smallest budget's are left out: such images
+    are rarer than their graphs would cost.
     """
     keys = []
     for length in length_classes:
+        if length < SMALLEST * merge_unit:
+            continue
         most = -(-max_images * length // merge_unit)
         reach = next((budget for budget in sorted(budgets) if budget >= most), max(budgets))
         keys += [GraphKey(budget, length) for budget in budgets if length < budget * merge_unit and budget <= reach]

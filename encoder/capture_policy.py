@@ -103,8 +103,13 @@ class MemoryModel:
         return int(_MARGIN * per_token * budget) + self._beside
 
 
-def activation_bytes_per_token(config: VisionConfig, itemsize: int) -> int:
-    """An upper bound on what a forward holds at once: stream, norm, q, k, v, attention, MLP; mergers; the output."""
-    per_patch = 6 * config.hidden_size + 2 * config.intermediate_size
+def activation_bytes_per_token(config: VisionConfig, itemsize: int, *, fused: bool) -> int:
+    """An upper bound on what a forward holds at once: in a block, or in the mergers, beside levels and the output."""
+    # Stream, norm, q, k, v and what is attended; plain towers turn q and k in float32, which takes copies of them.
+    attention = (6 if fused else 15) * config.hidden_size
+    # Stream and norm; gate, what it gates and both together, or one layer before and after its activation.
+    mlp = 2 * config.hidden_size + (3 if config.architecture == "qwen2_5_vl" else 2) * config.intermediate_size
     merged = config.hidden_size * config.merge_unit
-    return itemsize * (config.merge_unit * per_patch + 3 * merged + config.width)
+    merger = config.merge_unit * config.hidden_size + 3 * merged
+    levels = len(config.deepstack_visual_indexes) * merged
+    return itemsize * (max(config.merge_unit * max(attention, mlp), merger) + levels + config.width)

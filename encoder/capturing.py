@@ -19,7 +19,6 @@ from encoder.capture_policy import (
     LEARN_FROM_BATCHES,
     MemoryModel,
     Prices,
-    activation_bytes_per_token,
     best_tight,
     best_whole,
     learnt_budgets,
@@ -60,13 +59,13 @@ class Capturing:
         vision: VisionConfig,
         tally: Tally,
         *,
-        itemsize: int,
+        activation_bytes: int,
         length_classes: Sequence[int] = (),
         state_file: Path | None = None,
         fingerprint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`itemsize`: bytes of an activation. `state_file`: where what is wanted outlives a restart."""
+        """`activation_bytes`: of a token, at most. `state_file`: where what is wanted outlives a restart."""
         self.graphs = graphs
         self.costs = Costs()
         self.budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
@@ -74,7 +73,7 @@ class Capturing:
         self._config, self._vision, self._tally, self._clock = config, vision, tally, clock
         self._state_file, self._fingerprint = state_file, fingerprint
         self._length_classes = length_classes
-        self._memory = MemoryModel(activation_bytes_per_token(vision, itemsize))
+        self._memory = MemoryModel(activation_bytes)
         self._refused: set[GraphKey] = set()
         self._no_room: set[GraphKey] = set()
         self._eager_sizes: list[int] = []

@@ -22,6 +22,7 @@ from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageRules, PixelBounds, num_tokens, resized
 from encoder.packing import Batch
 from encoder.preprocess import Pixels, Preprocessor, patchify
+from encoder.run_counts import RunCounts
 from encoder.runner import TowerRunner
 from encoder.vision_config import VisionConfig
 from encoder.weights import load_tower, weights_identity
@@ -124,6 +125,11 @@ class Encoder:
         """At most one capture of a graph, or one adaptation: for moments without work. Whether there was one to do."""
         self._check_owner()
         return self.runner.idle_step()
+
+    @property
+    def counts(self) -> RunCounts:
+        """Since the start: replays, eager runs by reason, captures, tokens, padding, known grids."""
+        return self.runner.counts
 
     def close(self) -> None:
         """Keeps what the traffic asked for, where the settings name a folder for it."""

@@ -138,7 +138,9 @@ class GraphBuffers:
 
     def describe(self, layout: Layout) -> None:
         """Copies all but the patches in."""
-        self.described.copy_(layout.described(self._max_images, self.described.device), non_blocking=True)
+        table = layout.on_host(self._max_images)
+        # From pageable memory the host would wait for the copy.
+        self.described.copy_(table.pin_memory() if self.described.is_cuda else table, non_blocking=True)
 
     def spoil_padding(self, layout: Layout, graph: GraphClass) -> None:
         """Fills the patches past the batch with NaN; a graph's real rows must not change."""

@@ -15,13 +15,14 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from encoder.forwards import TOLERANCES, TowerForward, largest_error
+from encoder.forwards import TowerForward, largest_error
 from encoder.geometry import Grid
-from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting
+from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting, whole
 from encoder.grid_tables import GridTables, Layout
 from encoder.vision_config import VisionConfig
 
-# A long run is measured well enough by one replay; a short one by the median of several.
+# A long run is measured well enough by one replay; a short one by the median of several. Graphs of short images need
+# none: batches are packed by those that any image may fill.
 _SHORT_MS, _TIMED_REPLAYS = 5.0, 5
 
 
@@ -61,12 +62,12 @@ class EncoderGraphs:
     ) -> None:
         """`tolerance`: the error ‖graph - forward‖ / ‖forward‖ of an image over which a graph is refused.
 
-        None takes the dtype's.
+        None takes the forward's.
         """
         self._forward = forward
         self._tables = tables
         self._max_images = max_images
-        self._tolerance = TOLERANCES[forward.dtype] if tolerance is None else tolerance
+        self._tolerance = forward.tolerance if tolerance is None else tolerance
         self._buffers = GraphBuffers(
             largest_budget, max_images, forward.config, dtype=forward.dtype, device=forward.device
         )
@@ -128,7 +129,7 @@ class EncoderGraphs:
                     f"the graph of budget {key.budget} for images of up to {key.max_seqlen} patches differs from its "
                     f"forward by {error:.2e}, the limit is {self._tolerance:.2e}"
                 )
-            if captured_ms < _SHORT_MS:
+            if captured_ms < _SHORT_MS and key == whole(key.budget, config):
                 captured_ms = self._median_ms(graph.replay)
         captured = CapturedGraph(shape, graph, tuple(grids), captured_ms, grown, time.perf_counter() - started)
         self._graphs[key] = captured

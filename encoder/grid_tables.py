@@ -38,14 +38,18 @@ class Layout:
     """Per image its place in the arena, then per image with the end its first patch, and its first window; then the
     frames' borders in patches."""
 
-    def described(self, slots: int, device: torch.device) -> Tensor:
-        """int32 `[4, slots + 1]` on the device, each row padded so that images past the batch have no rows.
+    def on_host(self, slots: int) -> Tensor:
+        """int32 `[4, slots + 1]`: the table, each row padded so that images past the batch have no rows.
 
-        `slots` is at least the number of images and of frames. No synchronisation.
+        `slots` is at least the number of images and of frames.
         """
         width = slots + 1
         rows = [(*row, *[row[-1] if index else 0] * (width - len(row))) for index, row in enumerate(self.table)]
-        return to_device(torch.tensor(rows, dtype=torch.int32), device)
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def described(self, slots: int, device: torch.device) -> Tensor:
+        """The same on the device. No synchronisation."""
+        return to_device(self.on_host(slots), device)
 
     @property
     def slots(self) -> int:

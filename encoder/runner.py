@@ -17,6 +17,7 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from encoder.attention import AttentionBackend
 from encoder.budgets import resolved_budgets
+from encoder.capture_policy import activation_bytes_per_token
 from encoder.capturing import Capturing
 from encoder.costs import image_cost
 from encoder.forwards import TowerForward, choose_forward
@@ -99,7 +100,9 @@ class TowerRunner:
             config,
             forward.config,
             tally,
-            itemsize=forward.dtype.itemsize,
+            activation_bytes=activation_bytes_per_token(
+                forward.config, forward.dtype.itemsize, fused=forward.name == "fused"
+            ),
             length_classes=forward.length_classes,
             state_file=None if folder is None else Path(folder) / f"wanted-{fingerprint[:16] or 'any'}.json",
             fingerprint=fingerprint,

@@ -59,7 +59,7 @@ def made(
     largest = max(config.encoder_cudagraph_token_budgets)
     graphs = FakeGraphs(forward, GridTables(VISION, CPU, 2**18), largest, 16)
     capturing = Capturing(
-        graphs, config, VISION, tally, itemsize=2, length_classes=lengths, state_file=file, fingerprint="f",
+        graphs, config, VISION, tally, activation_bytes=1000, length_classes=lengths, state_file=file, fingerprint="f",
         clock=clock or Clock(),
     )  # fmt: skip
     capturing.start(progress=False)

@@ -255,7 +255,7 @@ def test_verbose_logs_every_batch(checkpoint: Path, caplog: pytest.LogCaptureFix
     images = [picture(64, 64, seed) for seed in range(4)]
     with caplog.at_level(logging.INFO, logger="encoder"):
         counts = [len(tokens) for tokens in tokens_of(load(checkpoint, config), images)]
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [line for line in caplog.messages if line.startswith("encoded")]
     total = 3 * counts[0]
     budget = min(budget for budget in (16, 32) if budget >= total)
     assert lines[0] == f"encoded images=3 tokens={total} budget={budget} padding={budget - total}"

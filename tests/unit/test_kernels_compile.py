@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from encoder.kernels import attention, norm, positions, rope, segments, short_attention, swiglu
+from encoder.kernels import attention, expand, norm, positions, rope, segments, short_attention, swiglu
 from encoder.kernels.launch import parts
 from encoder.kernels.tiles import attention_tile, short_rows
 
@@ -117,3 +117,11 @@ def test_the_others() -> None:
             warps=4,
         )
     )
+
+
+@pytest.mark.parametrize(("columns", "windowed"), [(10, False), (2, True)])
+def test_expand(columns: int, windowed: bool) -> None:
+    pointers = [name for name in expand._expand_kernel.arg_names if name.endswith("_ptr")]
+    integers = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("slots", "tokens", "windows"), "i32")
+    constants = {"UNIT": 4, "COLUMNS": columns, "WINDOWED": windowed, "BLOCK": 256}
+    fits(compile_for_a100(expand._expand_kernel, integers, constants, 4))

@@ -63,7 +63,7 @@ def make(
     assert budgets != "auto"
     graphs = FakeGraphs(forward, tables, max(budgets), config.encoder_cudagraph_max_images_per_batch)
     graphs.bad |= set(bad)
-    capturing = Capturing(graphs, config, tower.config, tally, itemsize=4)
+    capturing = Capturing(graphs, config, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
     return TowerRunner(forward, config, tables=tables, capturing=capturing, tally=tally), graphs
 
@@ -166,7 +166,7 @@ def test_a_graph_slower_than_eager_is_not_used(tower: VisionTower) -> None:
     forward, tally = forward_of(tower), Tally()
     tables = GridTables(tower.config, CPU, 2**20)
     graphs = FakeGraphs(forward, tables, 64, 4, ms=lambda budget: 9.0, eager=lambda tokens: 1.0 + tokens / 1000)
-    capturing = Capturing(graphs, CONFIG, tower.config, tally, itemsize=4)
+    capturing = Capturing(graphs, CONFIG, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
     runner = TowerRunner(forward, CONFIG, tables=tables, capturing=capturing, tally=tally)
     assert [batch.budget for batch in runner.plan([(1, 8, 8)])] == [None]

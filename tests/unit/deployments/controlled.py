@@ -63,8 +63,8 @@ class RecordedCounts(Counts):
         super().__init__()
         self.recorded = {count.name: 0 for count in Count}
 
-    def add(self, count: Count, number: int = 1) -> None:
-        super().add(count, number)
+    def add(self, count: Count, number: int = 1, *, reason: str | None = None) -> None:
+        super().add(count, number, reason=reason)
         self.recorded[count.name] += number
 
 

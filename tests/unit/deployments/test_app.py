@@ -16,6 +16,7 @@ from deployments import app as app_module
 from deployments.app import build_app, resources
 from deployments.checkpoint import MADE_ON_DEMAND, local_model
 from deployments.errors import ApiError, error_head_and_body
+from encoder import compile_caches
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], *, has_gpu: bool = False) -> dict[str, Any]:
@@ -56,6 +57,16 @@ def test_resources_name_an_accelerator_only_where_one_is_asked_for() -> None:
     assert resources(LLMConfig(num_gpus=2, num_cpus=3)) == {"num_cpus": 3, "num_gpus": 2}
     named = resources(EncoderReplicaConfig(num_gpus=1, num_cpus=0, accelerator_type="H100"))
     assert named == {"num_cpus": 0, "num_gpus": 1, "accelerator_type": "H100"}
+
+
+def test_an_encoders_compilers_keep_their_kernels_in_its_folder() -> None:
+    found = resources(EncoderReplicaConfig(num_gpus=1), compile_caches.environment("/state"))["runtime_env"]
+    assert isinstance(found, dict)
+    variables = found["env_vars"]
+    assert variables["TRITON_CACHE_DIR"] == "/state/triton"
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == "/state/inductor"
+    assert variables["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert "runtime_env" not in resources(EncoderReplicaConfig(num_gpus=1), compile_caches.environment(None))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEnd
 from encoder.encoder import Encoder
 from encoder.packing import Batch
 from encoder.preprocess import Pixels
+from encoder.run_counts import RunCounts
 from tests.unit.deployments.samples import IDENTITY, png
 
 WAIT_S = 10
@@ -41,6 +42,25 @@ class FakeEncoder:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         self.bad: dict[int, BaseException] = {}
+        self.idle_steps = 0
+        self.idle_error: Exception | None = None
+        self.idle_threads: set[int] = set()
+        self.closed = False
+
+    @property
+    def counts(self) -> RunCounts:
+        return RunCounts(replays=len(self.calls))
+
+    def idle_step(self) -> bool:
+        """There are as many to do as `idle_steps` says."""
+        self.idle_threads.add(threading.get_ident())
+        if self.idle_error is not None:
+            raise self.idle_error
+        self.idle_steps -= 1
+        return self.idle_steps >= 0
+
+    def close(self) -> None:
+        self.closed = True
 
     def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
         assert pixels, "nothing to encode is not encoded"
@@ -226,6 +246,32 @@ def test_an_idle_worker_holds_no_embeddings(owned: Owned) -> None:
     while tokens() is not None and time.monotonic() < deadline:  # until the thread waits again
         time.sleep(0.01)
     assert tokens() is None
+
+
+def test_idle_moments_are_the_encoders_on_its_own_thread() -> None:
+    """One step at a time for as long as nothing waits, and none while something does."""
+    told: list[RunCounts] = []
+    owned = Owned(events=WorkerEvents(ran=told.append))
+    first = owned.occupy()
+    owned.encoder.idle_steps = 3
+    second = owned.worker.submit(image(1))
+    assert owned.encoder.idle_steps == 3
+    owned.encoder.gate.set()
+    wait([first, second], WAIT_S)
+    owned.worker.stop()
+    owned.join()
+    assert owned.encoder.idle_steps == -1, "three steps, and one that found nothing to do"
+    assert owned.encoder.idle_threads == {owned.worker._thread.ident}
+    assert owned.encoder.closed
+    assert [counts.replays for counts in told][-1] == 2
+
+
+def test_a_failure_in_an_idle_moment_ends_no_thread(owned: Owned) -> None:
+    owned.encoder.idle_error = RuntimeError("no graph")
+    assert value_of(owned.worker.submit(image(1))) == 1
+    assert value_of(owned.worker.submit(image(2))) == 2
+    assert owned.worker.alive
+    assert not owned.worker._idling
 
 
 @pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])

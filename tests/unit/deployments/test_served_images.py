@@ -280,8 +280,8 @@ def test_what_was_counted_is_on_rays_metrics_port(app: ServedApp) -> None:
 
     def exported() -> bool:
         found = app.exported("Encoder")
-        found.pop("vitray_queued_tokens", None)
-        return found == counted
+        # The encoder's own counts come from elsewhere: here, every batch ran without a graph.
+        return counted.items() <= found.items() and found.get("vitray_eager_runs_total", 0) > 0
 
     until(exported, f"{counted} in the metrics")
 
