@@ -5,6 +5,7 @@ Pure Python over counts and prices. It must not know graphs, devices or clocks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -38,10 +39,12 @@ def best_whole(
     """The candidate that any image may fill which saves most; None where none is worth a capture."""
     sizes = wanted.by_tokens()
     budgets = sorted(key.budget for key in captured)
-    now = {}
-    for tokens in sizes:
-        ways = [prices.replay(budget) for budget in budgets if budget >= tokens]
-        now[tokens] = min([prices.eager(tokens), *ways])
+    # Of each captured budget or any larger one; nothing larger is left at the end.
+    cheapest = [float("inf")]
+    for budget in reversed(budgets):
+        cheapest.append(min(cheapest[-1], prices.replay(budget)))
+    cheapest.reverse()
+    now = {tokens: min(prices.eager(tokens), cheapest[bisect_left(budgets, tokens)]) for tokens in sizes}
     total = sum(number * now[tokens] for tokens, number in sizes.items())
     best, most = None, WORTH_WHILE * total
     for key in candidates:

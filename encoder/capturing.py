@@ -79,6 +79,7 @@ class Capturing:
         self._eager_sizes: list[int] = []
         self._learnt: tuple[int, ...] = ()
         self._learnt_from = 0
+        self._looked_at = self._look_again_at = 0
         self._saved_at, self._saved_total = clock(), self.wanted.total
 
     @property
@@ -108,10 +109,14 @@ class Capturing:
 
     def step(self) -> bool:
         """One capture, or one save of what is wanted, where there is a need for it; False where there is none."""
-        key = None if self._config.capture == "eager" else self._next()
-        if key is not None:
-            self._capture(key)
-            return True
+        total = self.wanted.total
+        if self._config.capture != "eager" and not self._looked_at <= total < self._look_again_at:
+            key = self._next()
+            if key is not None:
+                self._capture(key)
+                return True
+            # Looking takes a while itself: not again before the traffic has grown by a tenth (or was halved).
+            self._looked_at, self._look_again_at = total, int(1.1 * total) + 1
         if self.wanted.total != self._saved_total and self._clock() - self._saved_at >= _SAVE_EVERY_S:
             self.save()
             return self._state_file is not None
@@ -170,11 +175,10 @@ class Capturing:
 
     def _learn(self) -> None:
         """Fits budgets again when the traffic has grown by a quarter."""
-        if self.wanted.total >= max(LEARN_FROM_BATCHES, 1.25 * self._learnt_from):
+        total = self.wanted.total
+        if total >= max(LEARN_FROM_BATCHES, 1.25 * self._learnt_from) or total < self._learnt_from:
             self._learnt = learnt_budgets(self.wanted, len(self.budgets), max(self.budgets))
-            self._learnt_from = self.wanted.total
-        elif self.wanted.total < self._learnt_from / 2:  # the histogram was halved
-            self._learnt_from = self.wanted.total
+            self._learnt_from = total
 
     def _prices(self) -> Prices:
         table = self.costs.table()

@@ -61,7 +61,8 @@ class Costs:
 
     def replay_ms(self, budget: int) -> float | None:
         """Without attention work: measured, or in proportion to those measured. None before any was."""
-        rows = self._rows(self._replays)
+        table = self.table()
+        rows = self._rows(self._replays) if table is None else table.replay_ms
         if not rows:
             return None
         at = bisect_left([size for size, _ in rows], budget)

@@ -125,6 +125,23 @@ def test_lazy_captures_what_is_wanted_and_nothing_else() -> None:
     assert table.budgets == (64, 512)
 
 
+def test_it_looks_again_when_the_traffic_has_grown_or_was_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking through a long histogram takes milliseconds, which no request may wait for again and again."""
+    capturing, _, _ = made()
+    capturing.wanted.add(60, 240, 100)
+    while capturing.step():
+        pass
+    looks: list[int] = []
+    monkeypatch.setattr(capturing, "_next", lambda: looks.append(capturing.wanted.total))
+    for number in (9, 1, 1, 9, 1, 1):
+        capturing.wanted.add(60, 240, number)
+        capturing.step()
+    assert looks == [111]
+    capturing.wanted.total = 60
+    capturing.step()
+    assert looks == [111, 60]
+
+
 def test_traffic_between_budgets_gets_a_graph_of_its_own() -> None:
     """Batches of 300 tokens in a graph of 512 are padded by 70 %."""
     capturing, graphs, _ = made(dataclasses.replace(CONFIG, capture="hybrid"))

@@ -41,6 +41,7 @@ def variants(identity: EncoderIdentity) -> dict[str, EncoderIdentity]:
     found = {
         "weights": dataclasses.replace(identity, weights="1" * 64),
         "dtype": dataclasses.replace(identity, dtype="float32"),
+        "forward": dataclasses.replace(identity, forward="fused"),
     }
     for part in ("vision", "rules"):
         facts = getattr(identity, part)
