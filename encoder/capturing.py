@@ -98,6 +98,7 @@ class Capturing:
                 logger.warning("%d encoder graphs were refused and none captured: running without", len(self._refused))
                 break
             self._capture(key)
+        self.graphs.trim()
         logger.info(
             "captured %d encoder graphs in %.1f s, %.2f GiB; refused %d, no room for %d",
             len(self.graphs.captured),

@@ -202,7 +202,10 @@ def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBacken
 
 
 def _compiled(tower: VisionTower) -> VisionTower:
-    """The tower with each block compiled, for any number of rows; it shares its weights with `tower`, which stays."""
+    """The tower with each block compiled, for any number of rows; it shares its weights with `tower`, which stays.
+
+    Block by block, since all blocks are one piece of code to compile.
+    """
     shared = {id(tensor): tensor for tensor in chain(tower.parameters(), tower.buffers())}
     compiled = copy.deepcopy(tower, shared)
     for block in compiled.blocks:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from encoder.geometry import Grid
-from encoder.grid_tables import Layout
+from encoder.grid_tables import Layout, described_width
 from encoder.vision_config import VisionConfig
 
 
@@ -91,6 +91,7 @@ class Graphs(Protocol):
     def replay(self, key: GraphKey, patches: Tensor, layout: Layout) -> Tensor: ...
     def replay_ms(self, key: GraphKey, grids: Sequence[Grid]) -> float: ...
     def eager_ms(self, grids: Sequence[Grid]) -> float: ...
+    def trim(self) -> None: ...
 
 
 def smallest_fitting(captured: Mapping[GraphKey, Captured], layout: Layout, budget: int) -> GraphKey | None:
@@ -111,7 +112,7 @@ class GraphBuffers:
         rows = largest_budget * config.merge_unit
         self._patches = torch.zeros(rows, config.patch_dim, dtype=dtype, device=device)
         self._output = torch.zeros(largest_budget, config.width, dtype=dtype, device=device)
-        self.described = torch.zeros(4, max_images + 1, dtype=torch.int32, device=device)
+        self.described = torch.zeros(4, described_width(max_images), dtype=torch.int32, device=device)
         """As `Layout.described`."""
 
     @property

@@ -39,11 +39,11 @@ class Layout:
     frames' borders in patches."""
 
     def on_host(self, slots: int) -> Tensor:
-        """int32 `[4, slots + 1]`: the table, each row padded so that images past the batch have no rows.
+        """int32 `[4, described_width(slots)]`: the table, each row padded so that images past the batch have no rows.
 
         `slots` is at least the number of images and of frames.
         """
-        width = slots + 1
+        width = described_width(slots)
         rows = [(*row, *[row[-1] if index else 0] * (width - len(row))) for index, row in enumerate(self.table)]
         return torch.tensor(rows, dtype=torch.int32)
 
@@ -55,6 +55,11 @@ class Layout:
     def slots(self) -> int:
         """The fewest that `described` takes."""
         return max(len(self.image_tokens), self.num_frames)
+
+
+def described_width(slots: int) -> int:
+    """Numbers of a row of a description: one more than the slots, rounded up so that rows begin on 16 bytes."""
+    return -(-(slots + 1) // 4) * 4
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def forward(request: pytest.FixtureRequest, tower: VisionTower) -> TowerForward:
 
 
 class Captured:
-    """Graphs of every budget, and of short images beside the largest."""
+    """Graphs of every budget, and one of short images."""
 
     def __init__(self, forward: TowerForward, tolerance: float = TOLERANCE) -> None:
         self.forward = forward
@@ -47,7 +47,7 @@ class Captured:
     def capture_all(self) -> Captured:
         for budget in BUDGETS:
             self.graphs.capture(whole(budget, self.forward.config))
-        self.graphs.capture(GraphKey(1024, 256))
+        self.graphs.capture(GraphKey(512, 256))
         return self
 
     def batch(self, grids: list[Grid], seed: int = 0) -> tuple[torch.Tensor, Layout]:
@@ -146,8 +146,10 @@ def test_what_does_not_fit_is_refused(captured: Captured) -> None:
     assert graphs.fitting(too_large, 1) is None
     with pytest.raises(ValueError, match="does not fit"):
         graphs.replay(whole(1024, captured.forward.config), patches, too_large)
-    _, long = captured.batch([(1, 32, 32)])
-    assert graphs.fitting(long, 600) == whole(1024, captured.forward.config), "not the graph of short images"
+    _, long = captured.batch([(1, 32, 40)])
+    assert graphs.fitting(long, 300) == whole(512, captured.forward.config), "not the graph of short images"
+    _, short = captured.batch([(1, 16, 16)] * 5)
+    assert graphs.fitting(short, 300) == GraphKey(512, 256)
 
 
 def test_a_graph_that_differs_is_not_used(forward: TowerForward) -> None:

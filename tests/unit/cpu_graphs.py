@@ -50,6 +50,7 @@ def without_a_device(put: Callable[[object, str, object], object]) -> None:
         "current_stream": lambda *_: types.SimpleNamespace(wait_stream=lambda other: None),
         "stream": lambda _: contextlib.nullcontext(),
         "device": lambda _: contextlib.nullcontext(),
+        "empty_cache": lambda: None,
         "synchronize": lambda *_: None,
         "mem_get_info": lambda *_: (2**40, 2**40),
         "Event": _Event,

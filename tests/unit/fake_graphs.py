@@ -112,6 +112,8 @@ class FakeGraphs:
         self.replayed.append(key)
         return buffers.output(layout.num_tokens)
 
+    def trim(self) -> None: ...
+
     def replay_ms(self, key: GraphKey, grids: Sequence[Grid]) -> float:
         return self._ms(key.budget)
 

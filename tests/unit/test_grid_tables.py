@@ -74,7 +74,9 @@ def check(config: VisionConfig, way: Expand, spare_tokens: int, spare_slots: int
         layout = laid_out(tables, grids)
         slots, tokens = layout.slots + spare_slots, layout.num_tokens + spare_tokens
         described = layout.described(slots, CPU)
-        assert described.shape == (4, slots + 1)
+        assert described.shape[0] == 4
+        assert slots < described.shape[1] <= slots + 4
+        assert described.stride(0) % 4 == 0, "rows begin on 16 bytes"
         expanded = way(tables.arena, described, config, tokens, layout.num_windows + spare_slots)
         found = metadata(
             expanded,

@@ -241,6 +241,22 @@ def test_compiling_leaves_the_plain_tower_as_it_was(tower: VisionTower) -> None:
     assert all(ours[name].data_ptr() == parameter.data_ptr() for name, parameter in theirs.items())
 
 
+@pytest.mark.slow
+def test_a_compiled_tower_gives_what_the_plain_one_gives(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as on a GPU, in graphs or not; without the compiler behind it, which needs one for C++ here."""
+    compiling = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kinds: compiling(self, backend="eager", **kinds))
+    compiled = choose_forward(tower, EncoderConfig(compile_mm_encoder=True)).run
+    forward, tables = dataclasses.replace(forward_of(tower), run=compiled), GridTables(tower.config, CPU, 2**20)
+    with torch.inference_mode():
+        for grids in LAYOUTS:
+            layout = tables.layout(grids)
+            assert layout is not None
+            patches = patches_of(tower, grids)
+            found = forward.run(patches, forward.exact_metadata(tables, layout))
+            assert_close(found, expected_of(tower, patches, grids))
+
+
 def test_default_budgets_are_those_documented() -> None:
     budgets = default_budgets()
     assert (len(budgets), budgets[0], budgets[-1]) == (23, 64, 8672)
