@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks import report
 from configs import reference
 from deployments import routes
 
@@ -17,7 +18,11 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def tables() -> dict[str, str]:
     """Name -> Markdown."""
-    return {"settings": reference.markdown(), "routes": routes.table()}
+    return {
+        "settings": reference.markdown(),
+        "routes": routes.table(),
+        "figures": report.markdown(report.results()),
+    }
 
 
 def with_tables(text: str, made: Mapping[str, str]) -> str:

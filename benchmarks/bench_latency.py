@@ -1,0 +1,131 @@
+"""A running application from outside: `python benchmarks/bench_latency.py --url http://127.0.0.1:8000 --label eager`.
+
+Two measurements. The ladder's: requests one by one, each with the same text, which is in the language model's prefix
+cache by then, and with pictures that are new, so that the encoder works. The serving figures: an open loop of streamed
+requests. Start the application with one set of switches, run this with a label for it, start it with the next; `--out`
+gathers the labels in one file. The last line on stdout is JSON. Needs httpx, numpy and pillow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.latency_client import Answer, body, one_by_one, open_loop, served_model
+from benchmarks.latency_figures import ladder_text, serving_figures, serving_text, summary
+from benchmarks.record import provenance, write
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Latency of a running application.")
+    parser.add_argument("--url", required=True, help="of the application, without /v1")
+    parser.add_argument("--label", required=True, help="what the application was started with")
+    parser.add_argument("--model", help="default: the first that is served")
+    parser.add_argument(
+        "--images", type=_sizes, default=[(448, 448)] * 4, help="widths and heights, such as 448x448,224x224"
+    )
+    parser.add_argument("--words", type=int, default=100, help="of each prompt's text")
+    parser.add_argument("--latency-requests", type=int, default=10, help="one by one; 0 leaves the ladder out")
+    parser.add_argument("--latency-tokens", type=int, default=32, help="of each answer there")
+    parser.add_argument("--prompts", type=int, default=10, help="of the open loop; 0 leaves it out")
+    parser.add_argument("--rate", type=float, default=float("inf"), help="requests a second; default: all at once")
+    parser.add_argument("--output-tokens", type=int, default=128, help="of each answer of the open loop")
+    parser.add_argument("--warm-ups", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", help="what the application runs on, for the record")
+    parser.add_argument("--out", type=Path, help="a file that gathers labels")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    asked = parser.parse_args(arguments)
+    asked.url = asked.url.rstrip("/")
+    if asked.rate <= 0:
+        parser.error(f"--rate is {asked.rate}; it must be positive")
+    return asked
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    try:
+        return [(int(w), int(h)) for w, h in (size.split("x") for size in text.split(",") if size)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 448x448,224x224") from None
+
+
+async def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """One label's row. Raises httpx.HTTPError where there is no application."""
+    model = asked.model or await served_model(asked.url)
+
+    def request(number: int, tokens: int, text: int) -> dict[str, Any]:
+        # Pictures are other ones in every request of a run, warm-ups included.
+        seed = 100_000 * asked.seed + number
+        return body(
+            model, asked.images, words=asked.words, output_tokens=tokens, picture_seed=seed, text_seed=asked.seed + text
+        )
+
+    row: dict[str, Any] = {"model": model, "latency_ms": None, "serving": None}
+    numbers = iter(range(10**6))
+    warm = await one_by_one(
+        asked.url, [request(next(numbers), asked.latency_tokens, 0) for _ in range(max(1, asked.warm_ups))]
+    )
+    _complain(warm)
+    if asked.latency_requests:
+        bodies = [request(next(numbers), asked.latency_tokens, 0) for _ in range(asked.latency_requests)]
+        answers = await one_by_one(asked.url, bodies)
+        _complain(answers)
+        row["latency_ms"] = summary([1e3 * answer.total_s for answer in answers if answer.ok])
+        row["latency_requests"] = sum(answer.ok for answer in answers)
+        row["latency_failed"] = sum(not answer.ok for answer in answers)
+    if asked.prompts:
+        bodies = [request(next(numbers), asked.output_tokens, 1 + n) for n in range(asked.prompts)]
+        answers, seconds = await open_loop(asked.url, bodies, asked.rate, asked.seed)
+        _complain(answers)
+        row["serving"] = serving_figures(answers, seconds)
+    return row
+
+
+def _complain(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if not answer.ok:
+            print(f"failed: status {answer.status} {answer.error}", file=sys.stderr, flush=True)
+
+
+def gathered(out: Path | None) -> dict[str, Any]:
+    """The rows that a file of this program already has, by label."""
+    if out is None or not out.exists():
+        return {}
+    found = json.loads(out.read_text())
+    if found.get("benchmark") != "latency":
+        raise ValueError(f"{out} is not a result of this program")
+    rows: dict[str, Any] = found["rows"]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = parse(arguments)
+    rows = gathered(asked.out)
+    row = asyncio.run(measure(asked))
+    row |= {
+        "gpu": asked.gpu,
+        "images": [list(size) for size in asked.images],
+        "words": asked.words,
+        "latency_tokens": asked.latency_tokens,
+        "rate": None if asked.rate == float("inf") else asked.rate,
+        **provenance(asked.commit, arguments),
+    }
+    rows.pop(asked.label, None)
+    rows[asked.label] = row
+    if row["serving"] is not None:
+        print(f"RESULTS {asked.prompts} prompts, {asked.label}:\n{serving_text(row['serving'])}\n")
+    print(ladder_text(rows), flush=True)
+    write({"benchmark": "latency", "rows": rows}, asked.out)
+    failed = row.get("latency_failed", 0) + (row["serving"] or {}).get("failed", 0)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""A recorded cost table: what batches took on a GPU, and from that what any budget would take.
+
+Measured are whole batches, replayed and launched one by one. From them: a line over tokens and attention work for a
+replay, the work's share of which holds for both ways, and what a graph saves, interpolated over tokens. It must not
+know of traces or graphs.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from encoder.planning import CostTable
+
+_FAR = 65_536
+"""Tokens up to which eager times are laid down; past them they are proportional."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch: `work` in `encoder.planning.PAIRS_PER_UNIT` pairs, times in milliseconds."""
+
+    tokens: int
+    work: float
+    replay_ms: float
+    eager_ms: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What batches take on one GPU, by tokens and work."""
+
+    base_ms: float
+    token_ms: float
+    work_ms: float
+    saved: tuple[tuple[int, float], ...]
+    """Tokens and the milliseconds that a replay saves against launching, ascending by tokens."""
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured]) -> Costs:
+        """Least squares of relative errors. Raises ValueError for fewer than 3 batches, and for costs that fall."""
+        if len(measured) < 3:
+            raise ValueError(f"{len(measured)} measured batches; a line over tokens and work needs at least 3")
+        rows = np.array([[1.0, batch.tokens, batch.work] for batch in measured])
+        times = np.array([batch.replay_ms for batch in measured])
+        base, token, work = (float(value) for value in np.linalg.lstsq(rows / times[:, None], np.ones(len(times)))[0])
+        if base <= 0 or token <= 0 or work < 0:
+            raise ValueError(f"a replay would take {base:.3g} + {token:.3g} · tokens + {work:.3g} · work ms")
+        saved = sorted((batch.tokens, batch.eager_ms - batch.replay_ms) for batch in measured)
+        return cls(base, token, work, tuple(saved))
+
+    def table(self, budgets: Sequence[int]) -> CostTable:
+        """For these budgets, in any order."""
+        eager = sorted({1, *(tokens for tokens, _ in self.saved), _FAR})
+        return CostTable(
+            replay_ms=tuple((budget, self._replay(budget)) for budget in sorted(set(budgets))),
+            eager_ms=tuple((tokens, self._replay(tokens) + self._saved(tokens)) for tokens in eager),
+            work_ms=self.work_ms,
+        )
+
+    def _replay(self, tokens: int) -> float:
+        return self.base_ms + self.token_ms * tokens
+
+    def _saved(self, tokens: int) -> float:
+        at = bisect_right(self.saved, (tokens, float("inf")))
+        if at == 0 or at == len(self.saved):
+            return self.saved[max(0, at - 1)][1]
+        (low, low_ms), (high, high_ms) = self.saved[at - 1], self.saved[at]
+        return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
+
+
+def read_costs(path: Path, arch: str) -> Costs:
+    """Reads `{"archs": {ARCH: [{"tokens", "work", "replay_ms", "eager_ms"}, …]}}`. Raises ValueError, KeyError."""
+    return Costs.of([Measured(**batch) for batch in json.loads(path.read_text())["archs"][arch]])

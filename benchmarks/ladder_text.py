@@ -1,0 +1,72 @@
+"""A tower's record as text: one row a rung, one column a shape. It must not know how it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GIB = 2**30
+Record = Mapping[str, Any]
+
+
+def ladder_table(record: Record) -> str:
+    """Milliseconds with the ratio to the first row, then the other figures, each as a block of columns."""
+    names = [shape["name"] for shape in record["shapes"]]
+    rows = record["rows"]
+    lines = ["", f"{record['model']}, {record['dtype']}"]
+    blocks = [
+        ("ms (times as fast as the first row)", lambda c: f"{c['ms']:.2f} ({c['speedup']:.2f})"),
+        ("TFLOP/s (share of the product's peak)", _rate),
+        ("relative error to transformers in float32, the worst image (over transformers' own)", _error),
+    ]
+    for title, shown in blocks:
+        lines += ["", *columns([title, *names], [[r["label"], *(_cell(r, n, shown) for n in names)] for r in rows])]
+    extra = [[row["label"], _memory(row), _seconds(row), *_unseen(row)] for row in rows]
+    lines += [
+        "",
+        *columns(["other", "peak GiB", "start s / first runs too", "unseen sizes, ms", "the same again, ms"], extra),
+    ]
+    lines += [f"left out: {entry['name']}: {entry['reason']}" for entry in record["skipped"]]
+    return "\n".join(lines)
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Left column to the left, the others to the right."""
+    widths = [max(len(line[place]) for line in [header, *rows]) for place in range(len(header))]
+    return [
+        "  ".join(
+            text.ljust(width) if place == 0 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [header, *rows]
+    ]
+
+
+def _cell(row: Record, shape: str, shown: Any) -> str:  # noqa: ANN401 # a function of a cell
+    cell = row["cells"].get(shape)
+    return "-" if cell is None else shown(cell)
+
+
+def _rate(cell: Record) -> str:
+    share = cell.get("peak_share")
+    return f"{cell['tflops']:.0f}" + (f" ({share:.0%})" if share is not None else "")
+
+
+def _error(cell: Record) -> str:
+    if "error" not in cell:
+        return "-"
+    ratio = cell.get("error_over_transformers")
+    return f"{cell['error']:.2e}" + (f" ({ratio:.2f})" if ratio is not None else "")
+
+
+def _memory(row: Record) -> str:
+    return f"{row['peak_memory_bytes'] / GIB:.2f}" if "peak_memory_bytes" in row else "-"
+
+
+def _unseen(row: Record) -> list[str]:
+    grids = row.get("grids") or {}
+    return [f"{grids[key]:.2f}" if grids.get(key) is not None else "-" for key in ("cold_ms", "warm_ms")]
+
+
+def _seconds(row: Record) -> str:
+    return f"{row['start_s']:.1f} / {row['build_s']:.1f}" if "start_s" in row else "-"

@@ -1,0 +1,191 @@
+"""README's figures from benchmarks/results/*.json, and the ladder's plot: `python benchmarks/report.py`.
+
+Nothing is typed by hand: what is not in a result is not in the text. `python scripts/readme.py` writes the text without
+the plot, which needs matplotlib (`pip install '.[bench]'`). It must not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.record import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PLOT = ROOT / "docs" / "ladder.png"
+NOTHING = "No figures of this version are in benchmarks/results."
+GIB = 2**30
+Record = Mapping[str, Any]
+
+
+def results(folder: Path = RESULTS) -> dict[str, list[Record]]:
+    """By `benchmark`, in order of file names; tiny runs and runs without a GPU are no figures."""
+    found: dict[str, list[Record]] = {"encoder": [], "latency": [], "fit_budgets": []}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        kind = result.get("benchmark")
+        if kind == "encoder" and (result["tiny"] or result["gpu"] is None):
+            continue
+        if kind in found:
+            found[kind].append(result)
+    return found
+
+
+def markdown(found: Mapping[str, Sequence[Record]]) -> str:
+    """README's section, or one line where there is nothing to show."""
+    parts: list[str] = []
+    for result in found["encoder"]:
+        parts += [encoder_text(result, record) for record in result["archs"].values()]
+    if any(record["rows"] for result in found["encoder"] for record in result["archs"].values()):
+        parts.append(f"![The ladder's milliseconds by shape](docs/{PLOT.name})")
+    parts += [latency_text(result) for result in found["latency"]]
+    parts += [budgets_text(result) for result in found["fit_budgets"]]
+    return "\n\n".join(parts) or NOTHING
+
+
+def encoder_text(result: Record, record: Record) -> str:
+    """One tower's ladder."""
+    gpu, versions = result["gpu"], result["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in versions)
+    hopper = ", without the packages for Hopper" if result["without_hopper"] else ""
+    names = [shape["name"] for shape in record["shapes"]]
+    lines = [
+        f"{record['model']}, {record['dtype']}, one {gpu['name']} (driver {gpu['driver']}, {named}{hopper}), "
+        f"{result['rounds']} interleaved rounds, commit {result['commit']}, {result['date'][:10]}. "
+        "Milliseconds, and how many times as fast as the first row:",
+        "",
+        _row(["", *names]),
+        _rule(1 + len(names)),
+    ]
+    for row in record["rows"]:
+        lines.append(_row([row["label"], *(_cell(row, name, "{ms:.2f} ({speedup:.2f}×)") for name in names)]))
+    lines += [
+        "",
+        f"Of the {result['product_tflops']:.0f} TFLOP/s that an 8192³ product reaches in the same run; the worst image's "
+        "relative error to transformers in float32, over transformers' own; memory at its most, weights included; "
+        "milliseconds for batches of sizes not seen before, and again:",
+        "",
+        _row(["", *names, "error", "GiB", "unseen", "again"]),
+        _rule(5 + len(names)),
+    ]
+    for row in record["rows"]:
+        shares = [_cell(row, name, "{peak_share:.0%}") for name in names]
+        lines.append(_row([row["label"], *shares, _error(row), _gib(row), *_unseen(row)]))
+    return "\n".join(lines)
+
+
+def latency_text(result: Record) -> str:
+    """The application's labels: the ladder end to end, and the serving figures."""
+    kinds = ("ttft", "tpot", "itl")
+    lines = ["Through the running application, milliseconds:", ""]
+    lines += [_row(["", "GPU", "latency", *(f"{k.upper()} mean / median / p99" for k in kinds)]), _rule(3 + len(kinds))]
+    for label, row in result["rows"].items():
+        latency = "–" if row["latency_ms"] is None else f"{row['latency_ms']['mean']:.1f}"
+        serving = row["serving"] or {}
+        lines.append(_row([label, str(row["gpu"] or "–"), latency, *(_three(serving.get(f"{k}_ms")) for k in kinds)]))
+    return "\n".join(lines)
+
+
+def budgets_text(result: Record) -> str:
+    """Padding with fitted budgets."""
+    bounds = result["bounds"]
+    lines = [
+        f"Budgets fitted to the first half of a trace and counted on its second, windows of {bounds['window']} images, up "
+        f"to {bounds['count']} budgets and {bounds['largest']} tokens, {result['arch']}, times by the measured table of "
+        f"one {result['costs']['gpu']} (benchmarks/results/costs_h200.json):",
+        "",
+        _row(["trace", "padded/real tokens", "greedy rule", "replayed", "time over the better of greedy and eager"]),
+        _rule(5),
+    ]
+    for name, found in result["traces"].items():
+        fitted, greedy = found["fitted"], found["greedy"]
+        lines.append(
+            _row(
+                [
+                    name,
+                    f"{fitted['padded_over_real']:.3f}",
+                    f"{greedy['padded_over_real']:.3f}",
+                    f"{fitted['replayed_share']:.1%}",
+                    f"{found['time_over_the_better']:.3f}",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rule(columns: int) -> str:
+    return "|---" * columns + "|"
+
+
+def _cell(row: Record, shape: str, form: str) -> str:
+    cell = row["cells"].get(shape)
+    return "–" if cell is None else form.format(**cell)
+
+
+def _error(row: Record) -> str:
+    cells = row["cells"].values()
+    ratios = [cell["error_over_transformers"] for cell in cells if "error_over_transformers" in cell]
+    worst = [cell["error"] for cell in cells if "error" in cell]
+    return "–" if not worst else f"{max(worst):.1e}" + (f" ({max(ratios):.2f})" if ratios else "")
+
+
+def _gib(row: Record) -> str:
+    return f"{row['peak_memory_bytes'] / GIB:.2f}" if "peak_memory_bytes" in row else "–"
+
+
+def _unseen(row: Record) -> list[str]:
+    grids = row.get("grids") or {}
+    return [f"{grids[key]:.2f}" if grids.get(key) is not None else "–" for key in ("cold_ms", "warm_ms")]
+
+
+def _three(values: Record | None) -> str:
+    return "–" if not values else f"{values['mean']:.1f} / {values['median']:.1f} / {values['p99']:.1f}"
+
+
+def plot(encoder: Sequence[Record], out: Path) -> bool:
+    """Milliseconds by shape, a panel a tower, a bar a row, as a PNG; False where there is nothing to draw."""
+    panels = [record for result in encoder for record in result["archs"].values() if record["rows"]]
+    if not panels:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False, layout="constrained")
+    for axis, record in zip(axes[0], panels, strict=True):
+        names = [shape["name"] for shape in record["shapes"]]
+        width = 0.8 / len(record["rows"])
+        for place, row in enumerate(record["rows"]):
+            there = [number for number, name in enumerate(names) if name in row["cells"]]
+            heights = [row["cells"][names[number]]["ms"] for number in there]
+            axis.bar([number + place * width for number in there], heights, width, label=row["label"])
+        axis.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
+        axis.set_yscale("log")
+        axis.set_ylabel("ms, lower is better")
+        axis.set_title(f"{record['model']}, {record['dtype']}")
+        axis.legend(fontsize="small")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def main() -> int:
+    from scripts import readme
+
+    plot(results()["encoder"], PLOT)
+    return readme.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The ladder's rungs, each a set of the encoder's own switches, and what runs a batch of images on one.
+
+It must not know how a rung is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from configs.encoder_config import EncoderConfig
+from encoder.attention_backends import BackendUnavailableError
+from encoder.geometry import Grid
+from encoder.runner import TowerRunner
+from encoder.weights import VisionTower
+
+_SWITCHES: Mapping[str, Mapping[str, object]] = {
+    "eager": {"fusion": "off", "cudagraph_mm_encoder": False},
+    "compile": {"fusion": "off", "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
+    "cudagraph": {"fusion": "off", "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
+    # Fused kernels leave nothing to compile.
+    "fusion": {"fusion": "on", "cudagraph_mm_encoder": True},
+    "fp8": {"fusion": "on", "cudagraph_mm_encoder": True, "fp8": True},
+}
+RUNGS = tuple(_SWITCHES)
+LABELS = {
+    "eager": "eager",
+    "compile": "torch compile",
+    "cudagraph": "torch compile + cudagraph",
+    "fusion": "cudagraph + layer fusion",
+    "fp8": "cudagraph + layer fusion + fp8",
+}
+HOPPER_PACKAGES = ("quack", "flash_attn.cute", "vllm.vllm_flash_attn")
+
+
+class RungUnavailableError(RuntimeError):
+    """This rung cannot be had on this device or with these packages; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung, ready to run."""
+
+    name: str
+    run: Callable[[Tensor, Sequence[Grid]], list[Tensor]]
+    """Patches `[num_patches, patch_dim]` and the grids of their images to `[num_tokens, width]` for each image."""
+    build_s: float
+    facts: Callable[[], dict[str, object]]
+    """What the rung chose and has counted so far, for the record."""
+
+
+def make_rung(name: str, tower: VisionTower) -> Rung:
+    """Builds a rung on a loaded eager tower, whose weights it shares where it can.
+
+    Raises:
+        RungUnavailableError: it needs a device, a package or a switch that is not there.
+    """
+    known = {field.name for field in fields(EncoderConfig)}
+    if unknown := set(_SWITCHES[name]) - known:
+        raise RungUnavailableError(f"the encoder has no switch {', '.join(sorted(unknown))}")
+    config = EncoderConfig(warm_grids=(), **_SWITCHES[name])  # type: ignore[arg-type]
+    began = time.perf_counter()
+    try:
+        runner = TowerRunner.build(tower, config, progress=False)
+    except (ValueError, BackendUnavailableError) as error:
+        raise RungUnavailableError(str(error)) from error
+    build_s = time.perf_counter() - began
+
+    def facts() -> dict[str, object]:
+        return {
+            "switches": dict(_SWITCHES[name]),
+            "forward": runner.forward.name,
+            "attention": runner.forward.attention,
+            "budgets": list(runner.budgets) if runner.graph_bytes else [],
+            "graph_bytes": runner.graph_bytes,
+            "counts": asdict(runner.counts),
+        }
+
+    return Rung(name, lambda patches, grids: run_batches(runner, patches, grids), build_s, facts)
+
+
+@torch.inference_mode()
+def run_batches(runner: TowerRunner, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+    """As the encoder does: plans, then runs each batch; the images' tokens in the order of `grids`."""
+    unit = runner.forward.config.merge_unit
+    counts = [t * h * w for t, h, w in grids]
+    batches = runner.plan(grids)
+    rows = patches.split(counts) if len(batches) > 1 else ()
+    found: dict[int, Tensor] = {}
+    for batch in batches:
+        # One batch holds all images, in whatever order it names them.
+        indices = batch.indices if rows else tuple(range(len(grids)))
+        values = torch.cat([rows[index] for index in indices]) if rows else patches
+        output = runner.run(values, [grids[index] for index in indices], batch.budget)
+        found.update(zip(indices, output.split([counts[index] // unit for index in indices]), strict=True))
+    return [found[index] for index in range(len(grids))]
