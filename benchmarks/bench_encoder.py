@@ -122,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def failures(archs: Mapping[str, Any]) -> list[str]:
     """What should have run and did not, beside what cannot be had here."""
     return [
-        entry["name"] for result in archs.values() for entry in result["skipped"] if entry["reason"].startswith("failed")
+        entry["name"]
+        for result in archs.values()
+        for entry in result["skipped"]
+        if entry["reason"].startswith("failed")
     ]
 
 

@@ -42,7 +42,7 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
     for result in found["encoder"]:
         parts += [encoder_text(result, record) for record in result["archs"].values()]
     if any(record["rows"] for result in found["encoder"] for record in result["archs"].values()):
-        parts.append(f"![The ladder's milliseconds by shape](docs/{PLOT.name})")
+        parts.append(f"![How many times as fast as the first row each rung is, by shape](docs/{PLOT.name})")
     parts += [latency_text(result) for result in found["latency"]]
     parts += [budgets_text(result) for result in found["fit_budgets"]]
     return "\n\n".join(parts) or NOTHING
@@ -51,7 +51,9 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
 def encoder_text(result: Record, record: Record) -> str:
     """One tower's ladder."""
     gpu, versions = result["gpu"], result["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in versions)
+    named = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in versions
+    )
     hopper = ", without the packages for Hopper" if result["without_hopper"] else ""
     names = [shape["name"] for shape in record["shapes"]]
     lines = [
@@ -66,8 +68,8 @@ def encoder_text(result: Record, record: Record) -> str:
         lines.append(_row([row["label"], *(_cell(row, name, "{ms:.2f} ({speedup:.2f}×)") for name in names)]))
     lines += [
         "",
-        f"Of the {result['product_tflops']:.0f} TFLOP/s that an 8192³ product reaches in the same run; the worst image's "
-        "relative error to transformers in float32, over transformers' own; memory at its most, weights included; "
+        f"Of the {result['product_tflops']:.0f} TFLOP/s that an 8192³ product reaches in the same run; the worst "
+        "image's relative error to transformers in float32, over transformers' own; the most memory, weights included; "
         "milliseconds for batches of sizes not seen before, and again:",
         "",
         _row(["", *names, "error", "GiB", "unseen", "again"]),
@@ -95,9 +97,9 @@ def budgets_text(result: Record) -> str:
     """Padding with fitted budgets."""
     bounds = result["bounds"]
     lines = [
-        f"Budgets fitted to the first half of a trace and counted on its second, windows of {bounds['window']} images, up "
-        f"to {bounds['count']} budgets and {bounds['largest']} tokens, {result['arch']}, times by the measured table of "
-        f"one {result['costs']['gpu']} (benchmarks/results/costs_h200.json):",
+        f"Budgets fitted to the first half of a trace and counted on its second, windows of {bounds['window']} images, "
+        f"up to {bounds['count']} budgets and {bounds['largest']} tokens, {result['arch']}, times by the table that "
+        f"was measured on one {result['costs']['gpu']} (costs_h200.json there):",
         "",
         _row(["trace", "padded/real tokens", "greedy rule", "replayed", "time over the better of greedy and eager"]),
         _rule(5),
@@ -152,7 +154,7 @@ def _three(values: Record | None) -> str:
 
 
 def plot(encoder: Sequence[Record], out: Path) -> bool:
-    """Milliseconds by shape, a panel a tower, a bar a row, as a PNG; False where there is nothing to draw."""
+    """How many times as fast as the first row, by shape: a panel a tower, a bar a row, as a PNG; False where there is nothing to draw."""
     panels = [record for result in encoder for record in result["archs"].values() if record["rows"]]
     if not panels:
         return False
@@ -167,11 +169,10 @@ def plot(encoder: Sequence[Record], out: Path) -> bool:
         width = 0.8 / len(record["rows"])
         for place, row in enumerate(record["rows"]):
             there = [number for number, name in enumerate(names) if name in row["cells"]]
-            heights = [row["cells"][names[number]]["ms"] for number in there]
+            heights = [row["cells"][names[number]]["speedup"] for number in there]
             axis.bar([number + place * width for number in there], heights, width, label=row["label"])
         axis.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
-        axis.set_yscale("log")
-        axis.set_ylabel("ms, lower is better")
+        axis.set_ylabel(f"times as fast as {record['rows'][0]['label']}")
         axis.set_title(f"{record['model']}, {record['dtype']}")
         axis.legend(fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)

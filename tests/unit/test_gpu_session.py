@@ -1,0 +1,88 @@
+"""`benchmarks/gpu_session.py` with steps that end, fail, hang and flood; nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_session
+from benchmarks.gpu_session import Step, run_all, shorten, steps, tail
+
+HANG = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+
+
+def python(name: str, code: str, share: float = 1.0) -> Step:
+    return Step(name, (sys.executable, "-c", code), share)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_step_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> None:
+    hang = python("hang", f"{HANG}; print(p.pid, flush=True); time.sleep(600)", share=0.2)
+    found = run_all([python("fail", "raise SystemExit(3)"), hang, python("fine", "print('done')")], tmp_path, 20.0)
+    assert [(done.name, done.status == 0, done.timed_out) for done in found] == [
+        ("fail", False, False),
+        ("hang", False, True),
+        ("fine", True, False),
+    ]
+    assert found[0].status == 3
+    assert tail(tmp_path / "fine.log", 5) == "done"
+    child = int((tmp_path / "hang.log").read_text())
+    until = time.monotonic() + 20
+    while is_running(child) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_running(child)  # what a step started goes with it
+
+
+def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    found = run_all([python("late", "print('no')")], tmp_path, 0.0)
+    assert [(done.status, done.seconds) for done in found] == [(None, 0.0)]
+    assert not (tmp_path / "late.log").exists()
+
+
+def test_a_flooded_log_is_shortened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_session, "MOST_LOG_BYTES", 20)
+    log = tmp_path / "x.log"
+    log.write_bytes(b"begins" + b"-" * 100 + b"ends")
+    shorten(log)
+    assert log.read_bytes() == b"begins----\n[...]\n------ends"
+
+
+def test_the_tail_leaves_out_the_line_of_json(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text('one\ntwo\nthree\n{"benchmark": "encoder"}\n')
+    assert tail(log, 2) == "two\nthree"
+    assert tail(tmp_path / "none.log", 2) == ""
+
+
+def test_the_steps_are_the_tests_and_the_ladder(tmp_path: Path) -> None:
+    tests, ladder = steps(tmp_path, minutes=9, commit="abc")
+    assert tests.command[1:6] == ("-m", "pytest", "tests/gpu", "-m", "gpu")
+    assert ladder.command[1] == "benchmarks/bench_encoder.py"
+    assert Path(gpu_session.ROOT / ladder.command[1]).is_file()
+    assert {"--ladder", "--peers", "--commit", "abc"} <= set(ladder.command)
+
+
+def test_the_folder_holds_what_came_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [python("a", "print('from a')"), python("b", "raise SystemExit(1)")]
+    monkeypatch.setattr(gpu_session, "steps", lambda *_, **__: made)
+    assert gpu_session.main([str(tmp_path / "out"), "--commit", "abc"]) == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.log", "b.log", "session.json"]
+    report = json.loads((tmp_path / "out" / "session.json").read_text())
+    assert [step["status"] for step in report["steps"]] == [0, 1]
+    printed = capsys.readouterr().out
+    assert "===== a: status 0" in printed
+    assert "from a" in printed
+    assert json.loads(printed.splitlines()[-1]) == report

@@ -1,0 +1,95 @@
+"""README's figures say what the results say, and nothing where there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from scripts import readme
+
+
+def cell(ms: float, **more: float) -> dict[str, Any]:
+    return {"ms": ms, "speedup": 10 / ms, "tflops": 400.0, "peak_share": 0.5, **more}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Made-up results, to see how they are shown."""
+    rows = [
+        {"name": "eager", "label": "eager", "cells": {"x": cell(10.0, error=0.011, error_over_transformers=0.97)},
+         "peak_memory_bytes": 3 * 2**30, "grids": {"cold_ms": 12.0, "warm_ms": 10.5}},
+        {"name": "vllm", "label": "vLLM", "cells": {"x": cell(5.0)}},
+    ]  # fmt: skip
+    encoder = {
+        "benchmark": "encoder", "tiny": False, "gpu": {"name": "A GPU", "driver": "1.2"}, "without_hopper": False,
+        "versions": {"torch": "9.9", "numpy": "1"}, "rounds": 20, "product_tflops": 800.0, "commit": "abc",
+        "date": "2030-01-02T00:00:00+00:00",
+        "archs": {
+            "a": {"model": "A tower", "dtype": "bfloat16", "shapes": [{"name": "x"}, {"name": "y"}], "rows": rows}
+        },
+    }  # fmt: skip
+    three = {"mean": 1.0, "median": 2.0, "p99": 3.0}
+    latency = {
+        "benchmark": "latency",
+        "rows": {
+            "eager": {"gpu": "A GPU", "latency_ms": {"mean": 50.0}, "serving": {"ttft_ms": three, "itl_ms": None}},
+            "none": {"gpu": None, "latency_ms": None, "serving": None},
+        },
+    }
+    way = {"padded_over_real": 1.01, "replayed_share": 0.955, "total_ms": 5.0, "batches": 2}
+    trace = {"fitted": way, "greedy": way | {"padded_over_real": 1.2}, "time_over_the_better": 0.99}
+    budgets = {
+        "benchmark": "fit_budgets", "arch": "qwen3_vl", "bounds": {"window": 16, "count": 8, "largest": 512},
+        "costs": {"gpu": "A GPU"}, "traces": {"chat": trace},
+    }  # fmt: skip
+    tiny, elsewhere = encoder | {"tiny": True}, encoder | {"gpu": None}
+    for number, result in enumerate((encoder, latency, budgets, tiny, elsewhere, {"gpu": "a cost table"})):
+        (tmp_path / f"{number}.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_every_figure_is_that_of_the_result(folder: Path) -> None:
+    lines = report.markdown(report.results(folder)).splitlines()
+    assert lines[0].startswith(
+        "A tower, bfloat16, one A GPU (driver 1.2, torch 9.9), 20 interleaved rounds, commit abc, 2030-01-02."
+    )
+    assert "| eager | 10.00 (1.00×) | – |" in lines
+    assert "| vLLM | 5.00 (2.00×) | – |" in lines
+    assert "| eager | 50% | – | 1.1e-02 (0.97) | 3.00 | 12.00 | 10.50 |" in lines
+    assert "| vLLM | 50% | – | – | – | – | – |" in lines
+    assert "| eager | A GPU | 50.0 | 1.0 / 2.0 / 3.0 | – | – |" in lines
+    assert "| none | – | – | – | – | – |" in lines
+    assert "| chat | 1.010 | 1.200 | 95.5% | 0.990 |" in lines
+    assert sum(line.startswith("A tower") for line in lines) == 1  # neither the tiny run nor the one without a GPU
+
+
+def test_without_results_there_are_no_figures(tmp_path: Path) -> None:
+    assert report.markdown(report.results(tmp_path)) == report.NOTHING
+    assert report.plot([], tmp_path / "none.png") is False
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_readme_has_the_figures_of_the_results() -> None:
+    text = readme.README.read_text()
+    figures = {"figures": report.markdown(report.results())}
+    assert text == readme.with_tables(text, figures)
+
+
+def test_the_plot_is_a_picture(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot is made of the extra [bench]")
+    out = tmp_path / "docs" / "plot.png"
+    assert report.plot(report.results(folder)["encoder"], out) is True
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_committed_results_name_where_they_come_from() -> None:
+    for kind, found in report.results().items():
+        for result in found:
+            for part in result["rows"].values() if kind == "latency" else [result]:
+                assert part["commit"], kind
+                assert part["command"], kind
+                assert part["versions"], kind
