@@ -154,7 +154,7 @@ def _three(values: Record | None) -> str:
 
 
 def plot(encoder: Sequence[Record], out: Path) -> bool:
-    """How many times as fast as the first row, by shape: a panel a tower, a bar a row, as a PNG; False where there is nothing to draw."""
+    """A PNG of how many times as fast as the first row each row is, a panel a tower; False for nothing to draw."""
     panels = [record for result in encoder for record in result["archs"].values() if record["rows"]]
     if not panels:
         return False
