@@ -96,13 +96,17 @@ def latency_text(result: Record) -> str:
 def budgets_text(result: Record) -> str:
     """Padding with fitted budgets."""
     bounds = result["bounds"]
+    (other,) = {key for found in result["traces"].values() for key in found if key.startswith("eager_")}
+    wide = f"over eager up to {other.removeprefix('eager_')} tokens"
     lines = [
         f"Budgets fitted to the first half of a trace and counted on its second, windows of {bounds['window']} images, "
         f"up to {bounds['count']} budgets and {bounds['largest']} tokens, {result['arch']}, times by the table that "
-        f"was measured on one {result['costs']['gpu']} (costs_h200.json there):",
+        f"was measured on one {result['costs']['gpu']} (costs_h200.json there); eager runs hold as many tokens:",
         "",
-        _row(["trace", "padded/real tokens", "greedy rule", "replayed", "time over the better of greedy and eager"]),
-        _rule(5),
+        _row(
+            ["trace", "padded/real tokens", "greedy rule", "replayed", "time over the better of greedy and eager", wide]
+        ),
+        _rule(6),
     ]
     for name, found in result["traces"].items():
         fitted, greedy = found["fitted"], found["greedy"]
@@ -114,6 +118,7 @@ def budgets_text(result: Record) -> str:
                     f"{greedy['padded_over_real']:.3f}",
                     f"{fitted['replayed_share']:.1%}",
                     f"{found['time_over_the_better']:.3f}",
+                    f"{fitted['total_ms'] / found[other]['total_ms']:.3f}",
                 ]
             )
         )

@@ -41,7 +41,12 @@ def folder(tmp_path: Path) -> Path:
         },
     }
     way = {"padded_over_real": 1.01, "replayed_share": 0.955, "total_ms": 5.0, "batches": 2}
-    trace = {"fitted": way, "greedy": way | {"padded_over_real": 1.2}, "time_over_the_better": 0.99}
+    trace = {
+        "fitted": way,
+        "greedy": way | {"padded_over_real": 1.2},
+        "time_over_the_better": 0.99,
+        "eager_900": way | {"total_ms": 4.0},
+    }
     budgets = {
         "benchmark": "fit_budgets", "arch": "qwen3_vl", "bounds": {"window": 16, "count": 8, "largest": 512},
         "costs": {"gpu": "A GPU"}, "traces": {"chat": trace},
@@ -63,7 +68,7 @@ def test_every_figure_is_that_of_the_result(folder: Path) -> None:
     assert "| vLLM | 50% | – | – | – | – | – |" in lines
     assert "| eager | A GPU | 50.0 | 1.0 / 2.0 / 3.0 | – | – |" in lines
     assert "| none | – | – | – | – | – |" in lines
-    assert "| chat | 1.010 | 1.200 | 95.5% | 0.990 |" in lines
+    assert "| chat | 1.010 | 1.200 | 95.5% | 0.990 | 1.250 |" in lines
     assert sum(line.startswith("A tower") for line in lines) == 1  # neither the tiny run nor the one without a GPU
 
 
