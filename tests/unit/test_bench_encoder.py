@@ -188,6 +188,16 @@ def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+def test_a_host_with_torch_alone_can_run_it() -> None:
+    """Nothing that it imports needs what only the application needs."""
+    absent = ("pydantic", "cachetools", "pebble", "ray", "vllm", "httpx", "starlette", "matplotlib")
+    program = (
+        f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"
+        "import benchmarks.bench_encoder, benchmarks.gpu_session, benchmarks.peer_transformers"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_nan_is_an_error_that_shows() -> None:
     from benchmarks.ladder import relative_error
 
