@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +74,34 @@ class Costs:
         return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
 
 
-def read_costs(path: Path, arch: str) -> Costs:
-    """Reads `{"archs": {ARCH: [{"tokens", "work", "replay_ms", "eager_ms"}, …]}}`. Raises ValueError, KeyError."""
-    return Costs.of([Measured(**batch) for batch in json.loads(path.read_text())["archs"][arch]])
+@dataclass(frozen=True)
+class MeasuredTable:
+    """A runner's own table, as `bench_encoder.py` records it, for budgets in between too."""
+
+    recorded: CostTable
+
+    def table(self, budgets: Sequence[int]) -> CostTable:
+        """For these budgets, in any order: replays interpolated over tokens, past the largest in proportion."""
+        sizes, times = zip(*self.recorded.replay_ms, strict=True)
+
+        def replay(budget: int) -> float:
+            return float(np.interp(budget, sizes, times) * max(1.0, budget / sizes[-1]))
+
+        return replace(self.recorded, replay_ms=tuple((budget, replay(budget)) for budget in sorted(set(budgets))))
+
+
+def read_costs(path: Path, arch: str) -> Costs | MeasuredTable:
+    """Reads `{"archs": {ARCH: [{"tokens", "work", "replay_ms", "eager_ms"}, …]}}`, or a result of `bench_encoder.py`.
+
+    Raises:
+        ValueError, KeyError: it is neither, or has no such tower.
+    """
+    found = json.loads(path.read_text())["archs"][arch]
+    if isinstance(found, list):
+        return Costs.of([Measured(**batch) for batch in found])
+    tables = {row["name"]: (row.get("facts") or {}).get("cost_table") for row in found["rows"]}
+    for name in ("fusion", "cudagraph"):
+        if table := tables.get(name):
+            rows = {key: tuple((size, ms) for size, ms in table[key]) for key in ("replay_ms", "eager_ms")}
+            return MeasuredTable(CostTable(**rows, work_ms=table["work_ms"]))
+    raise ValueError(f"{path.name} has no measured cost table of {arch}")

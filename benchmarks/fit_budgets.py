@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.costs import Costs, read_costs
+from benchmarks.costs import Costs, MeasuredTable, read_costs
 from benchmarks.record import ROOT, provenance, write
 from benchmarks.traces import RULES, halves, windows
 from benchmarks.traces import read_costs as read_trace
@@ -32,6 +32,7 @@ GREEDY_BUDGETS = (2048, 4096, 8192, 13824)
 """The budgets of the rule's first description, the pull request that `encoder.packing` names."""
 
 Window = Sequence[ImageCost]
+AnyCosts = Costs | MeasuredTable
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Outcome:
     batches: int
 
 
-def outcome(costs: Costs, budgets: Sequence[int], made: Sequence[tuple[Window, Sequence[Batch]]]) -> Outcome:
+def outcome(costs: AnyCosts, budgets: Sequence[int], made: Sequence[tuple[Window, Sequence[Batch]]]) -> Outcome:
     """What `made`, batches for each window, comes to."""
     table = costs.table(budgets)
     real = padded = total = batches = 0
@@ -71,12 +72,12 @@ class Bounds:
     prefer: float
     """By what share of itself an eager run counts more, when a way is chosen."""
 
-    def choosing(self, costs: Costs, budgets: Sequence[int]) -> CostTable:
+    def choosing(self, costs: AnyCosts, budgets: Sequence[int]) -> CostTable:
         """The table that plans are made with."""
         table = costs.table(budgets)
         return replace(table, eager_ms=tuple((tokens, ms * (1 + self.prefer)) for tokens, ms in table.eager_ms))
 
-    def fit(self, costs: Costs, found: Sequence[Window]) -> tuple[int, ...]:
+    def fit(self, costs: AnyCosts, found: Sequence[Window]) -> tuple[int, ...]:
         return fit_to_windows(
             found,
             count=self.count,
@@ -87,7 +88,7 @@ class Bounds:
         )
 
 
-def evaluate(trace: Sequence[ImageCost], costs: Costs, bounds: Bounds) -> dict[str, object]:
+def evaluate(trace: Sequence[ImageCost], costs: AnyCosts, bounds: Bounds) -> dict[str, object]:
     """Fits on the first half, counts on the second. Raises ValueError for a trace of less than two windows."""
     window = bounds.window
     first, second = (windows(list(half), window) for half in halves(list(trace), window))
@@ -115,6 +116,14 @@ def evaluate(trace: Sequence[ImageCost], costs: Costs, bounds: Bounds) -> dict[s
         "greedy": asdict(ruled),
         "time_over_the_better": fitted.total_ms / min(alone.total_ms, ruled.total_ms),
     }
+
+
+def recorded_costs(path: Path) -> dict[str, object]:
+    """What times are by: the file, the GPU's name, and what was measured where the file is about that alone."""
+    found = json.loads(path.read_text())
+    gpu = found["gpu"]["name"] if isinstance(found.get("gpu"), dict) else found.get("gpu")
+    what = found.get("what") or f"bench_encoder.py's cost tables, commit {found.get('commit')}"
+    return {"file": path.name, "gpu": gpu, "what": what}
 
 
 def show(name: str, found: dict[str, object]) -> None:
@@ -160,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "fit_budgets",
         "arch": asked.arch,
         "bounds": asdict(bounds),
-        "costs": json.loads(asked.costs.read_text()),
+        "costs": recorded_costs(asked.costs),
         "traces": found,
         **provenance(asked.commit, arguments),
     }

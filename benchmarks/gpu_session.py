@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.record import ROOT, gpu, provenance, save, write
+from benchmarks.rungs import HOPPER_PACKAGES
 
 MOST_LOG_BYTES = 1_000_000
 _LEAST_S = 20.0
 """A step is not begun with less time than this left."""
 _RESERVE_S = 15.0
+MINUTES = "MINUTES"
+"""In a command: what the step's own limit leaves it to begin new work in."""
+_BEGIN_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,25 @@ class Done:
     timed_out: bool
 
 
-def steps(folder: Path, *, minutes: float, commit: str | None) -> list[Step]:
+def steps(folder: Path, *, commit: str | None) -> list[Step]:
     """What is run, in order."""
     python = sys.executable
     tests = (python, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--durations=10", "-p", "no:cacheprovider")
-    ladder = [python, "benchmarks/bench_encoder.py", "--ladder", "--peers", "transformers"]
-    ladder += ["--minutes", f"{minutes * 0.45:.2f}", "--out", str(folder / "ladder.json")]
-    ladder += ["--commit", commit] if commit else []
-    return [Step("tests", tests, share=0.5), Step("ladder", tuple(ladder), share=1.0, shown_lines=70)]
+
+    def ladder(name: str, *options: str) -> tuple[str, ...]:
+        given = ("--commit", commit) if commit else ()
+        program = (python, "benchmarks/bench_encoder.py", "--minutes", MINUTES)
+        return (*program, *options, "--out", str(folder / f"{name}.json"), *given)
+
+    planned = [
+        Step("tests", tests, share=0.45),
+        Step("ladder", ladder("ladder", "--ladder", "--peers", "transformers"), share=1.0, shown_lines=70),
+    ]
+    if any(importlib.util.find_spec(name.partition(".")[0]) for name in HOPPER_PACKAGES):
+        planned[1] = replace(planned[1], share=0.65)
+        options = ("--only", "eager,cudagraph,fusion", "--without-hopper")
+        planned.append(Step("ladder_before_hopper", ladder("ladder_before_hopper", *options), share=1.0))
+    return planned
 
 
 def run(step: Step, folder: Path, limit_s: float) -> Done:
@@ -65,7 +81,9 @@ def run(step: Step, folder: Path, limit_s: float) -> Done:
     log = folder / f"{step.name}.log"
     timed_out = False
     with log.open("wb") as out:
-        process = subprocess.Popen(step.command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        minutes = f"{_BEGIN_SHARE * limit_s / 60:.2f}"
+        command = [minutes if part == MINUTES else part for part in step.command]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -117,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     folder: Path = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    planned = steps(folder, minutes=asked.minutes, commit=asked.commit)
+    planned = steps(folder, commit=asked.commit)
     found = run_all(planned, folder, 60 * asked.minutes - _RESERVE_S)
     report = {
         "benchmark": "gpu_session",

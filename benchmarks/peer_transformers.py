@@ -32,7 +32,10 @@ def make_tower(arch: str, ours: VisionTower, *, tiny: bool, dtype: torch.dtype) 
     theirs.load_state_dict({name: weights[name].view(own[name].shape) for name in own}, strict=True)
     if unused := set(weights) - set(own):
         raise RuntimeError(f"transformers' tower has no {sorted(unused)[:4]}: the two are not the same function")
-    return theirs.to(dtype).eval().requires_grad_(False)
+    # Parameters alone: rotary frequencies stay in float32, as they do when transformers loads a checkpoint.
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return theirs.eval().requires_grad_(False)
 
 
 @torch.inference_mode()

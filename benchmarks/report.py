@@ -95,13 +95,13 @@ def latency_text(result: Record) -> str:
 
 def budgets_text(result: Record) -> str:
     """Padding with fitted budgets."""
-    bounds = result["bounds"]
+    bounds, costs = result["bounds"], result["costs"]
     (other,) = {key for found in result["traces"].values() for key in found if key.startswith("eager_")}
     wide = f"over eager up to {other.removeprefix('eager_')} tokens"
     lines = [
         f"Budgets fitted to the first half of a trace and counted on its second, windows of {bounds['window']} images, "
         f"up to {bounds['count']} budgets and {bounds['largest']} tokens, {result['arch']}, times by the table that "
-        f"was measured on one {result['costs']['gpu']} (costs_h200.json there); eager runs hold as many tokens:",
+        f"was measured on one {costs['gpu']} ({costs['file']} there); eager runs hold as many tokens:",
         "",
         _row(
             ["trace", "padded/real tokens", "greedy rule", "replayed", "time over the better of greedy and eager", wide]

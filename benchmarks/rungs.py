@@ -77,6 +77,7 @@ def make_rung(name: str, tower: VisionTower) -> Rung:
             "attention": runner.forward.attention,
             "budgets": list(runner.budgets) if runner.graph_bytes else [],
             "graph_bytes": runner.graph_bytes,
+            "cost_table": None if runner.cost_table is None else asdict(runner.cost_table),
             "counts": asdict(runner.counts),
         }
 

@@ -26,7 +26,7 @@ from encoder.graphs import EncoderGraphs
 from encoder.grid_tables import GridTables
 from encoder.metadata import MetadataBuilder
 from encoder.packing import Batch, pack
-from encoder.planning import plan
+from encoder.planning import CostTable, plan
 from encoder.run_counts import Reason, RunCounts, Tally
 from encoder.weights import VisionTower
 
@@ -182,6 +182,11 @@ class TowerRunner:
     def graph_bytes(self) -> int:
         """Memory of the graphs and their buffers."""
         return 0 if self._capturing is None else self._capturing.used_bytes
+
+    @property
+    def cost_table(self) -> CostTable | None:
+        """What was measured so far; None without graphs, and before anything was."""
+        return None if self._capturing is None else self._capturing.costs.table()
 
     @property
     def counts(self) -> RunCounts:

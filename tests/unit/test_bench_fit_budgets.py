@@ -59,7 +59,7 @@ def test_evaluation_counts_the_second_half(trace: Path, capsys: pytest.CaptureFi
     assert found["eager"]["replayed_share"] == 0.0
     better = min(found["eager"]["total_ms"], found["greedy"]["total_ms"])
     assert found["time_over_the_better"] == pytest.approx(found["fitted"]["total_ms"] / better)
-    assert report["costs"]["gpu"] == "NVIDIA H200"
+    assert (report["costs"]["gpu"], report["costs"]["file"]) == ("NVIDIA H200", "costs_h200.json")
 
 
 def test_budgets_are_printed_as_the_settings_take_them(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +101,20 @@ def test_costs_that_cannot_be_are_refused() -> None:
         Costs.of([Measured(1, 1, 1, 1)])
     with pytest.raises(ValueError, match="would take"):
         Costs.of([Measured(100, 0.1, 9.0, 9.0), Measured(900, 0.2, 5.0, 5.0), Measured(2000, 0.1, 1.0, 1.0)])
+
+
+def test_a_runners_own_table_is_read_from_a_ladder(tmp_path: Path) -> None:
+    table = {"replay_ms": [[64, 1.0], [128, 3.0]], "eager_ms": [[64, 5.0]], "work_ms": 0.5}
+    rows = [{"name": "eager", "facts": {"cost_table": None}}, {"name": "vllm"}]
+    path = tmp_path / "ladder.json"
+    path.write_text(json.dumps({"archs": {"qwen3_vl": {"rows": rows}}}))
+    with pytest.raises(ValueError, match="no measured cost table"):
+        read_costs(path, "qwen3_vl")
+    rows.append({"name": "fusion", "facts": {"cost_table": table}})
+    path.write_text(json.dumps({"archs": {"qwen3_vl": {"rows": rows}}}))
+    found = read_costs(path, "qwen3_vl").table([256, 96, 64])
+    assert found.replay_ms == ((64, 1.0), (96, 2.0), (256, 6.0))
+    assert (found.eager_ms, found.work_ms) == (((64, 5.0),), 0.5)
 
 
 @pytest.mark.parametrize("arch", sorted(RULES))

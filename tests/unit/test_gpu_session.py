@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_session
+from benchmarks import bench_encoder, gpu_session
 from benchmarks.gpu_session import Step, run_all, shorten, steps, tail
 
 HANG = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -65,12 +65,31 @@ def test_the_tail_leaves_out_the_line_of_json(tmp_path: Path) -> None:
     assert tail(tmp_path / "none.log", 2) == ""
 
 
-def test_the_steps_are_the_tests_and_the_ladder(tmp_path: Path) -> None:
-    tests, ladder = steps(tmp_path, minutes=9, commit="abc")
+def test_the_steps_are_the_tests_and_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_session, "HOPPER_PACKAGES", ("no_such_package.part",))
+    tests, ladder = steps(tmp_path, commit="abc")
     assert tests.command[1:6] == ("-m", "pytest", "tests/gpu", "-m", "gpu")
     assert ladder.command[1] == "benchmarks/bench_encoder.py"
     assert Path(gpu_session.ROOT / ladder.command[1]).is_file()
-    assert {"--ladder", "--peers", "--commit", "abc"} <= set(ladder.command)
+    assert {"--ladder", "--peers", "--commit", "abc", gpu_session.MINUTES} <= set(ladder.command)
+    bench_encoder.parse([part.replace(gpu_session.MINUTES, "1.5") for part in ladder.command[2:]])
+
+
+def test_a_ladder_without_hoppers_packages_where_there_are_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_session, "HOPPER_PACKAGES", ("json.decoder",))
+    planned = steps(tmp_path, commit=None)
+    assert [step.name for step in planned] == ["tests", "ladder", "ladder_before_hopper"]
+    asked = bench_encoder.parse([part.replace(gpu_session.MINUTES, "1") for part in planned[2].command[2:]])
+    assert asked.without_hopper
+    assert asked.out == tmp_path / "ladder_before_hopper.json"
+
+
+def test_a_step_learns_how_long_it_may_begin_things(tmp_path: Path) -> None:
+    step = Step("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", gpu_session.MINUTES), 1.0)
+    gpu_session.run(step, tmp_path, 60.0)
+    assert (tmp_path / "told.log").read_text().strip() == "0.80"
 
 
 def test_the_folder_holds_what_came_out(

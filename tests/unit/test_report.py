@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     }
     budgets = {
         "benchmark": "fit_budgets", "arch": "qwen3_vl", "bounds": {"window": 16, "count": 8, "largest": 512},
-        "costs": {"gpu": "A GPU"}, "traces": {"chat": trace},
+        "costs": {"gpu": "A GPU", "file": "c.json"}, "traces": {"chat": trace},
     }  # fmt: skip
     tiny, elsewhere = encoder | {"tiny": True}, encoder | {"gpu": None}
     for number, result in enumerate((encoder, latency, budgets, tiny, elsewhere, {"gpu": "a cost table"})):
