@@ -18,6 +18,7 @@ from benchmarks.rungs import run_batches
 from benchmarks.towers import SECTIONS, config_of, random_patches, random_tower, shapes_of, unseen_grids
 from configs.encoder_config import EncoderConfig
 from encoder.runner import TowerRunner
+from encoder.vision_config import VisionConfig
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
@@ -172,6 +173,17 @@ def test_vllms_rows_are_like_the_others() -> None:
     (row,) = peer_vllm.rows({"graphs": {"x": {"ms": 5.0}}}, "compiled", record)
     assert row["name"] == "vllm compiled graphs"
     assert row["cells"]["x"] == {"ms": 5.0, "speedup": 2.0, "tflops": 400.0, "peak_share": 0.5}
+
+
+@pytest.mark.parametrize("arch", sorted(SECTIONS))
+def test_vllm_is_given_the_published_tower(arch: str, tmp_path: Path) -> None:
+    path = peer_vllm._checkpoint(arch, tmp_path / arch)
+    assert VisionConfig.from_checkpoint(path) == config_of(arch, tiny=False, dtype="bfloat16")
+    config = json.loads((path / "config.json").read_text())
+    text = config.get("text_config", config)
+    assert text["hidden_size"] == SECTIONS[arch]["out_hidden_size"]
+    rope = text.get("rope_parameters") or text["rope_scaling"]
+    assert 2 * sum(rope["mrope_section"]) == text["hidden_size"] // text["num_attention_heads"]
 
 
 @pytest.mark.parametrize(
