@@ -136,13 +136,14 @@ class Capturing:
         """Why a batch that no captured graph was found for, or that is to run eagerly, has none."""
         if layout.num_tokens > max(self.budgets):
             return Reason.OVER_LARGEST
-        if budget is None:
+        wanted = layout.num_tokens if budget is None else budget
+        reachable = [graph.shape for key, graph in self.graphs.captured.items() if key.budget >= wanted]
+        if any(shape.holds(layout) for shape in reachable):
             return Reason.CHEAPER
-        reachable = [key for key in self.graphs.captured if key.budget >= budget]
-        if any(not self.graphs.captured[key].shape.holds_segments(layout) for key in reachable):
+        if any(not shape.holds_segments(layout) for shape in reachable):
             return Reason.SEGMENTS
         for keys, reason in ((self._refused, Reason.REFUSED), (self._no_room, Reason.MEMORY)):
-            if any(key.budget >= budget for key in keys):
+            if any(key.budget >= wanted for key in keys):
                 return reason
         return Reason.NOT_CAPTURED
 

@@ -137,9 +137,10 @@ def test_what_was_not_captured_is_told_apart(tower: VisionTower) -> None:
         (CONFIG, BUDGETS, Reason.REFUSED),
         (dataclasses.replace(CONFIG, encoder_cudagraph_memory_bytes=1), (), Reason.MEMORY),
     ):
-        runner, graphs = make(tower, config, bad=bad)
-        assert_close(runner.run(patches, grids, 16), expected_of(tower, patches, grids))
-        assert (dict(runner.counts.eager_runs), graphs.captured) == ({reason: 1}, {})
+        for budget in (16, None):
+            runner, graphs = make(tower, config, bad=bad)
+            assert_close(runner.run(patches, grids, budget), expected_of(tower, patches, grids))
+            assert (dict(runner.counts.eager_runs), graphs.captured) == ({reason: 1}, {})
 
 
 def test_grids_over_the_arena_run_eagerly(tower: VisionTower) -> None:
