@@ -82,7 +82,7 @@ class EncoderGraphs:
     @property
     def buffer_bytes(self) -> int:
         """What all graphs share beside the pool."""
-        return self._buffers.num_bytes
+        return self._buffers.num_bytes + self._tables.arena.nbytes
 
     @property
     def free_bytes(self) -> int:

@@ -128,7 +128,9 @@ class TowerRunner:
         table = self._capturing.costs.table() if self._capturing is not None else None
         if self._config.packing == "cost" and table is not None:
             return plan(images, table=table, max_images=max_images, max_tokens=max(self._budgets))
-        budgets = table.budgets if table is not None and table.budgets else self._budgets
+        # What was not captured at the start may be later, unless all was to be captured then.
+        captured = table.budgets if table is not None and self._config.capture == "eager" else ()
+        budgets = captured or self._budgets
         return pack([image.num_tokens for image in images], budgets=budgets, max_images=max_images)
 
     def run(self, patches: Tensor, grids: Sequence[Grid], budget: int | None) -> Tensor:

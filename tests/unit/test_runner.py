@@ -159,6 +159,10 @@ def test_the_plan_is_by_measured_cost_or_the_seeds_rule(tower: VisionTower) -> N
     assert [batch for batch in batches if batch.budget is None] == [next(b for b in batches if b.indices == (3,))]
     greedy, _ = make(tower, dataclasses.replace(CONFIG, packing="greedy"))
     assert [(batch.indices, batch.budget) for batch in greedy.plan(grids)] == [((1, 0), 32), ((2,), 64), ((3,), None)]
+    lazy, _ = make(tower, dataclasses.replace(CONFIG, packing="greedy", capture="lazy"))
+    lazy.run(patches_of(tower, [(1, 4, 4)]), [(1, 4, 4)], 16)
+    assert lazy.idle_step()
+    assert lazy.plan(grids) == greedy.plan(grids), "not by the one budget that is captured"
     with pytest.raises(ValueError, match=r"grid \(1, 3, 4\)"):
         runner.plan([(1, 3, 4)])
 
