@@ -183,7 +183,7 @@ class Capturing:
             self._learnt_from = total
 
     def _prices(self) -> Prices:
-        table = self.costs.table()
+        table = self.costs.choosing()
         if table is None:
             # Nothing was timed yet: a graph saves the launches, which cost as much as about a thousand tokens.
             return Prices(eager=lambda tokens: tokens + 1000.0, replay=float)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import replace
 
 from encoder.geometry import Grid
 from encoder.planning import PAIRS_PER_UNIT, CostTable, ImageCost
@@ -15,7 +16,7 @@ from encoder.planning import PAIRS_PER_UNIT, CostTable, ImageCost
 _LEAST_SHARE = 0.2
 # Two measurements of one thing differed by up to 1.5 %, and an eager run is timed while nobody else needs the host that
 # launches it: it is preferred to a replay where it is better by more than that.
-EAGER_MARGIN = 1.03
+EAGER_MARGIN = 1.04
 
 
 def image_cost(grid: Grid, merge_unit: int) -> ImageCost:
@@ -39,6 +40,7 @@ class Costs:
         self._replays: dict[int, tuple[float, float]] = {}
         self._eager: dict[int, tuple[float, float]] = {}
         self._table: CostTable | None = None
+        self._choosing: tuple[CostTable, CostTable] | None = None
 
     def add_work(self, shorter: tuple[float, float], longer: tuple[float, float]) -> None:
         """Two replays of one graph, `(milliseconds, work)` each, that differ in their attention work alone."""
@@ -57,11 +59,20 @@ class Costs:
         self._table = None
 
     def table(self) -> CostTable | None:
-        """None before anything ran eagerly. Eager times stand there with `EAGER_MARGIN` on top."""
+        """What was measured; None before anything ran eagerly."""
         if self._table is None and self._eager:
-            eager = tuple((tokens, EAGER_MARGIN * ms) for tokens, ms in self._rows(self._eager))
-            self._table = CostTable(self._rows(self._replays), eager, self._work_ms)
+            self._table = CostTable(self._rows(self._replays), self._rows(self._eager), self._work_ms)
         return self._table
+
+    def choosing(self) -> CostTable | None:
+        """The same with `EAGER_MARGIN` on top of eager times: what is to be chosen by."""
+        table = self.table()
+        if table is None:
+            return None
+        if self._choosing is None or self._choosing[0] is not table:
+            eager = tuple((tokens, EAGER_MARGIN * ms) for tokens, ms in table.eager_ms)
+            self._choosing = table, replace(table, eager_ms=eager)
+        return self._choosing[1]
 
     def replay_ms(self, budget: int) -> float | None:
         """Without attention work: measured, or in proportion to those measured. None before any was."""

@@ -1,4 +1,4 @@
-"""The budgets that pad a known traffic least: pure functions of what batches held.
+"""The budgets that pad a known traffic least: a pure function of what batches held.
 
 It must not know images, graphs or files.
 """
@@ -6,9 +6,7 @@ It must not know images, graphs or files.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-
-from encoder.planning import CostTable, ImageCost, plan
+from collections.abc import Callable, Mapping
 
 # Of more different sizes, neighbours are put together first.
 MOST_SIZES = 256
@@ -65,33 +63,6 @@ def fit_budgets(
     return tuple(reversed(chosen))
 
 
-def fit_windows(
-    windows: Sequence[Sequence[int]], count: int, *, max_images: int, max_tokens: int, rounds: int = 4
-) -> tuple[int, ...]:
-    """Budgets for windows of images that wait together, each given by the images' tokens.
-
-    Which images run together depends on the budgets, and the best budgets on that: a few rounds of both, and the
-    budgets with the least padding of all rounds.
-    """
-    table = _by_size([max_tokens])
-    fitted: tuple[int, ...] = ()
-    least = float("inf")
-    for _ in range(rounds):
-        batches = _batches(windows, table, max_images, max_tokens)
-        budgets = fit_budgets(Counter(size for size in batches if size <= max_tokens), count)
-        if not budgets:
-            return ()
-        table = _by_size(budgets)
-        padded = sum(
-            next((budget for budget in budgets if budget >= size), size)
-            for size in _batches(windows, table, max_images, max_tokens)
-        )
-        if padded >= least:
-            break
-        least, fitted = padded, budgets
-    return fitted
-
-
 def _sizes(wanted: Mapping[int, int], step: int, most: int) -> tuple[list[int], list[int]]:
     rounded: Counter[int] = Counter()
     for size, number in wanted.items():
@@ -105,19 +76,3 @@ def _sizes(wanted: Mapping[int, int], step: int, most: int) -> tuple[list[int], 
         rounded = coarser
     sizes = sorted(rounded)
     return sizes, [rounded[size] for size in sizes]
-
-
-def _by_size(budgets: Sequence[int]) -> CostTable:
-    """Time in proportion to padded tokens, a little for each batch, and eager runs that do not pay."""
-    rows = tuple((budget, 1.0 + 0.01 * budget) for budget in budgets)
-    return CostTable(rows, ((1, 5.0), (budgets[-1], 5.0 + 0.02 * budgets[-1])), 0.0)
-
-
-def _batches(windows: Sequence[Sequence[int]], table: CostTable, max_images: int, max_tokens: int) -> list[int]:
-    """Tokens of each batch."""
-    found = []
-    for window in windows:
-        images = [ImageCost(count, 0.0) for count in window]
-        for batch in plan(images, table=table, max_images=max_images, max_tokens=max_tokens):
-            found.append(sum(window[index] for index in batch.indices))
-    return found

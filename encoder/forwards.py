@@ -111,7 +111,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig) -> TowerForward:
             raise ValueError(f"fusion is on, and the device is {tower.device}: fused kernels need a GPU")
         try:
             return _fused(tower, config)
-        except (RuntimeError, ImportError) as error:
+        except (FusionError, RuntimeError, ImportError) as error:
             asked_for = isinstance(error, BackendUnavailableError) and config.attention_backend != "auto"
             if config.fusion == "on" or asked_for:
                 raise
@@ -123,7 +123,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig) -> TowerForward:
     return TowerForward(name, run, tower.config, tower.dtype, tower.device, backend, backend.value, tolerance=tolerance)
 
 
-class FusionError(RuntimeError):
+class FusionError(ValueError):
     """A fused forward that does not give what the eager one gives."""
 
 

@@ -125,7 +125,7 @@ class TowerRunner:
             check_grid(grid, self.forward.config.spatial_merge_size)
         images = [image_cost(grid, self.forward.config.merge_unit) for grid in grids]
         max_images = self._config.encoder_cudagraph_max_images_per_batch
-        table = self._capturing.costs.table() if self._capturing is not None else None
+        table = self._capturing.costs.choosing() if self._capturing is not None else None
         if self._config.packing == "cost" and table is not None:
             return plan(images, table=table, max_images=max_images, max_tokens=max(self._budgets))
         # What was not captured at the start may be later, unless all was to be captured then.

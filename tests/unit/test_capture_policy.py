@@ -285,6 +285,12 @@ def test_attention_is_told_apart_from_the_rest() -> None:
     costs.add_work((2.0, 1.0), (3.0, 3.0))
     table = costs.table()
     assert table is not None
-    assert (table.replay_ms, table.work_ms) == (((64, 1.5), (128, 3.0)), 0.5)
-    assert table.eager_ms == ((60, EAGER_MARGIN * 5.5),)
+    assert (table.replay_ms, table.eager_ms, table.work_ms) == (((64, 1.5), (128, 3.0)), ((60, 5.5),), 0.5)
+    chosen_by = costs.choosing()
+    assert chosen_by is not None
+    assert (chosen_by.replay_ms, chosen_by.eager_ms) == (table.replay_ms, ((60, EAGER_MARGIN * 5.5),))
+    costs.add_eager(60, 7.0, 0.0)
+    renewed = costs.choosing()
+    assert renewed is not None
+    assert renewed.eager_ms == ((60, EAGER_MARGIN * 7.0),)
     assert [costs.replay_ms(budget) for budget in (32, 64, 96, 256)] == [1.5, 1.5, 2.25, 6.0]

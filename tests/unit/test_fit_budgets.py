@@ -1,17 +1,14 @@
-"""Fitted budgets are the best there are, and pad a trace less than a ladder does."""
+"""Fitted budgets are the best there are."""
 
 from __future__ import annotations
 
-import random
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder.budgets import default_budgets
-from encoder.fit_budgets import MOST_SIZES, fit_budgets, fit_windows
-from encoder.packing import pack
+from encoder.fit_budgets import MOST_SIZES, fit_budgets
 
 
 def total(wanted: dict[int, int], budgets: tuple[int, ...]) -> int:
@@ -52,22 +49,5 @@ def test_many_sizes_are_fitted_in_reasonable_work() -> None:
 def test_nothing_wanted_needs_nothing_and_a_count_of_none_is_refused() -> None:
     assert fit_budgets({}, 3) == ()
     assert fit_budgets({5: 0}, 3) == ()
-    assert fit_windows([], 3, max_images=4, max_tokens=64) == ()
     with pytest.raises(ValueError, match="count is 0; it must be at least 1"):
         fit_budgets({5: 1}, 0)
-
-
-def test_fitted_to_windows_they_pad_less_than_the_default_ladder() -> None:
-    generator = random.Random(3)
-    sizes = [49, 144, 196, 256, 768, 1024]
-    windows = [[generator.choice(sizes) for _ in range(generator.randint(1, 16))] for _ in range(40)]
-    real = sum(map(sum, windows))
-
-    def padding(budgets: tuple[int, ...]) -> float:
-        packed = [batch for window in windows for batch in pack(window, budgets=budgets, max_images=16)]
-        return sum(batch.budget or 0 for batch in packed) / real
-
-    fitted = fit_windows(windows, 23, max_images=16, max_tokens=8672)
-    assert len(fitted) <= 23
-    assert fitted[-1] <= 8672
-    assert padding(fitted) < padding(default_budgets())
