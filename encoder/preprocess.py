@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from encoder.image_load import MAX_PIXELS_DECODED, check_pixels, load_rgb, to_rgb
+from encoder.decoded import Decoded, decode
+from encoder.image_load import MAX_PIXELS_DECODED
 from encoder.image_rules import ImageRules, PixelBounds
-from encoder.image_size import Grid, resized
+from encoder.image_size import Grid
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,27 @@ class Preprocessor:
 
     def pixels(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Pixels:
         """Encoded bytes, or an image that Pillow holds, to resized pixels. Raises ImageError."""
-        if isinstance(image, bytes):
-            rgb = load_rgb(image, max_pixels_decoded=self.max_pixels_decoded)
-        else:
-            check_pixels(image.width, image.height, self.max_pixels_decoded)
-            rgb = to_rgb(image)
-        width, height = resized(rgb.width, rgb.height, self.rules, bounds)
-        patch_size = self.rules.patch_size
-        return Pixels(_resize(rgb, width, height), (1, height // patch_size, width // patch_size))
+        return resize(self.decoded(image, bounds), self.rules)
+
+    def decoded(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Decoded:
+        """The first half of `pixels`. Raises ImageError."""
+        return decode(image, self.rules, bounds, max_pixels_decoded=self.max_pixels_decoded)
 
 
-def _resize(rgb: Image.Image, width: int, height: int) -> NDArray[np.uint8]:
+def resize(image: Decoded, rules: ImageRules) -> Pixels:
     """Bicubic with antialiasing in torch's integer arithmetic on the CPU: bit for bit as torchvision resizes bytes."""
-    values = torch.from_numpy(np.array(rgb)).permute(2, 0, 1)
-    if (rgb.width, rgb.height) != (width, height):
+    height, width = target(image.grid_thw, rules)
+    values = torch.from_numpy(image.values).permute(2, 0, 1)
+    if values.shape[1:] != (height, width):
         values = torch.nn.functional.interpolate(
             values[None], (height, width), mode="bicubic", align_corners=False, antialias=True
         )[0]
-    return values.contiguous().numpy()
+    return Pixels(values.contiguous().numpy(), image.grid_thw)
+
+
+def target(grid: Grid, rules: ImageRules) -> tuple[int, int]:
+    """Height and width in pixels of an image of this grid, once it is resized."""
+    return grid[1] * rules.patch_size, grid[2] * rules.patch_size
 
 
 def patchify(values: torch.Tensor, rules: ImageRules) -> torch.Tensor:
@@ -75,14 +79,14 @@ def patchify(values: torch.Tensor, rules: ImageRules) -> torch.Tensor:
     # Reordered as bytes first: the float copies are made once, in their final order.
     blocks = values.reshape(channels, h // merge, merge, patch, w // merge, merge, patch)
     patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(h * w, channels, 1, patch * patch)
-    mean, std = _normalisation(rules, values.device)
+    mean, std = normalisation(rules, values.device)
     normalised = patches.to(torch.float32).sub_(mean).div_(std)
     return normalised.expand(-1, -1, rules.temporal_patch_size, -1).reshape(h * w, -1)
 
 
 # Remembered, since making them on a GPU is a copy from the host, which waits for all work queued before it.
 @lru_cache(maxsize=16)
-def _normalisation(rules: ImageRules, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def normalisation(rules: ImageRules, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and std `[3, 1, 1]` on the scale of bytes, in the processor's own float32 arithmetic."""
     per_byte = 1.0 / rules.rescale_factor
     mean, std = (torch.tensor(numbers).view(3, 1, 1) * per_byte for numbers in (rules.image_mean, rules.image_std))

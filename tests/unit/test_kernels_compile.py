@@ -14,20 +14,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from encoder.kernels import attention, expand, norm, positions, rope, segments, short_attention, swiglu
+from encoder.kernels import attention, expand, norm, pixels, positions, rope, segments, short_attention, swiglu
 from encoder.kernels.launch import parts
 from encoder.kernels.tiles import attention_tile, short_rows
+from encoder.pixel_plan import PATCH_FIELDS, ROWS_FIELDS
 
 pytestmark = pytest.mark.slow
 
-A100 = GPUTarget("cuda", 80, 32)
+A100, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 # Of the 164 KiB of a multiprocessor, a block gets 163.
 A100_SHARED_BYTES = 163 * 1024
 HEADS = 16
 
 
 def compile_for_a100(
-    kernel: Any, dtypes: Mapping[str, str], constants: Mapping[str, object], warps: int, stages: int = 3
+    kernel: Any,
+    dtypes: Mapping[str, str],
+    constants: Mapping[str, object],
+    warps: int,
+    stages: int = 3,
+    target: GPUTarget = A100,
 ) -> Any:
     """`dtypes`: of the arguments that are not pointers to bfloat16, by name."""
     signature, values, aligned = {}, {}, {}
@@ -39,12 +45,12 @@ def compile_for_a100(
         if signature[name].startswith("*") or name.endswith("stride"):
             aligned[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    return triton.compile(source, target=A100, options={"num_warps": warps, "num_stages": stages})
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
 
 
-def fits(compiled: Any) -> None:
+def fits(compiled: Any, arch: str = "sm_80") -> None:
     assert compiled.asm["cubin"]
-    assert ".target sm_80" in compiled.asm["ptx"]
+    assert f".target {arch}" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= A100_SHARED_BYTES
 
 
@@ -125,3 +131,14 @@ def test_expand(columns: int, windowed: bool) -> None:
     integers = dict.fromkeys(pointers, "*i32") | dict.fromkeys(("slots", "tokens", "windows"), "i32")
     constants = {"UNIT": 4, "COLUMNS": columns, "WINDOWED": windowed, "BLOCK": 256}
     fits(compile_for_a100(expand._expand_kernel, integers, constants, 4))
+
+
+@pytest.mark.parametrize(("target", "arch"), [(A100, "sm_80"), (HOPPER, "sm_90")])
+@pytest.mark.parametrize("patch", [14, 16])
+def test_pixels(patch: int, target: GPUTarget, arch: str) -> None:
+    bytes_and_tables = {"buffer_ptr": "*u8", "table_ptr": "*i64", "taps_ptr": "*i32"}
+    rows = {"FIELDS": ROWS_FIELDS, "ROWS": pixels.ROWS_OUT, "COLUMNS": pixels.COLUMNS_OUT}
+    fits(compile_for_a100(pixels._rows_kernel, bytes_and_tables, rows, warps=4, target=target), arch)
+    patches = {"FIELDS": PATCH_FIELDS, "PATCH": patch, "MERGE": 2, "FRAMES": 2, "PATCHES": pixels.PATCHES, "AREA": 256}
+    dtypes = bytes_and_tables | {"mean_ptr": "*fp32", "std_ptr": "*fp32"}
+    fits(compile_for_a100(pixels._patches_kernel, dtypes, patches, warps=4, target=target), arch)
