@@ -70,9 +70,12 @@ class EncoderReplicaConfig(Options):
     accelerator_type: str | None = None
     """Ray's name of a GPU type, such as "A100" or "H100"."""
     decode_workers: PositiveInt = 2
-    """Processes that decode and resize images."""
+    """Processes that decode images, and resize them where there is no GPU to do it."""
     decode_timeout_s: PositiveFloat = 20.0
     """An image that takes longer is refused and its worker process replaced."""
+    shared_pixel_bytes: PositiveInt = 256 * MIB
+    """Shared memory in which decoded images wait for the encoder, pinned where that is on a GPU. An image that finds no
+    room there comes through a pipe."""
     cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     """Bound of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144

@@ -1,102 +1,102 @@
-"""Decoding and resizing in worker processes, so that a decoder's crash or a slow file costs one request.
+"""Decoding in worker processes, so that a decoder's crash or a slow file costs one request.
 
-It must not know what becomes of the pixels.
+Where the device resizes, a worker only decodes; else it resizes too. Pixels come through shared memory; where that is
+full they come resized through a pipe, which is counted. It must not know what becomes of the pixels.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
-import multiprocessing
-from concurrent.futures.process import BrokenProcessPool
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import torch
-from pebble import ProcessExpired, ProcessPool
-
-from encoder.image_size import ImageError, ImageRules, PixelBounds
-from encoder.preprocess import Pixels, Preprocessor
-
-logger = logging.getLogger("ray.serve")
-
-GAVE_UP = "the decoder gave up on this image"
+from deployments.arena import Arena
+from deployments.decoder_process import Decoder, Task
+from encoder.decoded import Decoded
+from encoder.image_size import ImageRules, PixelBounds, grid_of, resized
+from encoder.preprocess import Pixels
 
 
-@functools.cache  # one for each worker process
-def _preprocessor(rules: ImageRules, max_pixels: int) -> Preprocessor:
-    torch.set_num_threads(1)  # the pool is the parallelism
-    return Preprocessor(rules, max_pixels_decoded=max_pixels)
-
-
-def _decode(rules: ImageRules, max_pixels: int, data: bytes, bounds: PixelBounds | None) -> Pixels:
-    return _preprocessor(rules, max_pixels).pixels(data, bounds)
+def _ignore() -> None: ...
 
 
 class DecodePool:
     """Worker processes that turn files into pixels. Used from one event loop."""
 
-    def __init__(self, rules: ImageRules, *, workers: int, max_pixels: int, timeout_s: float) -> None:
-        """`max_pixels` bounds width times height as a file's header states it."""
-        self._settings = (rules, max_pixels)
-        self._workers = workers
+    def __init__(
+        self,
+        rules: ImageRules,
+        *,
+        workers: int,
+        max_pixels: int,
+        timeout_s: float,
+        shared_bytes: int,
+        resize: bool,
+        piped: Callable[[], None] = _ignore,
+    ) -> None:
+        """`max_pixels` bounds width times height as a file's header states it, `shared_bytes` the pixels in shared
+        memory. `resize`: in the workers, for a device that does not. `piped` is called, on any thread, for each image
+        that found no room in shared memory."""
+        self._rules = rules
         self._timeout_s = timeout_s
+        self._resize = resize
+        self._piped = piped
+        self.arena = Arena(shared_bytes)
+        self._decoders = [
+            Decoder(rules, max_pixels, self.arena.handle(), resizes=resize) for _ in range(workers)
+        ]
+        self._idle: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
+        for decoder in self._decoders:
+            self._idle.put(decoder)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         # Jobs beyond these wait here, where leaving costs nothing; the one job more keeps the workers busy.
-        self._slots = asyncio.Semaphore(workers + 1)
-        self._pool = self._started_pool()
+        self._places = asyncio.Semaphore(workers + 1)
 
-    async def pixels(self, data: bytes, bounds: PixelBounds | None) -> Pixels:
-        """`uint8 [3, H, W]` and the grid.
+    async def pixels(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
+        """The image and its grid. `size`: upright width and height, as the file's header states them.
 
         A caller who leaves gives up its place in the queue. What is being decoded is decoded to its end: it could only
-        be stopped with its process, and a new one takes seconds to start.
+        be stopped with its process, and a new one takes seconds to start. The pixels' memory is free again when nobody
+        holds them any more.
 
         Raises:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
         """
+        await self._places.acquire()
         try:
-            return await self._decoded(data, bounds)
-        except BrokenProcessPool:  # a worker died while all were idle; pebble gives up the whole pool for that
-            logger.warning("the decoders were lost and are started anew")
-        try:
-            return await self._decoded(data, bounds)
-        except BrokenProcessPool as error:
-            raise ImageError(GAVE_UP) from error
-
-    async def _decoded(self, data: bytes, bounds: PixelBounds | None) -> Pixels:
-        await self._slots.acquire()
-        try:
-            if not self._pool.active:
-                lost, self._pool = self._pool, self._started_pool()
-                asyncio.get_running_loop().run_in_executor(None, _stop, lost)
-            future = asyncio.wrap_future(
-                self._pool.schedule(_decode, args=(*self._settings, data, bounds), timeout=self._timeout_s)
-            )
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, bounds, size)
         except BaseException:
-            self._slots.release()
+            self._places.release()
             raise
-        future.add_done_callback(lambda _: self._slots.release())
-        try:
-            return await asyncio.shield(future)
-        except TimeoutError as error:
-            raise ImageError(f"decoding took longer than {self._timeout_s:g} s") from error
-        except ProcessExpired as error:
-            raise ImageError(GAVE_UP) from error
+        future.add_done_callback(self._done)
+        return await asyncio.shield(future)
 
-    def _started_pool(self) -> ProcessPool:
-        pool = ProcessPool(
-            max_workers=self._workers,
-            initializer=_preprocessor,
-            initargs=self._settings,
-            context=multiprocessing.get_context("spawn"),  # a fork of a process with CUDA or threads is not safe
-        )
-        pool.schedule(_preprocessor, args=self._settings)  # starts the processes now, and not with the first image
-        return pool
+    def _done(self, future: asyncio.Future[Pixels | Decoded]) -> None:
+        self._places.release()
+        if not future.cancelled():
+            future.exception()  # of a caller who left, nobody asks
+
+    def _decode(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
+        width, height = resized(*size, self._rules, bounds) if self._resize else size
+        lease = self.arena.take(3 * width * height)
+        if lease is None:
+            self._piped()
+        # Without room in shared memory the smaller image goes: what waits then has the bound of the tokens that wait.
+        resize = self._resize or lease is None
+        place = (lease.start, lease.num_bytes) if lease is not None else (0, 0)
+        decoder = self._idle.get()
+        try:
+            values = decoder.run(Task(data, bounds, resize, *place), lease, self._timeout_s)
+        finally:
+            self._idle.put(decoder)
+        if not resize:
+            return Decoded(values, grid_of(values.shape[1], values.shape[0], self._rules, bounds))
+        patch = self._rules.patch_size
+        return Pixels(values, (1, values.shape[1] // patch, values.shape[2] // patch))
 
     def stop(self) -> None:
         """Ends the worker processes. What is under way is never answered: call it when nobody waits any more."""
-        _stop(self._pool)
-
-
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]
-    pool.join()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for decoder in self._decoders:
+            decoder.stop()

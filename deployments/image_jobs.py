@@ -49,14 +49,14 @@ async def request_images(
     total_tokens = 0
     for part, data in zip(parts, files, strict=True):
         asked = _bounds_of(part, bounds, limits)
-        tokens = _visual_tokens(part, data, asked, identity, limits)
+        size, tokens = _cost(part, data, asked, identity, limits)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
         total_tokens += tokens
         digest = identity.digest(data, asked)
         digests.append(digest)
-        jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint))
+        jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint, size))
     if total_tokens > limits.max_visual_tokens_per_request:
         raise ApiError(
             400,
@@ -93,12 +93,13 @@ def _bounds_of(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfi
     return PixelBounds(None if asked.min_pixels is None else min(asked.min_pixels, low), low)
 
 
-def _visual_tokens(
+def _cost(
     part: ImagePart, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
-) -> int:
-    """What the image will cost, from its header alone."""
+) -> tuple[tuple[int, int], int]:
+    """The image's size in pixels and in visual tokens, from its header alone."""
     try:
         found = header(data, max_pixels_decoded=limits.max_image_pixels)
-        return num_tokens(grid_of(found.width, found.height, identity.rules, bounds), identity.rules.merge_size)
+        grid = grid_of(found.width, found.height, identity.rules, bounds)
+        return (found.width, found.height), num_tokens(grid, identity.rules.merge_size)
     except ImageError as error:
         raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error

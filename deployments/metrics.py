@@ -32,6 +32,7 @@ class Count(Enum):
     PADDING_TOKENS = "Tokens of padding in replays."
     GRID_HITS = "Images of a size whose positions were known on the GPU."
     GRID_MISSES = "Images of a size whose positions had to be computed."
+    PIXELS_PIPED = "Images that came from their decoder through a pipe, for want of room in shared memory."
     BATCHES_RETRIED = "Batches that failed and were tried again image by image."
     QUEUE_FULL = "Images refused because too many visual tokens waited already."
     REPLICAS_LOST = "Requests answered with 503 because a replica was lost while it worked on them."

@@ -37,6 +37,8 @@ class ImageJob:
     """64 hex characters; keys the caches."""
     identity: str
     """Of the encoder that the digest was made for; another encoder refuses the job."""
+    size: tuple[int, int]
+    """Upright width and height in pixels, as the file's header states them."""
 
 
 @dataclass(frozen=True)
