@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from multiprocessing import reduction
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +107,12 @@ class _View:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": (address, False)}
 
 
+class _Inherited(Protocol):
+    """What `reduction.DupFd` becomes in the child."""
+
+    def detach(self) -> int: ...
+
+
 class ArenaHandle:
     """An arena on its way to a child process, which inherits the file; `open` there maps it."""
 
@@ -122,7 +129,7 @@ class ArenaHandle:
         return _inherited, (reduction.DupFd(self._file), self._num_bytes)
 
 
-def _inherited(file: reduction._DupFd, num_bytes: int) -> ArenaHandle:
+def _inherited(file: _Inherited, num_bytes: int) -> ArenaHandle:
     return ArenaHandle(file.detach(), num_bytes)
 
 

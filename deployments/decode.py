@@ -43,9 +43,7 @@ class DecodePool:
         self._resize = resize
         self._piped = piped
         self.arena = Arena(shared_bytes)
-        self._decoders = [
-            Decoder(rules, max_pixels, self.arena.handle(), resizes=resize) for _ in range(workers)
-        ]
+        self._decoders = [Decoder(rules, max_pixels, self.arena.handle(), resizes=resize) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
         for decoder in self._decoders:
             self._idle.put(decoder)

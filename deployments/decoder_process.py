@@ -108,6 +108,7 @@ class Decoder:
     def __init__(self, rules: ImageRules, max_pixels: int, arena: ArenaHandle, *, resizes: bool) -> None:
         self._settings = (rules, max_pixels, arena, resizes)
         self._stopped = False
+        self._ready = False
         self._start()
 
     def run(self, task: Task, lease: Lease | None, timeout_s: float) -> NDArray[np.uint8]:

@@ -1,8 +1,8 @@
 """The weights of a bicubic resize with antialiasing, in the integer arithmetic by which torch resizes bytes on the CPU.
 
-Each output pixel is a sum of neighbouring input pixels, `(Σ value * weight + half) >> precision`, clamped to a byte: first
-along the rows, then along the columns, rounded to bytes in between. So whoever sums with these weights in integers gets
-what the CPU gets, bit for bit. It must not know of tensors or devices.
+Each output pixel is a sum of neighbouring input pixels, `(Σ value * weight + half) >> precision`, clamped to a byte:
+first along the rows, then along the columns, rounded to bytes in between. So whoever sums with these weights in
+integers gets what the CPU gets, bit for bit. It must not know of tensors or devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bytes of images on a device to patches: resized, normalised and cut there, equal to the CPU's bit for bit.
 
-On a GPU the kernels of `encoder.kernels.pixels` do it in two launches for a whole batch; elsewhere the same integer sums
-in plain torch, which is the reference that the kernels are tested against. It must not know of copies or streams.
+On a GPU the kernels of `encoder.kernels.pixels` do it in two launches for a whole batch; elsewhere plain torch makes
+the same integer sums, and is the reference that the kernels are tested against. It must not know of copies or streams.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Tables:
 def fill_patches(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
     """Writes a batch's patches on the current stream, without a synchronisation.
 
-    `buffer`: uint8 `[plan.buffer_bytes]` with the images in its first part; `control`: `plan.control` on the same device;
-    `out`: `[plan.num_patches, patch_dim]` in any float dtype, each row contiguous. Raises ValueError for other shapes.
+    `buffer`: uint8 `[plan.buffer_bytes]` with the images in its first part; `control`: `plan.control` on its device;
+    `out`: `[plan.num_patches, patch_dim]` in any float dtype, contiguous. Raises ValueError for other shapes.
     """
     wanted = (plan.num_patches, 3 * rules.temporal_patch_size * rules.patch_size**2)
     if tuple(out.shape) != wanted or not out.is_contiguous():
@@ -100,7 +100,9 @@ def _resized_last(values: Tensor, num_out: int) -> Tensor:
         return values
     found = taps(num_in, num_out)
     first, weights = (torch.from_numpy(part).to(values.device) for part in (found.first, found.weights))
-    total = torch.full((*values.shape[:-1], num_out), 1 << (found.precision - 1), dtype=torch.int32, device=values.device)
+    total = torch.full(
+        (*values.shape[:-1], num_out), 1 << (found.precision - 1), dtype=torch.int32, device=values.device
+    )
     for tap in range(weights.shape[1]):
         place = (first + tap).clamp_(max=num_in - 1)  # past the end the weight is 0
         total += values[..., place].to(torch.int32) * weights[:, tap]

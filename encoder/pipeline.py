@@ -1,7 +1,7 @@
 """Batch after batch through the device: staged, run, and left to be fetched, without waiting for one another.
 
-Between staging and fetching stands whatever runs a batch of patches. Two batches are under way at most, so whoever feeds
-this waits while the device has one to compute and one to follow. It must not know of towers, graphs or requests.
+Between staging and fetching stands whatever runs a batch of patches. Two batches are under way at most, so whoever
+feeds this waits while the device has one to compute and one to follow. It must not know of towers, graphs or requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Launched:
     def on_device(self) -> list[Tensor]:
         """The same on the device, in the order of the compute lane."""
         self.staged.arrived.wait()  # the images may go now; the copies are long done when there is a batch ahead
-        parts = torch.split(self.outputs, self.num_tokens)
+        parts = torch.split(self.outputs, list(self.num_tokens))
         # Copies: a view would keep the whole batch alive for as long as somebody keeps one image.
         return [part.clone() for part in parts] if len(parts) > 1 else [self.outputs]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class Staging:
         quarter = self._bounds.pinned // 4
         self._sets = itertools.cycle([_Set(lanes.host_buffer(quarter)) for _ in range(2)])
         self._next = next(self._sets)
-        self._pieces = [_Set(lanes.host_buffer(quarter)) for _ in range(2)]
+        self._pieces = [lanes.host_buffer(quarter) for _ in range(2)]
         self._taps = TapCache(self._bounds.taps)
 
     def wait_for_room(self) -> None:
@@ -140,16 +141,14 @@ class Staging:
             self._copy_in(pieces, used.host)
             arrived = copy_in.mark()
             self.lanes.compute.after(arrived)
-        except BaseException:
-            used.busy.append(copy_in.mark())
-            raise
         finally:
+            # After a failure too. Its copies come before the next ones on their lane, so they can spoil nothing.
             self._next = next(self._sets)
         self.counts.batches += 1
         return Staged(plan, buffer, control, images, arrived, self, used)
 
     def _device_buffer(self, used: _Set, num_bytes: int) -> Tensor:
-        """The set's buffer, grown where it is too small. It belongs to the lane of the copies in, which writes first."""
+        """The set's buffer, grown where it is too small; memory of the lane that first writes to it."""
         if used.device is not None and used.device.numel() > self._bounds.kept:
             used.device = None
         if used.device is None or used.device.numel() < num_bytes:
@@ -168,14 +167,14 @@ class Staging:
             if self.lanes.direct(source):
                 self.counts.bytes_direct += count
             elif filled + count <= host.numel():
-                through = host[filled : filled + count]
-                through.copy_(source)
-                source = through
+                through = host[filled : filled + count].copy_(source)
+                copy_in.do(partial(target.copy_, through, non_blocking=True))
                 filled += count
                 self.counts.bytes_pinned += count
+                continue
             else:
                 self.counts.bytes_unpinned += count
-            copy_in.do(lambda target=target, source=source: target.copy_(source, non_blocking=True))  # type: ignore[misc]
+            copy_in.do(partial(target.copy_, source, non_blocking=True))
 
     @torch.inference_mode()
     def fetch(self, outputs: Tensor, num_tokens: Sequence[int], ready: Mark) -> list[Tensor]:
@@ -186,37 +185,31 @@ class Staging:
         """
         rows, width = outputs.shape
         row_bytes = width * outputs.element_size()
-        each = self._pieces[0].host.numel() // row_bytes
+        each = self._pieces[0].numel() // row_bytes
         results = [torch.empty(count, width, dtype=outputs.dtype) for count in num_tokens]
         if each == 0:
-            raise ValueError(f"a token has {row_bytes} bytes, a piece of pinned memory {self._pieces[0].host.numel()}")
+            raise ValueError(f"a token has {row_bytes} bytes, a piece of pinned memory {self._pieces[0].numel()}")
         borders = [0, *itertools.accumulate(num_tokens)]
         self.lanes.copy_out.after(ready)
-        before: tuple[_Set, int, int] | None = None
+        before: tuple[Tensor, Mark, int] | None = None
         for number, start in enumerate(range(0, rows, each)):
-            piece, end = self._pieces[number % 2], min(start + each, rows)
-            for mark in piece.busy:  # of a fetch that failed half way
-                mark.wait()
+            end = min(start + each, rows)
             source = outputs[start:end]
-            target = piece.host[: (end - start) * row_bytes].view(outputs.dtype).view(end - start, width)
-            self.lanes.copy_out.do(lambda target=target, source=source: target.copy_(source, non_blocking=True))  # type: ignore[misc]
-            piece.busy = [self.lanes.copy_out.mark()]
+            target = self._pieces[number % 2][: (end - start) * row_bytes].view(outputs.dtype).view(end - start, width)
+            self.lanes.copy_out.do(partial(target.copy_, source, non_blocking=True))
+            arrived = self.lanes.copy_out.mark()
             if before is not None:
                 _unload(*before, results, borders)
-            before = piece, start, end
+            before = target, arrived, start
         if before is not None:
             _unload(*before, results, borders)
         return results
 
 
-def _unload(piece: _Set, start: int, end: int, results: Sequence[Tensor], borders: Sequence[int]) -> None:
-    """Rows `start` to `end` from a piece of pinned memory to the images that they belong to."""
-    for mark in piece.busy:
-        mark.wait()
-    piece.busy.clear()
-    width, dtype = results[0].shape[1], results[0].dtype
-    rows = piece.host[: (end - start) * width * results[0].element_size()].view(dtype).view(end - start, width)
+def _unload(rows: Tensor, arrived: Mark, start: int, results: Sequence[Tensor], borders: Sequence[int]) -> None:
+    """Rows from `start` on, from a piece of pinned memory to the images that they belong to."""
+    arrived.wait()
     for result, (first, last) in zip(results, itertools.pairwise(borders), strict=True):
-        low, high = max(first, start), min(last, end)
+        low, high = max(first, start), min(last, start + len(rows))
         if low < high:
             result[low - first : high - first].copy_(rows[low - start : high - start])

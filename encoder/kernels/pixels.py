@@ -1,6 +1,6 @@
-"""Bytes of images to patches, for all images of a batch in two launches: rows resized; columns resized, normalised, cut.
+"""Bytes of images to patches, all images of a batch in two launches: rows resized; columns resized, normalised, cut.
 
-The sums are in integers, so the bytes are those of the CPU (`encoder.bicubic`); the normalising divides as the CPU does.
+The sums are in integers, so the bytes are the CPU's (`encoder.bicubic`); the normalising divides as the CPU does.
 What each image is like stands in a table on the device (`encoder.pixel_plan`).
 """
 
@@ -97,9 +97,7 @@ def _patches_kernel(
         for tap in range(taps):
             weight = tl.load(weights_ptr + y * taps + tap, mask=covered, other=0)
             row = first + tap
-            value = tl.load(
-                source_ptr + row * row_stride + x * column_stride, mask=covered & (row < num_in), other=0
-            )
+            value = tl.load(source_ptr + row * row_stride + x * column_stride, mask=covered & (row < num_in), other=0)
             total += value.to(tl.int32) * weight
         byte = tl.minimum(tl.maximum(total >> precision, 0), 255).to(tl.float32)
         normalised = tl.div_rn(byte - tl.load(mean_ptr + channel), tl.load(std_ptr + channel) + byte * 0.0)
@@ -111,8 +109,9 @@ def _patches_kernel(
 def resize_rows(buffer: Tensor, table: Tensor, taps: Tensor, most_rows: int, widest: int) -> None:
     """Resizes along the rows, from bytes to bytes in the same buffer.
 
-    `table` int64 `[images, ROWS_FIELDS]`: height; width to come; source's offset and row, column and channel stride; target's
-    offset (planes of `height * width`); offsets of the weights in `taps` (first, weights); taps; precision; width now.
+    `table` int64 `[images, ROWS_FIELDS]`: height; width to come; source's offset and row, column and channel stride;
+    target's offset (planes of `height * width`); offsets of the weights in `taps` (first, weights); taps; precision;
+    width now.
     """
     tiles = triton.cdiv(most_rows, ROWS_OUT) * triton.cdiv(widest, COLUMNS_OUT)
     _rows_kernel[(tiles, table.shape[0])](
@@ -135,10 +134,10 @@ def write_patches(
 ) -> None:
     """Resizes along the columns, normalises, and writes patches in the order of `preprocess.patchify` into `out`.
 
-    `table` int64 `[images, PATCH_FIELDS]`: patches; patches in a row; source's offset and row, column and channel stride;
-    offsets of the weights in `taps` (first, weights); taps; precision; height now; the image's first row of `out`; the
-    elements of a row of `out`. `mean`, `std`: float32 `[3]` on the scale of bytes. `out` `[num_patches, 3 * frames *
-    patch²]` in any float dtype; computed in float32, rounded once.
+    `table` int64 `[images, PATCH_FIELDS]`: patches; patches in a row; source's offset and row, column and channel
+    stride; offsets of the weights in `taps` (first, weights); taps; precision; height now; the image's first row of
+    `out`; the elements of a row of `out`. `mean`, `std`: float32 `[3]` on the scale of bytes. `out` `[num_patches,
+    3 * frames * patch²]` in any float dtype; computed in float32, rounded once.
     """
     _patches_kernel[(triton.cdiv(most_patches, PATCHES), table.shape[0], 3)](
         buffer,

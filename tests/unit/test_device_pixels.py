@@ -1,6 +1,6 @@
 """Bytes to patches where the device resizes: the same patches, bit for bit, as where the CPU does.
 
-The sums are integers and the normalising is the same float32 division, so no tolerance is needed; 2/255 would be allowed.
+The sums are integers and the normalising is the same float32 division, so there is no tolerance; 2/255 would do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ RULES = ImageRules(patch_size=16, image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.
 OTHER = ImageRules(patch_size=5, merge_size=3, temporal_patch_size=3, rescale_factor=0.01)
 # (height, width) of the file and the (rows, columns) of merge blocks it is resized to.
 SIZES = [
-    ((1, 1), (2, 2)), ((1, 200), (1, 6)), ((200, 1), (6, 1)), ((64, 96), (2, 3)), ((63, 97), (2, 3)), ((40, 30), (5, 4)),
-    ((333, 77), (2, 1)), ((300, 500), (9, 16)), ((700, 500), (1, 1)), ((96, 33), (3, 2)), ((31, 96), (2, 3)),
+    ((1, 1), (2, 2)), ((1, 200), (1, 6)), ((200, 1), (6, 1)), ((64, 96), (2, 3)), ((63, 97), (2, 3)),
+    ((40, 30), (5, 4)), ((333, 77), (2, 1)), ((300, 500), (9, 16)), ((700, 500), (1, 1)), ((96, 33), (3, 2)),
+    ((31, 96), (2, 3)),
 ]  # fmt: skip
 
 
@@ -48,10 +49,11 @@ def by_torch(values: np.ndarray, height: int, width: int) -> torch.Tensor:
     )[0]
 
 
+SIDES = st.integers(1, 260)
+
+
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 260), st.integers(1, 260), st.integers(1, 260), st.integers(1, 260), st.sampled_from(["noise", "edges"])
-)
+@given(SIDES, SIDES, SIDES, SIDES, st.sampled_from(["noise", "edges"]))
 def test_resized_bytes_are_those_of_torch(height: int, width: int, to_height: int, to_width: int, kind: str) -> None:
     values = picture(height, width)
     if kind == "edges":
@@ -60,7 +62,9 @@ def test_resized_bytes_are_those_of_torch(height: int, width: int, to_height: in
     assert torch.equal(resized, by_torch(values, to_height, to_width))
 
 
-@pytest.mark.parametrize(("size", "to"), [((1500, 700), (64, 32)), ((9, 900), (32, 3200)), ((1203, 1997), (1216, 1984))])
+@pytest.mark.parametrize(
+    ("size", "to"), [((1500, 700), (64, 32)), ((9, 900), (32, 3200)), ((1203, 1997), (1216, 1984))]
+)
 def test_large_images_too(size: tuple[int, int], to: tuple[int, int]) -> None:
     values = picture(*size)
     assert torch.equal(resize_bytes(torch.from_numpy(values).permute(2, 0, 1), *to), by_torch(values, *to))
@@ -68,9 +72,7 @@ def test_large_images_too(size: tuple[int, int], to: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("rules", [RULES, OTHER], ids=["16", "5"])
 @pytest.mark.parametrize(("size", "blocks"), SIZES)
-def test_patches_are_those_of_the_cpus_way(
-    size: tuple[int, int], blocks: tuple[int, int], rules: ImageRules
-) -> None:
+def test_patches_are_those_of_the_cpus_way(size: tuple[int, int], blocks: tuple[int, int], rules: ImageRules) -> None:
     values = picture(*size)
     grid = (1, blocks[0] * rules.merge_size, blocks[1] * rules.merge_size)
     expected = patchify(torch.from_numpy(resize(Decoded(values, grid), rules).values), rules)

@@ -1,7 +1,7 @@
 """Batches through two sets of buffers, on lanes that put their work off as long as they may.
 
-The deferred lanes keep what they are given and do it when somebody must wait, choosing at random among the lanes that may
-go on. So a buffer that is written again too early, or read too early, gives wrong numbers here as it would on a GPU.
+The deferred lanes keep what they are given and do it when somebody must wait, choosing at random among the lanes that
+may go on. So a buffer that is written again or read too early gives wrong numbers here, as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ class Tower:
         if self.calls in self.bad:
             raise RuntimeError("out of memory")
         output = torch.full((len(patches) // 4, 28), float("nan"))
-        self.lanes.compute.do(
-            lambda: output.copy_(2 * patches.view(-1, 4, PATCH_DIM)[:, :, :7].flatten(1))
-        )
+        self.lanes.compute.do(lambda: output.copy_(2 * patches.view(-1, 4, PATCH_DIM)[:, :, :7].flatten(1)))
         return output
 
 
@@ -262,13 +260,14 @@ def test_a_failed_fetch_leaves_the_pinned_memory_usable(monkeypatch: pytest.Monk
     staging._pieces = Staging(RULES, staging.lanes, small)._pieces
     images = [image(number) for number in range(6)]
     first, second = pipeline.launch(images)
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
 
-        def full(*_: object) -> None:
-            raise MemoryError
+    def full(*_: object) -> None:
+        raise MemoryError
 
+    with monkeypatch.context() as patched:
         patched.setattr("encoder.staging._unload", full)
-        first.fetch()
+        with pytest.raises(MemoryError):
+            first.fetch()
     for tokens in (second.fetch(), first.fetch()):
         chosen = images[3:] if tokens[0].shape == expected(images[3]).shape else images[:3]
         assert all(torch.equal(a, expected(b)) for a, b in zip(tokens, chosen, strict=True))
@@ -324,7 +323,9 @@ def test_on_the_cpu_it_is_plain_calls() -> None:
 def test_patches_go_straight_into_a_graphs_buffer() -> None:
     staging = Staging(RULES, lanes_of(CPU), BOUNDS)
     images = [image(number) for number in range(3)]
-    rows = [patchify(torch.from_numpy((resize(e, RULES) if isinstance(e, Decoded) else e).values), RULES) for e in images]
+    rows = [
+        patchify(torch.from_numpy((resize(e, RULES) if isinstance(e, Decoded) else e).values), RULES) for e in images
+    ]
     buffer = torch.zeros(sum(map(len, rows)) + 8, PATCH_DIM, dtype=torch.bfloat16)
     with staging.stage(images) as staged:
         assert staged.patches(out=buffer[: staged.plan.num_patches]).data_ptr() == buffer.data_ptr()
