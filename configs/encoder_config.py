@@ -57,6 +57,8 @@ class EncoderConfig:
     """Bound of the graphs' memory, buffers included; a graph that would pass it is not captured."""
     encoder_cudagraph_verbose: bool = False
     """Log every batch: images, tokens, budget, padding."""
+    staging_pinned_bytes: int = 128 * 1024**2
+    """Pinned host memory through which images go to the GPU and embeddings come back, taken at the start."""
     warm_grids: tuple[tuple[int, int], ...] = ((224, 224), (448, 448), (512, 512), (1024, 768), (1024, 1024))
     """Widths and heights in pixels of common images, whose positions are computed at the start."""
     state_folder: str | None = None
@@ -70,7 +72,11 @@ class EncoderConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.cudagraph_mm_encoder not in ("auto", True, False):
             raise ValueError(f"cudagraph_mm_encoder is {self.cudagraph_mm_encoder!r}; it must be auto, true or false")
-        for name in ("encoder_cudagraph_max_images_per_batch", "encoder_cudagraph_memory_bytes"):
+        for name in (
+            "encoder_cudagraph_max_images_per_batch",
+            "encoder_cudagraph_memory_bytes",
+            "staging_pinned_bytes",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
         self._check_budgets(self.encoder_cudagraph_token_budgets)

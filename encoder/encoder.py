@@ -17,13 +17,17 @@ import torch
 from PIL import Image
 
 from configs.encoder_config import EncoderConfig
+from encoder.decoded import Decoded
 from encoder.forwards import choose_forward
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageRules, PixelBounds, num_tokens, resized
+from encoder.image_size import ImageRules, PixelBounds, resized
+from encoder.lanes import lanes_of
 from encoder.packing import Batch
-from encoder.preprocess import Pixels, Preprocessor, patchify
+from encoder.pipeline import Launched, Pipeline
+from encoder.preprocess import Pixels, Preprocessor
 from encoder.run_counts import RunCounts
 from encoder.runner import TowerRunner
+from encoder.staging import Staging, StagingBounds
 from encoder.vision_config import VisionConfig
 from encoder.weights import load_tower, weights_identity
 
@@ -52,6 +56,9 @@ class Encoder:
         self.preprocessor = Preprocessor(identity.rules)
         self.runner = runner
         self._verbose = config.encoder_cudagraph_verbose
+        bounds = StagingBounds(pinned=config.staging_pinned_bytes)
+        staging = Staging(identity.rules, lanes_of(runner.forward.device), bounds)
+        self._pipeline = Pipeline(staging, runner.plan, runner.run, dtype=runner.forward.dtype)
         self._owner: int | None = None
 
     @classmethod
@@ -88,7 +95,8 @@ class Encoder:
         Raises:
             encoder.image_size.ImageError: an image cannot be read or is out of bounds; nothing was encoded then.
         """
-        pixels = [self.preprocessor.pixels(image, bounds) for image in images]
+        prepare = self.preprocessor.decoded if self.resizes else self.preprocessor.pixels
+        pixels = [prepare(image, bounds) for image in images]
         tokens: dict[int, torch.Tensor] = {}
         for batch, outputs in self.encode_batches(pixels):
             tokens.update(zip(batch.indices, outputs, strict=True))
@@ -102,24 +110,36 @@ class Encoder:
         for _ in self.encode_batches([Pixels(np.zeros((3, side, side), np.uint8), (1, patches, patches))]):
             pass
 
-    def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
-        """Packs, and yields each batch with its images' tokens as soon as it is done.
+    def encode_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+        """Packs, and yields each batch with its images' tokens as soon as the device has been given it.
 
         The tensors `[num_tokens, width]` are on the encoder's device and are the caller's to keep.
         """
+        for launched in self.launch_batches(pixels):
+            yield launched.batch, launched.on_device()
+
+    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
+        """Packs, and yields each batch as soon as the device has been given it, to be fetched on another thread.
+
+        Two batches are under way at most; a third waits here. A batch that fails spoils no other.
+        """
         self._check_owner()
-        merge = self.identity.rules.merge_size
-        counts = [num_tokens(image.grid_thw, merge) for image in pixels]
-        for batch in self.runner.plan([image.grid_thw for image in pixels]):
+        for launched in self._pipeline.launch(pixels):
             if self._verbose:
-                total = sum(counts[index] for index in batch.indices)
+                batch, total = launched.batch, sum(launched.num_tokens)
                 padding = 0 if batch.budget is None else batch.budget - total
                 images = len(batch.indices)
                 logger.info("encoded images=%d tokens=%d budget=%s padding=%d", images, total, batch.budget, padding)
-            outputs = self._run([pixels[index] for index in batch.indices], batch.budget)
-            # Copies: a view would keep the whole batch alive for as long as somebody keeps one image.
-            parts = torch.split(outputs, [counts[index] for index in batch.indices])
-            yield batch, [part.clone() for part in parts] if len(parts) > 1 else [outputs]
+            yield launched
+
+    def wait_for_room(self) -> None:
+        """Blocks while two batches are under way: what has come until then makes the fullest batches."""
+        self._pipeline.wait_for_room()
+
+    @property
+    def resizes(self) -> bool:
+        """Whether images that are only decoded are resized on the device faster than by whoever decodes."""
+        return self.runner.forward.device.type == "cuda"
 
     def idle_step(self) -> bool:
         """At most one capture of a graph, or one adaptation: for moments without work. Whether there was one to do."""
@@ -134,13 +154,6 @@ class Encoder:
     def close(self) -> None:
         """Keeps what the traffic asked for, where the settings name a folder for it."""
         self.runner.close()
-
-    @torch.inference_mode()
-    def _run(self, pixels: Sequence[Pixels], budget: int | None) -> torch.Tensor:
-        """`[sum of num_tokens, width]` of one batch."""
-        rules, device = self.identity.rules, self.runner.forward.device
-        patches = torch.cat([patchify(torch.from_numpy(image.values).to(device), rules) for image in pixels])
-        return self.runner.run(patches, [image.grid_thw for image in pixels], budget)
 
     def _check_owner(self) -> None:
         thread = threading.get_ident()
