@@ -21,10 +21,12 @@ from deployments.metrics import Count, Counts, Level, RunMetrics, gauge
 from deployments.single_flight import SingleFlight
 from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused
 from encoder.cache import EmbeddingCache
+from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.hub import resolve_checkpoint
 from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageError
+from encoder.lanes import pin_shared
 from encoder.preprocess import Pixels
 
 HAND_OFF_IMAGES = 32
@@ -69,7 +71,12 @@ class EncoderReplica:
             workers=limits.decode_workers,
             max_pixels=config.ingress.max_image_pixels,
             timeout_s=limits.decode_timeout_s,
+            shared_bytes=limits.shared_pixel_bytes,
+            resize=not self._worker.resizes,
+            piped=lambda: self._counts.add(Count.PIXELS_PIPED),
         )
+        if self._worker.resizes:
+            pin_shared(self._decoders.arena.address, self._decoders.arena.num_bytes)
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
         self._handed_off = False  # Serve makes its batching task with the first call
@@ -103,7 +110,7 @@ class EncoderReplica:
 
     async def _encode_now(self, job: ImageJob) -> EncodedImage:
         started = time.perf_counter()
-        pixels = await self._decoders.pixels(job.data, job.bounds)
+        pixels = await self._decoders.pixels(job.data, job.bounds, job.size)
         preprocess_ms = (time.perf_counter() - started) * 1e3
         encoded: Encoded = await (await self._hand_off(pixels))
         self._counts.add(Count.IMAGES_ENCODED)
@@ -115,7 +122,7 @@ class EncoderReplica:
     @serve.batch(
         max_batch_size=HAND_OFF_IMAGES, batch_wait_timeout_s=HAND_OFF_WAIT_S, max_concurrent_batches=HAND_OFF_CALLS
     )
-    async def _hand_off(self, images: list[Pixels]) -> list[asyncio.Future[Encoded]]:
+    async def _hand_off(self, images: list[Pixels | Decoded]) -> list[asyncio.Future[Encoded]]:
         """Queues the images and returns at once with a future for each.
 
         While the GPU is busy Serve would close small batches; the queue behind this fills instead, and is packed whole

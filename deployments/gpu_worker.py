@@ -1,6 +1,7 @@
-"""The thread that owns the GPU: it drains a bounded queue, lets the encoder pack and run, and answers through futures.
+"""The thread that owns the GPU: it drains a bounded queue and lets the encoder pack and run.
 
-It must not know of Ray, HTTP or caching. It is fed by `deployments/encoder.py`.
+It does not wait for what it has given the device: a second thread fetches the results and answers through futures. It
+must not know of Ray, HTTP or caching. It is fed by `deployments/encoder.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
 
 import torch
 
+from deployments.answers import Answers
+from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
+from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 from encoder.run_counts import RunCounts
 
@@ -43,10 +49,19 @@ class Encoded:
 
 @dataclass(frozen=True)
 class _Job:
-    pixels: Pixels
+    pixels: Pixels | Decoded
     num_tokens: int
     queued_at: float
     future: Future[Encoded] = field(default_factory=Future)
+    alone: bool = False
+    """Whether it is tried again, by itself, after a batch with it has failed."""
+
+
+class _Sign(Enum):
+    """What lies in the queue beside jobs."""
+
+    STOP = "stop"
+    LOOK = "look whether there is something to do while nothing waits"
 
 
 def _ignore(_: object) -> None: ...
@@ -73,7 +88,7 @@ class GpuWorker:
         """Blocks until the encoder is made, on the thread that will own it; raises what making it raises."""
         self._max_queued_tokens = max_queued_tokens
         self._events = events or WorkerEvents()
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | _Sign] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_tokens = 0
         self._ended = False
@@ -81,7 +96,9 @@ class GpuWorker:
         made: Future[Encoder] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
         self._thread.start()
-        self.identity = made.result().identity
+        encoder = made.result()
+        self.identity = encoder.identity
+        self.resizes = encoder.resizes
 
     @property
     def alive(self) -> bool:
@@ -92,7 +109,7 @@ class GpuWorker:
         """Tokens of the jobs that wait or run."""
         return self._queued_tokens
 
-    def submit(self, pixels: Pixels) -> Future[Encoded]:
+    def submit(self, pixels: Pixels | Decoded) -> Future[Encoded]:
         """Queues one image. An image that alone is over the bound is taken when nothing else waits.
 
         Raises:
@@ -115,7 +132,7 @@ class GpuWorker:
 
     def stop(self) -> None:
         """Ends the thread after the jobs that are queued."""
-        self._queue.put(None)
+        self._queue.put(_Sign.STOP)
 
     def _release(self, count: int) -> None:
         with self._lock:
@@ -129,29 +146,57 @@ class GpuWorker:
             made.set_exception(error)
             return
         made.set_result(encoder)
+        self._answers = Answers(lambda: self._queue.put(_Sign.LOOK))
+        self._events.ran(encoder.counts)
+        self._idle(encoder)
         jobs: list[_Job] = []
         try:
-            stopping = False
-            while not stopping:
+            while not self._round(encoder, jobs):
+                jobs.clear()  # not held while the thread waits: their futures hold embeddings
                 self._events.ran(encoder.counts)
                 self._idle(encoder)
-                jobs, stopping = self._drain()
-                # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
-                if wanted := [job for job in jobs if job.future.set_running_or_notify_cancel()]:
-                    self._encode(encoder, wanted)
-                jobs, wanted = [], []  # not held while the thread waits: their futures hold embeddings
+            jobs[:] = self._last_round(encoder)
+            self._events.ran(encoder.counts)
             encoder.close()
         finally:
+            self._answers.close()
             self._end(jobs)
 
     def _idle(self, encoder: Encoder) -> None:
-        """Steps of the encoder's own, one by one, for as long as nothing waits. One that fails is not tried again."""
+        """Steps of the encoder's own, one by one, for as long as nothing waits or is under way.
+
+        A capture of a graph must be alone with the device. One that fails is not tried again.
+        """
         try:
-            while self._idling and self._queue.empty() and encoder.idle_step():
+            while self._idling and self._queue.empty() and self._answers.idle and encoder.idle_step():
                 self._events.ran(encoder.counts)
         except Exception:
             self._idling = False
             logger.exception("what the encoder does in idle moments failed; it goes on without")
+
+    def _round(self, encoder: Encoder, jobs: list[_Job]) -> bool:
+        """Gives the encoder all that waits; whether the thread is to stop. `jobs` is filled with what it takes."""
+        stopping = self._drain(encoder, jobs)
+        # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
+        if wanted := [job for job in jobs if not job.alone and job.future.set_running_or_notify_cancel()]:
+            self._encode(encoder, wanted)
+        for job in jobs:
+            if job.alone:
+                self._encode(encoder, [job])
+        return stopping
+
+    def _last_round(self, encoder: Encoder) -> list[_Job]:
+        """Tries again what is to be tried again; the jobs that came too late."""
+        self._answers.wait_idle()
+        late: list[_Job] = []
+        while not self._queue.empty():
+            item = self._queue.get()
+            if isinstance(item, _Job):
+                if item.alone:
+                    self._encode(encoder, [item])
+                else:
+                    late.append(item)
+        return late
 
     def _end(self, jobs: list[_Job]) -> None:
         """Takes no more jobs, and tells everybody who still waits; nobody may hang for a thread that is gone."""
@@ -159,43 +204,59 @@ class GpuWorker:
             self._ended = True
         while not self._queue.empty():
             item = self._queue.get()
-            if item is not None:
+            if isinstance(item, _Job):
                 jobs.append(item)
         for job in jobs:
             future = job.future
             if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
                 future.set_exception(WorkerEndedError("the thread that owned the GPU has ended"))
 
-    def _drain(self) -> tuple[list[_Job], bool]:
-        """All that waits, at least one job; and whether the thread is to stop."""
-        jobs: list[_Job] = []
+    def _drain(self, encoder: Encoder, jobs: list[_Job]) -> bool:
+        """Blocks until there is something, and moves all jobs that wait to `jobs`; whether the thread is to stop."""
         item = self._queue.get()
-        while item is not None:
-            jobs.append(item)
+        while item is not _Sign.STOP:
+            if isinstance(item, _Job):
+                jobs.append(item)
+                if len(jobs) == 1:
+                    encoder.wait_for_room()  # what comes meanwhile is packed with it
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
-                return jobs, False
-        return jobs, True
+                return False
+        return True
 
     def _encode(self, encoder: Encoder, jobs: Sequence[_Job]) -> None:
-        """Answers every job. When a run over several fails, each is tried alone, so that only the culprit fails."""
+        """Has every job answered. When a run of several fails, each is tried alone, so that only the culprit fails."""
+        given: set[int] = set()
         started = time.perf_counter()
         try:
-            for batch, outputs in encoder.encode_batches([job.pixels for job in jobs]):
-                host = [tokens.cpu() for tokens in outputs]  # waits for the device: the results leave this process
-                done = time.perf_counter()
-                for index, tokens in zip(batch.indices, host, strict=True):
-                    job = jobs[index]
-                    job.future.set_result(Encoded(tokens, (started - job.queued_at) * 1e3, (done - started) * 1e3))
-                started = done
+            for launched in encoder.launch_batches([job.pixels for job in jobs]):
+                given.update(launched.batch.indices)
+                batch = [jobs[index] for index in launched.batch.indices]
+                self._answers.put(partial(self._answer, launched, batch, started))
+                started = time.perf_counter()
         except Exception as error:
-            open_jobs = [job for job in jobs if not job.future.done()]
-            if len(jobs) == 1:
-                for job in open_jobs:
-                    job.future.set_exception(error)
-                return
-            self._events.retried(1)
-            logger.exception("a batch of %d images failed; %d of them are tried alone", len(jobs), len(open_jobs))
-            for job in open_jobs:
-                self._encode(encoder, [job])
+            left = [job for index, job in enumerate(jobs) if index not in given]
+            self._failed(left, error, alone=len(jobs) == 1)
+
+    def _answer(self, launched: Launched, jobs: Sequence[_Job], started: float) -> None:
+        """Waits for a batch and answers its jobs; runs beside the thread that owns the GPU."""
+        try:
+            fetched = launched.fetch()
+        except BaseException as error:
+            self._failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
+            return
+        done = time.perf_counter()
+        for job, tokens in zip(jobs, fetched, strict=True):
+            job.future.set_result(Encoded(tokens, (started - job.queued_at) * 1e3, (done - started) * 1e3))
+
+    def _failed(self, jobs: Sequence[_Job], error: BaseException, *, alone: bool) -> None:
+        """Gives the error to a job that failed by itself; others are queued again, each to be tried by itself."""
+        if alone:
+            for job in jobs:
+                job.future.set_exception(error)
+            return
+        self._events.retried(1)
+        logger.error("a batch failed; %d images of it are tried alone", len(jobs), exc_info=error)
+        for job in jobs:
+            self._queue.put(replace(job, alone=True))

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import torch
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -32,8 +31,9 @@ from deployments.media_keys import KeyStore, connector_class
 from deployments.metrics import Count, Counts
 from deployments.vllm_compat import AsgiApp, EmbeddingShape
 from deployments.wire import EncodedImage, ImageJob, ImageRefused
+from encoder.decoded import Decoded
 from encoder.encoder import Encoder
-from encoder.packing import Batch
+from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 
 GATE_WAIT_S = 60
@@ -46,14 +46,14 @@ class GatedEncoder(Encoder):
     num_encoded = 0
     dies = fails_for_several = False
 
-    def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         GatedEncoder.gate.wait(GATE_WAIT_S)
         if GatedEncoder.dies:
             raise SystemExit(1)
         if GatedEncoder.fails_for_several and len(pixels) > 1:
             raise RuntimeError("out of memory")
         GatedEncoder.num_encoded += len(pixels)
-        return super().encode_batches(pixels)
+        return super().launch_batches(pixels)
 
 
 class RecordedCounts(Counts):

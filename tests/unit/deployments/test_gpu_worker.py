@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -16,8 +17,10 @@ import torch
 
 from configs.encoder_config import EncoderConfig
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
+from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.packing import Batch
+from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 from encoder.run_counts import RunCounts
 from tests.unit.deployments.samples import IDENTITY, png
@@ -34,6 +37,7 @@ class FakeEncoder:
     """Takes all images of a call as one batch. Waits for `gate`; fails for the images in `bad`."""
 
     identity = IDENTITY
+    resizes = False
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
@@ -42,6 +46,11 @@ class FakeEncoder:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         self.bad: dict[int, BaseException] = {}
+        self.lost: dict[int, BaseException] = {}
+        self.fetch_gate = threading.Event()
+        self.fetch_gate.set()
+        self.fetch_threads: set[int] = set()
+        self.rooms = 0
         self.idle_steps = 0
         self.idle_error: Exception | None = None
         self.idle_threads: set[int] = set()
@@ -62,7 +71,10 @@ class FakeEncoder:
     def close(self) -> None:
         self.closed = True
 
-    def encode_batches(self, pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+    def wait_for_room(self) -> None:
+        self.rooms += 1
+
+    def launch_batches(self, pixels: Sequence[Pixels]) -> Iterator[FakeLaunched]:
         assert pixels, "nothing to encode is not encoded"
         values = [int(each.values[0, 0, 0]) for each in pixels]
         self.calls.append(values)
@@ -72,7 +84,24 @@ class FakeEncoder:
         for value in values:
             if value in self.bad:
                 raise self.bad[value]
-        yield Batch(tuple(range(len(values))), None), [torch.full((1, 2), float(value)) for value in values]
+        yield FakeLaunched(self, Batch(tuple(range(len(values))), None), values)
+
+
+@dataclass
+class FakeLaunched:
+    """Waits for `fetch_gate`; fails for the images in `lost`."""
+
+    encoder: FakeEncoder
+    batch: Batch
+    values: list[int]
+
+    def fetch(self) -> list[torch.Tensor]:
+        self.encoder.fetch_threads.add(threading.get_ident())
+        assert self.encoder.fetch_gate.wait(WAIT_S)
+        for value in self.values:
+            if value in self.encoder.lost:
+                raise self.encoder.lost[value]
+        return [torch.full((1, 2), float(value)) for value in self.values]
 
 
 class Owned:
@@ -258,12 +287,35 @@ def test_idle_moments_are_the_encoders_on_its_own_thread() -> None:
     assert owned.encoder.idle_steps == 3
     owned.encoder.gate.set()
     wait([first, second], WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while owned.encoder.idle_steps > -1 and time.monotonic() < deadline:
+        time.sleep(0.01)
     owned.worker.stop()
     owned.join()
     assert owned.encoder.idle_steps == -1, "three steps, and one that found nothing to do"
     assert owned.encoder.idle_threads == {owned.worker._thread.ident}
     assert owned.encoder.closed
     assert [counts.replays for counts in told][-1] == 2
+
+
+def test_no_moment_is_idle_while_a_batch_is_fetched(owned: Owned) -> None:
+    """A graph is captured then, and nobody else may give the device work meanwhile."""
+    deadline = time.monotonic() + WAIT_S
+    while not owned.encoder.idle_threads and time.monotonic() < deadline:
+        time.sleep(0.01)  # what it finds at its start
+    owned.encoder.fetch_gate.clear()
+    futures = [owned.worker.submit(image(1))]
+    assert owned.encoder.entered.acquire(timeout=WAIT_S)
+    owned.encoder.idle_steps = 1
+    futures.append(owned.worker.submit(image(2)))
+    assert owned.encoder.entered.acquire(timeout=WAIT_S)
+    time.sleep(0.1)
+    assert owned.encoder.idle_steps == 1
+    owned.encoder.fetch_gate.set()
+    wait(futures, WAIT_S)
+    while owned.encoder.idle_steps > -1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert owned.encoder.idle_steps == -1, "it is looked for when the last one is answered"
 
 
 def test_a_failure_in_an_idle_moment_ends_no_thread(owned: Owned) -> None:
@@ -274,23 +326,86 @@ def test_a_failure_in_an_idle_moment_ends_no_thread(owned: Owned) -> None:
     assert not owned.worker._idling
 
 
+def test_the_next_batch_is_launched_while_the_last_is_fetched(owned: Owned) -> None:
+    """Two may wait to be fetched and answered; the thread that owns the GPU stops at the third."""
+    owned.encoder.fetch_gate.clear()
+    futures = []
+    for value in range(1, 4):
+        futures.append(owned.worker.submit(image(value)))
+        assert owned.encoder.entered.acquire(timeout=WAIT_S)
+    assert owned.encoder.calls == [[1], [2], [3]]
+    assert not any(future.done() for future in futures)
+    waiting = [owned.worker.submit(image(value)) for value in (4, 5)]
+    assert not owned.encoder.entered.acquire(timeout=0.2), "two are waiting already"
+    owned.encoder.fetch_gate.set()
+    assert [value_of(future) for future in (*futures, *waiting)] == [1, 2, 3, 4, 5]
+    assert owned.encoder.calls[3:] == [[4, 5]]
+    assert owned.encoder.fetch_threads.isdisjoint(owned.encoder.threads)
+    assert owned.encoder.rooms == 4, "asked before each batch is collected"
+
+
+def test_images_whose_embeddings_were_lost_are_encoded_again_one_by_one() -> None:
+    retried: list[int] = []
+    owned = Owned(events=WorkerEvents(retried=retried.append))
+    error = RuntimeError("a device lost them")
+    owned.encoder.lost[3] = error
+    first = owned.occupy()
+    others = {value: owned.worker.submit(image(value)) for value in range(1, 5)}
+    owned.encoder.gate.set()
+    assert others[3].exception(WAIT_S) is error
+    assert [value_of(future) for value, future in others.items() if value != 3] == [1, 2, 4]
+    assert value_of(first) == 0
+    assert owned.encoder.calls == [[0], [1, 2, 3, 4], [1], [2], [3], [4]]
+    assert retried == [1]
+    owned.worker.stop()
+    owned.join()
+
+
+@pytest.mark.parametrize("fetching", [False, True])
+def test_what_is_tried_again_is_answered_before_the_thread_ends(fetching: bool) -> None:
+    owned = Owned()
+    failing = owned.encoder.lost if fetching else owned.encoder.bad
+    failing[2] = RuntimeError("odd")
+    first = owned.occupy()
+    others = [owned.worker.submit(image(value)) for value in (1, 2, 3)]
+    owned.worker.stop()
+    late = owned.worker.submit(image(4))
+    owned.encoder.gate.set()
+    assert [value_of(future) for future in (first, others[0], others[2])] == [0, 1, 3]
+    assert isinstance(others[1].exception(WAIT_S), RuntimeError)
+    assert isinstance(late.exception(WAIT_S), WorkerEndedError)
+    owned.join()
+
+
+def test_a_fetch_that_ends_its_thread_is_told_to_those_who_wait() -> None:
+    owned = Owned()
+    owned.encoder.lost[1] = SystemExit(2)
+    future = owned.worker.submit(image(1))
+    assert isinstance(future.exception(WAIT_S), SystemExit)
+    assert value_of(owned.worker.submit(image(2))) == 2
+    owned.worker.stop()
+    owned.join()
+
+
 @pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])
 def test_images_that_were_packed_have_their_own_embeddings(checkpoints: dict[str, Path], arch: str) -> None:
     """The real encoder: images of several sizes, more than a batch takes, queued while one is being encoded."""
     config = EncoderConfig(encoder_cudagraph_token_budgets=(64, 128), encoder_cudagraph_max_images_per_batch=3)
     encoder, alone = (Encoder.from_checkpoint(checkpoints[arch], config, device="cpu") for _ in range(2))
-    encode_batches, gate = encoder.encode_batches, threading.Event()
+    launch_batches, gate = encoder.launch_batches, threading.Event()
     calls: list[int] = []
 
-    def gated(pixels: Sequence[Pixels]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
+    def gated(pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         assert gate.wait(WAIT_S)
         calls.append(len(pixels))
-        return encode_batches(pixels)
+        return launch_batches(pixels)
 
-    encoder.encode_batches = gated  # type: ignore[method-assign]
+    encoder.launch_batches = gated  # type: ignore[method-assign]
     files = [png(64 + 16 * number, 48, (number * 20, 80, 160)) for number in range(10)]
     worker = GpuWorker(lambda: encoder, max_queued_tokens=10**6)
-    futures = [worker.submit(encoder.preprocessor.pixels(file)) for file in files]
+    # Resized by who decoded it, or left to the encoder.
+    ways = [encoder.preprocessor.pixels, encoder.preprocessor.decoded]
+    futures = [worker.submit(ways[number % 2](file)) for number, file in enumerate(files)]
     gate.set()
     found = [future.result(WAIT_S).tokens for future in futures]
     worker.stop()
