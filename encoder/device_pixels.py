@@ -116,15 +116,17 @@ def to_patches(
     *,
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
+    cache: TapCache | None = None,
 ) -> Tensor:
     """One decoded image to patches, where it lies.
 
     `values`: uint8 `[H, W, 3]`, contiguous, on any device; `target`: width and height, multiples of `rules.factor`.
-    Returns `out`, or a new `[num_patches, patch_dim]` of `dtype`. A server stages batches instead (`encoder.staging`).
+    Returns `out`, or a new `[num_patches, patch_dim]` of `dtype`. `cache` remembers the weights. A server stages whole
+    batches instead (`encoder.staging`).
     """
     height, width, _ = values.shape
     grid = (1, target[1] // rules.patch_size, target[0] // rules.patch_size)
-    plan = plan_pixels([(height, width, False)], [grid], rules, TapCache(0))
+    plan = plan_pixels([(height, width, False)], [grid], rules, cache or TapCache(0))
     if plan.placed[0].target != (target[1], target[0]):
         raise ValueError(f"the size to resize to is {target}; both sides must be multiples of {rules.factor}")
     if out is None:

@@ -27,7 +27,7 @@ from encoder.pipeline import Launched, Pipeline
 from encoder.preprocess import Pixels, Preprocessor
 from encoder.run_counts import RunCounts
 from encoder.runner import TowerRunner
-from encoder.staging import Staging, StagingBounds
+from encoder.staging import Staging, StagingBounds, StagingCounts
 from encoder.vision_config import VisionConfig
 from encoder.weights import load_tower, weights_identity
 
@@ -135,6 +135,11 @@ class Encoder:
     def wait_for_room(self) -> None:
         """Blocks while two batches are under way: what has come until then makes the fullest batches."""
         self._pipeline.wait_for_room()
+
+    @property
+    def staging_counts(self) -> StagingCounts:
+        """What went to the device, and how, since the start."""
+        return self._pipeline.staging.counts
 
     @property
     def resizes(self) -> bool:
