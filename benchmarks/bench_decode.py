@@ -36,7 +36,7 @@ from encoder.device_pixels import to_patches
 from encoder.encoder import Encoder
 from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageRules, grid_of, num_tokens, resized
-from encoder.lanes import pin_shared
+from encoder.lanes import pin_shared, unpin_shared
 from encoder.pipeline import Launched
 from encoder.runner import TowerRunner
 
@@ -132,6 +132,8 @@ def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object
     finally:
         pool.stop()
         worker.stop()
+        if encoder.resizes:
+            unpin_shared(pool.arena.address)
     return {
         "tokens_per_image": num_tokens(grid_of(asked.side, asked.side, rules), rules.merge_size),
         "tower_images_per_s": tower,

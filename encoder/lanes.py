@@ -132,10 +132,17 @@ def _pinned_buffer(num_bytes: int) -> Tensor:
 
 
 def pin_shared(address: int, num_bytes: int) -> None:
-    """Pins memory that is mapped already, for as long as the process lives, so that a GPU copies straight from it.
+    """Pins memory that is mapped already, until `unpin_shared`, so that a GPU copies straight from it.
 
     Raises RuntimeError where CUDA refuses.
     """
     code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(code) != 0:
         raise RuntimeError(f"CUDA refused to pin {num_bytes} bytes of shared memory: error {int(code)}")
+
+
+def unpin_shared(address: int) -> None:
+    """Takes `pin_shared` back: before memory is unmapped, in a process that goes on. Raises RuntimeError as it does."""
+    code = torch.cuda.cudart().cudaHostUnregister(address)
+    if int(code) != 0:
+        raise RuntimeError(f"CUDA refused to unpin shared memory: error {int(code)}")
