@@ -82,7 +82,7 @@ def make_encoder(arch: str, asked: Asked) -> Encoder:
         if arch == "qwen3_vl"
         else ImageRules(max_pixels=12_845_056)
     )
-    config = EncoderConfig()
+    config = EncoderConfig(fusion="auto", cudagraph_mm_encoder="auto")
     tower = random_tower(vision, seed=asked.seed, dtype=dtype, device=asked.device)
     runner = TowerRunner.build(tower, config, progress=False)
     del tower

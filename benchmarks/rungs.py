@@ -19,12 +19,12 @@ from encoder.runner import TowerRunner
 from encoder.weights import VisionTower
 
 _SWITCHES: Mapping[str, Mapping[str, object]] = {
-    "eager": {"fusion": "off", "cudagraph_mm_encoder": False},
-    "compile": {"fusion": "off", "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
-    "cudagraph": {"fusion": "off", "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
+    "eager": {"fusion": False, "cudagraph_mm_encoder": False},
+    "compile": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
+    "cudagraph": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
     # Fused kernels leave nothing to compile.
-    "fusion": {"fusion": "on", "cudagraph_mm_encoder": True},
-    "fp8": {"fusion": "on", "cudagraph_mm_encoder": True, "fp8": True},
+    "fusion": {"fusion": True, "cudagraph_mm_encoder": True},
+    "fp8": {"fusion": True, "cudagraph_mm_encoder": True, "fp8": True},
 }
 RUNGS = tuple(_SWITCHES)
 LABELS = {

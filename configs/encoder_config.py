@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Fusion = Literal["auto", "on", "off"]
 AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4", "fa3"]
 Capture = Literal["eager", "lazy", "hybrid"]
 Packing = Literal["cost", "greedy"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
-    "fusion": get_args(Fusion),
     "attention_backend": get_args(AttentionName),
     "capture": get_args(Capture),
     "packing": get_args(Packing),
@@ -33,15 +31,16 @@ class EncoderConfig:
 
     dtype: Dtype = "auto"
     """ "auto" is the checkpoint's own dtype."""
-    fusion: Fusion = "auto"
+    fusion: Literal["auto"] | bool = False
     """Fused kernels. "auto": where the device is a GPU, Triton is there and the result equals the plain tower's, unless
-    `compile_mm_encoder` is set; "on" fails where they cannot be had."""
+    `compile_mm_encoder` is set; true fails where they cannot be had."""
     compile_mm_encoder: bool = False
     """Run the tower's blocks through torch.compile. Of no effect beside fused kernels."""
     attention_backend: AttentionName = "auto"
     """ "auto" measures what is installed, for each class of lengths; one that is named and missing is an error."""
-    cudagraph_mm_encoder: Literal["auto"] | bool = "auto"
-    """Replay CUDA graphs. "auto": where the device is a GPU and attention reads its borders there."""
+    cudagraph_mm_encoder: Literal["auto"] | bool = False
+    """Replay CUDA graphs. "auto": where the device is a GPU and attention reads its borders there; true fails where
+    they cannot be had."""
     capture: Capture = "eager"
     """When graphs are captured. "eager": all at the start. "lazy": the most wanted ones in idle moments. "hybrid": some
     at the start, the others and those that the traffic asks for in idle moments."""
@@ -70,8 +69,9 @@ class EncoderConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        if self.cudagraph_mm_encoder not in ("auto", True, False):
-            raise ValueError(f"cudagraph_mm_encoder is {self.cudagraph_mm_encoder!r}; it must be auto, true or false")
+        for name in ("fusion", "cudagraph_mm_encoder"):
+            if getattr(self, name) not in ("auto", True, False):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be auto, true or false")
         for name in (
             "encoder_cudagraph_max_images_per_batch",
             "encoder_cudagraph_memory_bytes",

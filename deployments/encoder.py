@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageError
 from encoder.lanes import pin_shared
 from encoder.preprocess import Pixels
+
+logger = logging.getLogger("ray.serve")
 
 HAND_OFF_IMAGES = 32
 HAND_OFF_CALLS = 16  # times the images no more than the replica takes at once, or Serve warns
@@ -76,7 +79,10 @@ class EncoderReplica:
             piped=lambda: self._counts.add(Count.PIXELS_PIPED),
         )
         if self._worker.resizes:
-            pin_shared(self._decoders.arena.address, self._decoders.arena.num_bytes)
+            try:
+                pin_shared(self._decoders.arena.address, self._decoders.arena.num_bytes)
+            except RuntimeError as error:  # the staging copies through pinned memory of its own then, and counts it
+                logger.warning("images take one more copy on the host: %s", error)
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
         self._handed_off = False  # Serve makes its batching task with the first call

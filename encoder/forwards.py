@@ -106,14 +106,14 @@ def choose_forward(tower: VisionTower, config: EncoderConfig) -> TowerForward:
         ValueError: fused kernels are asked for on a device that has none. FusionError: they are, and do not give what
             the eager tower gives. BackendUnavailableError: an attention backend is asked for and cannot be had.
     """
-    if config.fusion == "on" or (config.fusion == "auto" and not config.compile_mm_encoder and _can_fuse(tower)):
+    if config.fusion is True or (config.fusion == "auto" and not config.compile_mm_encoder and _can_fuse(tower)):
         if tower.device.type != "cuda":
-            raise ValueError(f"fusion is on, and the device is {tower.device}: fused kernels need a GPU")
+            raise ValueError(f"fusion is true, and the device is {tower.device}: fused kernels need a GPU")
         try:
             return _fused(tower, config)
         except (FusionError, RuntimeError, ImportError) as error:
             asked_for = isinstance(error, BackendUnavailableError) and config.attention_backend != "auto"
-            if config.fusion == "on" or asked_for:
+            if config.fusion is True or asked_for:
                 raise
             logger.warning("no fused kernels: %s", error)
     backend = _eager_backend(tower, config)

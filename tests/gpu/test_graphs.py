@@ -29,7 +29,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_tower(path, dtype=torch.bfloat16, device=CUDA)
 
 
-@pytest.fixture(scope="module", params=["off", "auto"])
+@pytest.fixture(scope="module", params=[False, "auto"])
 def forward(request: pytest.FixtureRequest, tower: VisionTower) -> TowerForward:
     return choose_forward(tower, EncoderConfig(fusion=request.param))
 

@@ -219,7 +219,13 @@ def encoder_of(path: Path) -> Encoder:
         "max_pixels": 401_408,
     }
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
-    config = EncoderConfig(dtype="bfloat16", capture="lazy", encoder_cudagraph_token_budgets=(64, 256, 1024))
+    config = EncoderConfig(
+        dtype="bfloat16",
+        fusion="auto",
+        cudagraph_mm_encoder="auto",
+        capture="lazy",
+        encoder_cudagraph_token_budgets=(64, 256, 1024),
+    )
     return Encoder.from_checkpoint(path, config, device="cuda")
 
 

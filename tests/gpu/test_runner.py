@@ -26,16 +26,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BUDGETS = (64, 128, 512, 1024)
 MAX_IMAGES = 8
 CONFIG = EncoderConfig(
-    dtype="bfloat16", encoder_cudagraph_token_budgets=BUDGETS, encoder_cudagraph_max_images_per_batch=MAX_IMAGES
+    dtype="bfloat16",
+    fusion="auto",
+    cudagraph_mm_encoder="auto",
+    encoder_cudagraph_token_budgets=BUDGETS,
+    encoder_cudagraph_max_images_per_batch=MAX_IMAGES,
 )
 RUNGS = {
-    "eager": {"fusion": "off", "cudagraph_mm_encoder": False},
-    "compile": {"fusion": "off", "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
-    "compile and graphs": {"fusion": "off", "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
-    "graphs": {"fusion": "off", "cudagraph_mm_encoder": True},
-    "fusion": {"fusion": "on", "cudagraph_mm_encoder": False},
-    "fusion and graphs": {"fusion": "on", "cudagraph_mm_encoder": True},
-    "default": {},
+    "eager": {"fusion": False, "cudagraph_mm_encoder": False},
+    "compile": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
+    "compile and graphs": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
+    "graphs": {"fusion": False, "cudagraph_mm_encoder": True},
+    "fusion": {"fusion": True, "cudagraph_mm_encoder": False},
+    "fusion and graphs": {"fusion": True, "cudagraph_mm_encoder": True},
+    "auto": {},
 }
 GRIDS: list[Grid] = [(1, 6, 10), (2, 10, 12), (1, 8, 8), (1, 4, 18), (1, 2, 2), (1, 34, 22)]
 # A rung may be no further from float32 than the eager tower, up to what other roundings change by chance.

@@ -93,7 +93,7 @@ def test_images_come_back_in_their_order() -> None:
     """Whatever batches a plan makes of them."""
     config = config_of("qwen3_vl", tiny=True, dtype="float32")
     tower = random_tower(config, seed=0, dtype=torch.float32, device=CPU)
-    small = EncoderConfig(fusion="off", encoder_cudagraph_token_budgets=(8, 24), warm_grids=())
+    small = EncoderConfig(fusion=False, encoder_cudagraph_token_budgets=(8, 24), warm_grids=())
     runner = TowerRunner.build(tower, small, progress=False)
     grids = [(1, 8, 12), (1, 4, 4), (1, 6, 4), (1, 2, 2)]
     assert len(runner.plan(grids)) > 1

@@ -208,7 +208,7 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
     tower: VisionTower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    runner = TowerRunner.build(tower, EncoderConfig(), progress=False)
+    runner = TowerRunner.build(tower, EncoderConfig(fusion="auto", cudagraph_mm_encoder="auto"), progress=False)
     grids: list[Grid] = [(1, 8, 8), (1, 4, 4)]
     (batch,) = runner.plan(grids)
     assert (batch.indices, batch.budget) == ((1, 0), 2048)
@@ -223,7 +223,7 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
 @pytest.mark.parametrize(
     ("settings", "error", "told"),
     [
-        ({"fusion": "on"}, ValueError, "fusion is on, and the device is cpu"),
+        ({"fusion": True}, ValueError, "fusion is true, and the device is cpu"),
         ({"cudagraph_mm_encoder": True}, ValueError, "graphs cannot be had here: cpu_device"),
         ({"attention_backend": "fa4"}, BackendUnavailableError, "'fa4' needs a GPU; the device is cpu"),
     ],
