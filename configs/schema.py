@@ -107,13 +107,16 @@ class FetchConfig(Options):
     allowed_domains: tuple[str, ...] = ()
     """Where set, only these host names and their subdomains."""
     allow_private_addresses: bool = False
-    """Also loopback, private and link-local addresses. For tests and closed networks only."""
+    """Also loopback and private addresses, for closed networks. Link-local, metadata, multicast and reserved ones stay
+    closed."""
     timeout_s: PositiveFloat = 10.0
     """For the whole fetch, redirects included."""
     max_redirects: Annotated[int, Field(ge=0)] = 3
     """Each hop's address is checked again."""
     max_concurrent: PositiveInt = 64
     """Fetches under way at once in one ingress replica."""
+    max_concurrent_per_client: PositiveInt = 16
+    """Of these, how many one API key may have, or one address where there are no keys; more wait."""
 
 
 class IngressConfig(Options):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from configs.schema import IngressConfig
 from deployments.chat_images import ImagePart
 from deployments.errors import ApiError
-from deployments.media import MediaError, MediaFetcher, MediaTooLargeError
+from deployments.media import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.wire import ImageJob
 from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageError, PixelBounds, grid_of, header, num_tokens
@@ -33,17 +33,19 @@ async def request_images(
     identity: EncoderIdentity,
     fetcher: MediaFetcher,
     limits: IngressConfig,
+    *,
+    client: str = "",
 ) -> RequestImages:
-    """Fetches all images side by side and checks them against the limits.
+    """Fetches all images side by side, on behalf of `client`, and checks them against the limits.
 
     Raises:
-        ApiError: 400 or 413, naming the image, the value and the limit.
+        ApiError: 400 or 413, naming the image, the value and the limit; 503 where too many are being fetched.
     """
     if len(parts) > limits.max_images_per_request:
         raise ApiError(
             400, f"the request has {len(parts)} images, the limit is {limits.max_images_per_request}", param="messages"
         )
-    files = await _fetch_all(parts, fetcher)
+    files = await _fetch_all(parts, fetcher, limits, client)
     jobs: dict[str, ImageJob] = {}
     digests = []
     total_tokens = 0
@@ -67,12 +69,16 @@ async def request_images(
     return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests])
 
 
-async def _fetch_all(parts: Sequence[ImagePart], fetcher: MediaFetcher) -> list[bytes]:
+async def _fetch_all(
+    parts: Sequence[ImagePart], fetcher: MediaFetcher, limits: IngressConfig, client: str
+) -> list[bytes]:
     async def fetch(part: ImagePart) -> bytes:
         try:
-            return await fetcher.fetch(part.url)
+            return await fetcher.fetch(part.url, client=client)
         except MediaTooLargeError as error:
             raise ApiError(413, f"{part.label}: {error}", param="messages", code="image_too_large") from error
+        except MediaBusyError as error:
+            raise ApiError(503, str(error), code="overloaded", retry_after_s=limits.retry_after_s) from error
         except MediaError as error:
             raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image_url") from error
 

@@ -27,7 +27,7 @@ class Files(MediaFetcher):
         self._files = files
         self.cancelled: list[str] = []
 
-    async def fetch(self, url: str) -> bytes:
+    async def fetch(self, url: str, *, client: str = "") -> bytes:
         found = self._files[url]
         if isinstance(found, asyncio.Event):
             try:
@@ -195,7 +195,7 @@ def test_images_are_fetched_side_by_side() -> None:
         both = asyncio.Barrier(2)
 
         class Meeting(Files):
-            async def fetch(self, url: str) -> bytes:
+            async def fetch(self, url: str, *, client: str = "") -> bytes:
                 await asyncio.wait_for(both.wait(), 5)
                 return RED
 
