@@ -20,6 +20,7 @@ MIB = 1024**2
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 GpuCount = Literal["auto"] | NonNegativeFloat
 
 
@@ -76,6 +77,8 @@ class EncoderReplicaConfig(Options):
     shared_pixel_bytes: PositiveInt = 256 * MIB
     """Shared memory in which decoded images wait for the encoder, pinned where that is on a GPU. An image that finds no
     room there comes through a pipe."""
+    decode_memory_bytes: PositiveInt = 2 * GIB
+    """What one image may take in its worker process; one that takes more is refused."""
     cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     """Bound of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144
@@ -130,6 +133,12 @@ class IngressConfig(Options):
     """Of one image file; more is a 413."""
     max_image_pixels: PositiveInt = 64_000_000
     """Width times height as the header states it, checked before decoding."""
+    image_formats: Annotated[tuple[ImageFormat, ...], Field(min_length=1)] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+    """What is decoded, told by content; of an animation the first frame. TIFF has to be asked for."""
+    min_image_side: PositiveInt = 1
+    """In pixels, as the header states it; a smaller image is a 400."""
+    max_image_side: PositiveInt = 32_768
+    """In pixels, as the header states it; a larger image is a 400."""
     max_images_per_request: PositiveInt = 16
     """In all messages together; more is a 400."""
     max_visual_tokens_per_image: PositiveInt = 16_384

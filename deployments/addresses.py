@@ -18,7 +18,9 @@ def _networks(*names: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Networ
 # server of Azure's machines, in a public range and reachable from inside only.
 _NOT_PUBLIC = _networks("192.0.0.0/24", "192.88.99.0/24", "2001:db8::/32", "3fff::/20", "168.63.129.16/32")
 # Where clouds answer their own machines with credentials, outside the link-local range.
-_METADATA = _networks("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32", "fd00:ec2::254/128", "fd20:ce::254/128")
+_METADATA = _networks(
+    "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32", "fd00:ec2::254/128", "fd20:ce::254/128"
+)
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.ip_network("::/96")

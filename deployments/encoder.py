@@ -74,6 +74,7 @@ class EncoderReplica:
             shared_bytes=limits.shared_pixel_bytes,
             resize=not self._worker.resizes,
             piped=lambda: self._counts.add(Count.PIXELS_PIPED),
+            memory_bytes=limits.decode_memory_bytes,
         )
         if self._worker.resizes:
             pin_shared(self._decoders.arena.address, self._decoders.arena.num_bytes)

@@ -15,7 +15,7 @@ from deployments.errors import ApiError
 from deployments.media import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.wire import ImageJob
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageError, PixelBounds, grid_of, header, num_tokens
+from encoder.image_size import ImageError, ImageHeader, PixelBounds, grid_of, header, num_tokens
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,17 @@ def _cost(
 ) -> tuple[tuple[int, int], int]:
     """The image's size in pixels and in visual tokens, from its header alone."""
     try:
-        found = header(data, max_pixels_decoded=limits.max_image_pixels)
+        found = header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
+        _check_sides(found, limits)
         grid = grid_of(found.width, found.height, identity.rules, bounds)
         return (found.width, found.height), num_tokens(grid, identity.rules.merge_size)
     except ImageError as error:
         raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
+
+
+def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:
+    shorter, longer = sorted((found.width, found.height))
+    if shorter < limits.min_image_side:
+        raise ImageError(f"image of {found.width}x{found.height} is under the least side, {limits.min_image_side}")
+    if longer > limits.max_image_side:
+        raise ImageError(f"image of {found.width}x{found.height} is over the largest side, {limits.max_image_side}")

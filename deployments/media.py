@@ -1,8 +1,8 @@
 """Images from URLs: `data:` decoded, `http(s)` fetched with the address checked before anything is sent to it.
 
 One parser (httpx's) decides what the host is; what it gives goes to the connection in parts and is not parsed again.
-Names are resolved and addresses checked in `pinned_network.py`, again after each redirect. The client is httpcore, which
-knows no cookies, credentials, proxies or redirects. This module must not know what is done with the bytes.
+Names are resolved and addresses checked in `pinned_network.py`, again after each redirect. The client is httpcore,
+which knows no cookies, credentials, proxies or redirects. This module must not know what is done with the bytes.
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ def test_not_public(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "192.168.1.1", "::1", "fd00::1", "::ffff:10.0.0.1", "8.8.8.8"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "10.0.0.1", "192.168.1.1", "::1", "fd00::1", "::ffff:10.0.0.1", "8.8.8.8"]
+)
 def test_a_closed_network_may_open_its_own_addresses(address: str) -> None:
     assert not is_never_allowed(ipaddress.ip_address(address))
 

@@ -53,13 +53,13 @@ class Handshakes(httpcore.AsyncMockBackend):
         stream = await super().connect_tcp(host, port)
         write = stream.write
 
-        async def noted(ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None) -> Any:
+        async def noted(ssl_context: Any, server_hostname: str | None = None, **_: Any) -> Any:
             self.names.append(server_hostname)
             return stream
 
-        async def kept(buffer: bytes, timeout: float | None = None) -> None:
+        async def kept(buffer: bytes, **_: Any) -> None:
             self.sent += buffer
-            await write(buffer, timeout)
+            await write(buffer)
 
         stream.start_tls, stream.write = noted, kept  # type: ignore[method-assign]
         return stream
