@@ -122,6 +122,38 @@ class FetchConfig(Options):
     """Of these, how many one API key may have, or one address where there are no keys; more wait."""
 
 
+class DoorConfig(Options):
+    """Who may ask, and how much."""
+
+    authentication: Literal["auto", "keys", "none"] = "auto"
+    """ "auto": API keys where there are any; without them the server starts only where it listens on loopback. "none":
+    whoever reaches it may ask; for a server behind something that authenticates."""
+    api_keys_file: str | None = None
+    """A file with `NAME KEY` or `NAME sha256:HASH` a line, on the nodes of the ingress; read again when it changes."""
+    api_keys_variable: str | None = None
+    """The environment variable that holds such lines, for keys that change with a restart only."""
+    tenant_header: str | None = None
+    """A header by which what authenticates before this server names the tenant; beside the key's name it separates
+    caches and quotas. Never one that clients may set themselves."""
+    requests_per_minute: PositiveInt | None = None
+    """Of one key's name and tenant, or of one address where there are neither, at one ingress replica; more is a
+    429."""
+    visual_tokens_per_minute: PositiveInt | None = None
+    """Likewise, of all images together."""
+    management_routes: Literal["auto", "open", "closed"] = "auto"
+    """/metrics, /load, /version, /docs, /openapi.json. "auto": open where the server listens on loopback."""
+    max_header_bytes: PositiveInt = 32_768
+    """Of a request's headers, path and query together; more is a 431."""
+
+    @model_validator(mode="after")
+    def _keys_have_a_source(self) -> DoorConfig:
+        if self.authentication == "keys" and not (self.api_keys_file or self.api_keys_variable):
+            raise ValueError('authentication: "keys" needs api_keys_file or api_keys_variable')
+        if self.authentication == "none" and (self.api_keys_file or self.api_keys_variable):
+            raise ValueError('authentication: "none" would ignore api_keys_file and api_keys_variable')
+        return self
+
+
 class IngressConfig(Options):
     """What the front door accepts."""
 
@@ -152,6 +184,7 @@ class IngressConfig(Options):
     retry_after_s: PositiveInt = 2
     """Retry-After of a 503."""
     fetch: FetchConfig = FetchConfig()
+    door: DoorConfig = DoorConfig()
 
 
 class AppConfig(Options):

@@ -8,10 +8,13 @@ from deployments.wire import ResponseHead
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     501: "not_implemented_error",
     503: "overloaded_error",
 }
@@ -44,4 +47,6 @@ def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
     headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     return ResponseHead(error.status, headers), json.dumps({"error": fields}).encode()

@@ -25,6 +25,8 @@ class RequestImages:
     jobs: list[ImageJob]
     job_of_part: list[int]
     """For every image part of the request, in order, its index into `jobs`."""
+    num_tokens: int = 0
+    """Visual tokens of all parts together, repeats included: what the language model reads."""
 
 
 async def request_images(
@@ -35,8 +37,11 @@ async def request_images(
     limits: IngressConfig,
     *,
     client: str = "",
+    salt: str | None = None,
 ) -> RequestImages:
     """Fetches all images side by side, on behalf of `client`, and checks them against the limits.
+
+    `salt` is part of the digests: it keeps the client's embeddings apart from others'.
 
     Raises:
         ApiError: 400 or 413, naming the image, the value and the limit; 503 where too many are being fetched.
@@ -56,7 +61,7 @@ async def request_images(
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
         total_tokens += tokens
-        digest = identity.digest(data, asked)
+        digest = identity.digest(data, asked, salt)
         digests.append(digest)
         jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint, size))
     if total_tokens > limits.max_visual_tokens_per_request:
@@ -66,7 +71,7 @@ async def request_images(
             param="messages",
         )
     order = list(jobs)
-    return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests])
+    return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests], total_tokens)
 
 
 async def _fetch_all(

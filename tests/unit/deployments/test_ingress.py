@@ -88,7 +88,8 @@ class StandIns:
 
 
 def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
-    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, **limits}})
+    door = {"authentication": "none", "management_routes": "open"}
+    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}})
     handle = cast(DeploymentHandle[Any], stand_ins)
     return Ingress(config, handle, handle)
 
