@@ -20,6 +20,10 @@ _TYPES = {
 }
 
 
+MAX_MESSAGE_CHARACTERS = 1000
+"""A message may quote what the client sent, which may be megabytes."""
+
+
 class ApiError(Exception):
     """An error whose message may be shown to the client."""
 
@@ -43,7 +47,10 @@ class ApiError(Exception):
 def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
     """The response that tells the client about `error`."""
     kind = _TYPES.get(error.status, "server_error")
-    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[:MAX_MESSAGE_CHARACTERS] + " …"
+    fields = {"message": message, "type": kind, "param": error.param, "code": error.code}
     headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))

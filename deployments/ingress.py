@@ -39,6 +39,9 @@ PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b
 # Whose bodies vLLM takes a salt for its prefix cache from.
 SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
+MAX_JSON_VALUES = 1_000_000
+"""In a request's body, told by its commas and brackets, those in texts too. Each takes many times its bytes in memory."""
+
 
 class Ingress:
     """Serve calls it with every HTTP request below the application's route prefix."""
@@ -223,6 +226,10 @@ def _open_route(method: str, path: str, *, management: bool) -> routes.Route:
 
 
 def _json_object(data: bytes) -> chat_images.Body:
+    num_values = sum(map(data.count, (b",", b"[", b"{")))
+    if num_values > MAX_JSON_VALUES:
+        told = f"the request body has about {num_values} JSON values, the limit is {MAX_JSON_VALUES}"
+        raise ApiError(413, told, code="body_too_large")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

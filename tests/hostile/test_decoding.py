@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -163,6 +164,25 @@ def test_of_an_animation_the_first_frame_counts(name: str, pool: DecodePool, run
     first = Image.open(io.BytesIO(IMAGES[name])).convert("RGB")
     still = runner.run(pool.pixels(encoded(first, "PNG"), None, first.size))
     assert np.array_equal(runner.run(pool.pixels(IMAGES[name], None, first.size)).values, still.values)
+
+
+def test_nothing_is_kept_of_what_was_refused(pool: DecodePool, runner: asyncio.Runner) -> None:
+    """Neither here nor in the decoder: memory is where it was after every hostile file, and the process is the same."""
+
+    def resident() -> tuple[list[int], int]:
+        family = [psutil.Process(), *psutil.Process().children()]
+        return sorted(process.pid for process in family), sum(process.memory_info().rss for process in family)
+
+    async def all_of_them() -> None:
+        for data, _ in REFUSED.values():
+            await through(data, pool)
+
+    runner.run(all_of_them())
+    processes, before = resident()
+    for _ in range(3):
+        runner.run(all_of_them())
+    assert resident()[0] == processes
+    assert resident()[1] < before + 30_000_000
 
 
 def test_sides_are_bounded(pool: DecodePool, runner: asyncio.Runner) -> None:
