@@ -40,7 +40,7 @@ PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b
 SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_JSON_VALUES = 1_000_000
-"""In a request's body, told by its commas and brackets, those in texts too. Each takes many times its bytes in memory."""
+"""In a request's body, told by its commas and brackets, those in texts too. In memory each is many times larger."""
 
 
 class Ingress:
