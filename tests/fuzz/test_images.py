@@ -11,7 +11,7 @@ from encoder.image_load import load_rgb
 from encoder.image_size import ImageError, header
 from tests.hostile import files
 
-SHARE = 0.35
+SHARE = 0.5
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SEEDS = [
     *(files.encoded(files.picture(40, 30), name) for name in FORMATS),

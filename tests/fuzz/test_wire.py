@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deployments.wire import EncodedImage, EncodeTimings, WireError
 
-SHARE = 0.3
+SHARE = 0.1
 WIDTH, MERGE = 8, 2
 TIMINGS = EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=False)
 DTYPES = ("float32", "uint16", "float16", "int8", "uint8", "int64", "complex64", "bool", "S4", "object", ">f4", ">u2")
