@@ -5,7 +5,8 @@
 #   docker run --shm-size=4g --network=host vitray:cpu
 #
 # serve_config.yaml listens on 127.0.0.1, in a container too: `--network=host` reaches it from the host. To listen on every
-# address, say so in a file of your own (`http_options: {host: 0.0.0.0}`) and put it in the place of the shipped one:
+# address, say so in a file of your own (`http_options: {host: 0.0.0.0}`, and `ingress.door.api_keys_file` with the keys
+# that are let in) and put it in the place of the shipped one:
 #   docker run --shm-size=4g -p 8000:8000 -v ./my_config.yaml:/app/serve_config.yaml:ro vitray:cpu
 FROM python:3.12-slim AS base
 # triton and vLLM compile small kernels when they start; KubeRay probes with wget.

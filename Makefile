@@ -1,11 +1,12 @@
 # One command each; every one works from a fresh clone. `make help` lists them.
 VENV := .venv
 PYTHON ?=
+CASES ?=
 EXTRAS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check serve clean
+.PHONY: help setup demo test test-gpu fuzz check serve clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,6 +24,10 @@ test: setup ## run the tests that need no GPU (ARGS="tests/unit -k packing" narr
 # The host's own python3: on a GPU machine its torch is the one that fits the driver.
 test-gpu: ## run the tests that need a GPU, with the host's own python3
 	@python3 -m pytest tests/gpu -m gpu $(ARGS)
+
+# A tenth of these cases is part of `make test`.
+fuzz: setup ## try 100,000 random files, URLs, requests and embedding headers (CASES=N for another number)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
 
 check: setup ## ruff and mypy
 	@$(VENV)/bin/ruff check .

@@ -20,6 +20,7 @@ MIB = 1024**2
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 GpuCount = Literal["auto"] | NonNegativeFloat
 
 
@@ -76,6 +77,8 @@ class EncoderReplicaConfig(Options):
     shared_pixel_bytes: PositiveInt = 256 * MIB
     """Shared memory in which decoded images wait for the encoder, pinned where that is on a GPU. An image that finds no
     room there comes through a pipe."""
+    decode_memory_bytes: PositiveInt = 2 * GIB
+    """What one image may take in its worker process; one that takes more is refused."""
     cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     """Bound of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144
@@ -107,13 +110,48 @@ class FetchConfig(Options):
     allowed_domains: tuple[str, ...] = ()
     """Where set, only these host names and their subdomains."""
     allow_private_addresses: bool = False
-    """Also loopback, private and link-local addresses. For tests and closed networks only."""
+    """Also loopback and private addresses, for closed networks. Link-local, metadata, multicast and reserved ones stay
+    closed."""
     timeout_s: PositiveFloat = 10.0
     """For the whole fetch, redirects included."""
     max_redirects: Annotated[int, Field(ge=0)] = 3
     """Each hop's address is checked again."""
     max_concurrent: PositiveInt = 64
     """Fetches under way at once in one ingress replica."""
+    max_concurrent_per_client: PositiveInt = 16
+    """Of these, how many one API key may have, or one address where there are no keys; more wait."""
+
+
+class DoorConfig(Options):
+    """Who may ask, and how much."""
+
+    authentication: Literal["auto", "keys", "none"] = "auto"
+    """ "auto": API keys where there are any; without them the server starts only where it listens on loopback. "none":
+    whoever reaches it may ask; for a server behind something that authenticates."""
+    api_keys_file: str | None = None
+    """A file with `NAME KEY` or `NAME sha256:HASH` a line, on the nodes of the ingress; read again when it changes."""
+    api_keys_variable: str | None = None
+    """The environment variable that holds such lines, for keys that change with a restart only."""
+    tenant_header: str | None = None
+    """A header by which what authenticates before this server names the tenant; beside the key's name it separates
+    caches and quotas. Never one that clients may set themselves."""
+    requests_per_minute: PositiveInt | None = None
+    """Of one key's name and tenant, or of one address where there are neither, at one ingress replica; more is a
+    429."""
+    visual_tokens_per_minute: PositiveInt | None = None
+    """Likewise, of all images together."""
+    management_routes: Literal["auto", "open", "closed"] = "auto"
+    """/metrics, /load, /version, /docs, /openapi.json. "auto": open where the server listens on loopback."""
+    max_header_bytes: PositiveInt = 32_768
+    """Of a request's headers, path and query together; more is a 431."""
+
+    @model_validator(mode="after")
+    def _keys_have_a_source(self) -> DoorConfig:
+        if self.authentication == "keys" and not (self.api_keys_file or self.api_keys_variable):
+            raise ValueError('authentication: "keys" needs api_keys_file or api_keys_variable')
+        if self.authentication == "none" and (self.api_keys_file or self.api_keys_variable):
+            raise ValueError('authentication: "none" would ignore api_keys_file and api_keys_variable')
+        return self
 
 
 class IngressConfig(Options):
@@ -127,6 +165,12 @@ class IngressConfig(Options):
     """Of one image file; more is a 413."""
     max_image_pixels: PositiveInt = 64_000_000
     """Width times height as the header states it, checked before decoding."""
+    image_formats: Annotated[tuple[ImageFormat, ...], Field(min_length=1)] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+    """What is decoded, told by content; of an animation the first frame. TIFF has to be asked for."""
+    min_image_side: PositiveInt = 1
+    """In pixels, as the header states it; a smaller image is a 400."""
+    max_image_side: PositiveInt = 32_768
+    """In pixels, as the header states it; a larger image is a 400."""
     max_images_per_request: PositiveInt = 16
     """In all messages together; more is a 400."""
     max_visual_tokens_per_image: PositiveInt = 16_384
@@ -140,6 +184,7 @@ class IngressConfig(Options):
     retry_after_s: PositiveInt = 2
     """Retry-After of a 503."""
     fetch: FetchConfig = FetchConfig()
+    door: DoorConfig = DoorConfig()
 
 
 class AppConfig(Options):

@@ -6,6 +6,8 @@ Pure functions of the parsed body. This module must not know how images are fetc
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,8 @@ MAX_BOUND_PIXELS = 2**40
 REFUSED_FIELDS = {
     "prompt_embeds": "embeddings cannot be sent",
     "media_io_kwargs": "how media is read cannot be chosen by a request",
+    "kv_transfer_params": "where the engine fetches from cannot be chosen by a request",
+    "ec_transfer_params": "where the engine fetches from cannot be chosen by a request",
 }
 
 
@@ -85,10 +89,22 @@ def holds_media(value: object) -> bool:
 
 
 def refuse_fields(body: Body) -> None:
-    """Raises ApiError 400 for fields through which a client could hand media to vLLM."""
+    """Raises ApiError 400 for fields through which a client could hand media to vLLM or send it to fetch something."""
     for name, reason in REFUSED_FIELDS.items():
         if body.get(name) is not None:
             raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_field")
+
+
+def put_salt(body: Body, salt: str) -> None:
+    """Keeps a tenant's prefixes apart in vLLM's cache; a salt of the client's own separates further, and never less.
+
+    Raises:
+        ApiError: 400 where the client's is no text.
+    """
+    own = body.get("cache_salt")
+    if own is not None and not (isinstance(own, str) and own):
+        raise ApiError(400, "cache_salt must be a text that is not empty", param="cache_salt")
+    body["cache_salt"] = hashlib.sha256(json.dumps([salt, own]).encode()).hexdigest()
 
 
 def put_key(image: ImagePart, place: ImagePlace, digest: str) -> None:

@@ -16,9 +16,11 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, section_fields, unknown_key
+from deployments.listening import refused_to_strangers
 
 IMPORT_PATH = "deployments.app:build_app"
 DEPLOYMENTS = ("Ingress", "Encoder", "LLM")  # as deployments/app.py names them; tests/unit/test_cli.py compares
+SERVES_OWN_HOST = "0.0.0.0"  # where the file says nothing
 
 
 class ConfigFileError(Exception):
@@ -54,6 +56,7 @@ def problems(config: dict[str, object]) -> list[str]:
     for place, application in our_applications(config):
         found += _deployment_problems(application, place)
         found += args_problems(application.get("args") or {}, f"{place}.args")
+        found += _door_problems(config, application.get("args") or {}, f"{place}.args")
     if not found and not any(our_applications(config)):
         found.append(f"applications: none has `import_path: {IMPORT_PATH}`")
     return found
@@ -151,6 +154,18 @@ def _arguments(annotation: object, container: type) -> Iterator[object]:
     for member in _alternatives(annotation):
         if typing.get_origin(member) is container:
             yield from typing.get_args(member)
+
+
+def _door_problems(config: dict[str, object], args: object, place: str) -> Iterator[str]:
+    """A server that strangers reach and that has no keys, which its ingress would refuse to be."""
+    options = config.get("http_options")
+    host = options.get("host", SERVES_OWN_HOST) if isinstance(options, dict) else SERVES_OWN_HOST
+    try:
+        door = AppConfig.model_validate(args).ingress.door
+    except ValidationError:
+        return  # told already
+    if refusal := refused_to_strangers(door, str(host)):
+        yield f"{place}: {refusal}"
 
 
 def _deployment_problems(application: dict[str, object], place: str) -> Iterator[str]:

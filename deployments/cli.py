@@ -33,6 +33,7 @@ def main() -> None:
     vitray check-config my_config.yaml    find mistakes in a configuration before starting it
     vitray settings                       every key below `args:` with its default
     vitray routes                         every HTTP route and what becomes of it
+    vitray new-key NAME                   an API key, and the line that lets it in
     vitray checkpoint --arch qwen3_vl --out DIR
                                           a small checkpoint with random weights
 
@@ -91,6 +92,22 @@ def checkpoint(arch: str, out: Path, seed: int, dtype: str) -> None:
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise click.ClickException(reason) from error
+
+
+@main.command("new-key")
+@click.argument("name")
+def new_key(name: str) -> None:
+    """Make an API key for NAME: the key for its owner, and the line for `ingress.door.api_keys_file`.
+
+    The key is shown once and kept nowhere; the line holds its hash.
+    """
+    from deployments import api_keys
+
+    try:
+        key, line = api_keys.new_key(name)
+    except api_keys.KeysError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"key:  {key}\nline: {line}")
 
 
 @main.command()

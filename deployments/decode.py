@@ -34,16 +34,19 @@ class DecodePool:
         shared_bytes: int,
         resize: bool,
         piped: Callable[[], None] = _ignore,
+        memory_bytes: int = 2 * 1024**3,
     ) -> None:
         """`max_pixels` bounds width times height as a file's header states it, `shared_bytes` the pixels in shared
         memory. `resize`: in the workers, for a device that does not. `piped` is called, on any thread, for each image
-        that found no room in shared memory."""
+        that found no room in shared memory. `memory_bytes`: what one image may take in its worker."""
         self._rules = rules
         self._timeout_s = timeout_s
         self._resize = resize
         self._piped = piped
         self.arena = Arena(shared_bytes)
-        self._decoders = [Decoder(rules, max_pixels, self.arena.handle(), resizes=resize) for _ in range(workers)]
+        self._decoders = [
+            Decoder(rules, max_pixels, memory_bytes, self.arena.handle(), resizes=resize) for _ in range(workers)
+        ]
         self._idle: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
         for decoder in self._decoders:
             self._idle.put(decoder)

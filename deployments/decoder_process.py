@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deployments.arena import ArenaHandle, Lease
+from deployments.memory_bound import OutOfBoundError, memory_bound
 from encoder.decoded import Decoded, decode
 from encoder.image_size import ImageError, ImageRules, PixelBounds
 
@@ -51,7 +52,9 @@ class Task:
     """How many bytes are free there; 0 for the pipe."""
 
 
-def serve_tasks(connection: Connection, rules: ImageRules, max_pixels: int, arena: ArenaHandle, resizes: bool) -> None:
+def serve_tasks(
+    connection: Connection, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, resizes: bool
+) -> None:
     """The process: answers tasks until its owner's end of the pipe closes. `resizes`: what it does as a rule."""
     memory = np.frombuffer(arena.open(), np.uint8)
     _values(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
@@ -65,9 +68,12 @@ def serve_tasks(connection: Connection, rules: ImageRules, max_pixels: int, aren
             _resizing()  # before the image's time begins
         connection.send_bytes(_STARTED)
         try:
-            values = _values(task, rules, max_pixels)
-        except ImageError as error:
-            connection.send_bytes(json.dumps({"error": str(error)}).encode())
+            with memory_bound(memory_bytes):
+                values = _values(task, rules, max_pixels)
+        except (ImageError, OutOfBoundError) as error:
+            over = f"decoding takes more than {memory_bytes} bytes of memory, the limit"
+            told = over if isinstance(error, OutOfBoundError) else str(error)
+            connection.send_bytes(json.dumps({"error": told}).encode())
             continue
         shared = values.nbytes <= task.num_bytes
         if shared:
@@ -105,8 +111,11 @@ def _resizing() -> Callable[[Decoded, ImageRules], Pixels]:
 class Decoder:
     """A process of its own, started anew whenever it is lost. Used by one thread at a time."""
 
-    def __init__(self, rules: ImageRules, max_pixels: int, arena: ArenaHandle, *, resizes: bool) -> None:
-        self._settings = (rules, max_pixels, arena, resizes)
+    def __init__(
+        self, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, *, resizes: bool
+    ) -> None:
+        """`memory_bytes` bounds what one image may take."""
+        self._settings = (rules, max_pixels, memory_bytes, arena, resizes)
         self._stopped = False
         self._ready = False
         self._start()

@@ -77,6 +77,7 @@ class EncoderReplica:
             shared_bytes=limits.shared_pixel_bytes,
             resize=not self._worker.resizes,
             piped=lambda: self._counts.add(Count.PIXELS_PIPED),
+            memory_bytes=limits.decode_memory_bytes,
         )
         if self._worker.resizes:
             try:

@@ -8,13 +8,20 @@ from deployments.wire import ResponseHead
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     501: "not_implemented_error",
     503: "overloaded_error",
 }
+
+
+MAX_MESSAGE_CHARACTERS = 1000
+"""A message may quote what the client sent, which may be megabytes."""
 
 
 class ApiError(Exception):
@@ -40,8 +47,13 @@ class ApiError(Exception):
 def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
     """The response that tells the client about `error`."""
     kind = _TYPES.get(error.status, "server_error")
-    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[:MAX_MESSAGE_CHARACTERS] + " …"
+    fields = {"message": message, "type": kind, "param": error.param, "code": error.code}
     headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     return ResponseHead(error.status, headers), json.dumps({"error": fields}).encode()

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from configs.schema import IngressConfig
 from deployments.chat_images import ImagePart
 from deployments.errors import ApiError
-from deployments.media import MediaError, MediaFetcher, MediaTooLargeError
+from deployments.media import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.wire import ImageJob
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageError, PixelBounds, grid_of, header, num_tokens
+from encoder.image_size import ImageError, ImageHeader, PixelBounds, grid_of, header, num_tokens
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class RequestImages:
     jobs: list[ImageJob]
     job_of_part: list[int]
     """For every image part of the request, in order, its index into `jobs`."""
+    num_tokens: int = 0
+    """Visual tokens of all parts together, repeats included: what the language model reads."""
 
 
 async def request_images(
@@ -33,17 +35,22 @@ async def request_images(
     identity: EncoderIdentity,
     fetcher: MediaFetcher,
     limits: IngressConfig,
+    *,
+    client: str = "",
+    salt: str | None = None,
 ) -> RequestImages:
-    """Fetches all images side by side and checks them against the limits.
+    """Fetches all images side by side, on behalf of `client`, and checks them against the limits.
+
+    `salt` is part of the digests: it keeps the client's embeddings apart from others'.
 
     Raises:
-        ApiError: 400 or 413, naming the image, the value and the limit.
+        ApiError: 400 or 413, naming the image, the value and the limit; 503 where too many are being fetched.
     """
     if len(parts) > limits.max_images_per_request:
         raise ApiError(
             400, f"the request has {len(parts)} images, the limit is {limits.max_images_per_request}", param="messages"
         )
-    files = await _fetch_all(parts, fetcher)
+    files = await _fetch_all(parts, fetcher, limits, client)
     jobs: dict[str, ImageJob] = {}
     digests = []
     total_tokens = 0
@@ -54,7 +61,7 @@ async def request_images(
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
         total_tokens += tokens
-        digest = identity.digest(data, asked)
+        digest = identity.digest(data, asked, salt)
         digests.append(digest)
         jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint, size))
     if total_tokens > limits.max_visual_tokens_per_request:
@@ -64,15 +71,19 @@ async def request_images(
             param="messages",
         )
     order = list(jobs)
-    return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests])
+    return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests], total_tokens)
 
 
-async def _fetch_all(parts: Sequence[ImagePart], fetcher: MediaFetcher) -> list[bytes]:
+async def _fetch_all(
+    parts: Sequence[ImagePart], fetcher: MediaFetcher, limits: IngressConfig, client: str
+) -> list[bytes]:
     async def fetch(part: ImagePart) -> bytes:
         try:
-            return await fetcher.fetch(part.url)
+            return await fetcher.fetch(part.url, client=client)
         except MediaTooLargeError as error:
             raise ApiError(413, f"{part.label}: {error}", param="messages", code="image_too_large") from error
+        except MediaBusyError as error:
+            raise ApiError(503, str(error), code="overloaded", retry_after_s=limits.retry_after_s) from error
         except MediaError as error:
             raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image_url") from error
 
@@ -98,8 +109,17 @@ def _cost(
 ) -> tuple[tuple[int, int], int]:
     """The image's size in pixels and in visual tokens, from its header alone."""
     try:
-        found = header(data, max_pixels_decoded=limits.max_image_pixels)
+        found = header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
+        _check_sides(found, limits)
         grid = grid_of(found.width, found.height, identity.rules, bounds)
         return (found.width, found.height), num_tokens(grid, identity.rules.merge_size)
     except ImageError as error:
         raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
+
+
+def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:
+    shorter, longer = sorted((found.width, found.height))
+    if shorter < limits.min_image_side:
+        raise ImageError(f"image of {found.width}x{found.height} is under the least side, {limits.min_image_side}")
+    if longer > limits.max_image_side:
+        raise ImageError(f"image of {found.width}x{found.height} is over the largest side, {limits.max_image_side}")

@@ -20,9 +20,11 @@ from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
 from deployments import chat_images, routes
+from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError, error_head_and_body
 from deployments.image_jobs import request_images
+from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
 from deployments.replicas import Answer, Encoding, Replicas
@@ -34,12 +36,19 @@ logger = logging.getLogger("ray.serve")
 # What vLLM's application reads; everything else (cookies, credentials, …) stays here.
 PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
 
+# Whose bodies vLLM takes a salt for its prefix cache from.
+SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+MAX_JSON_VALUES = 1_000_000
+"""In a request's body, told by its commas and brackets, those in texts too. In memory each is many times larger."""
+
 
 class Ingress:
     """Serve calls it with every HTTP request below the application's route prefix."""
 
     def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
         self._limits = config.ingress
+        self._door = Door(self._limits.door, host=serve_host())
         self._replicas = Replicas(encoder, llm, retry_after_s=self._limits.retry_after_s)
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
 
@@ -57,7 +66,8 @@ class Ingress:
     async def _answer(self, request: Request, deadline: float) -> Response:
         root_path = request.scope.get("root_path", "")
         path = request.scope["path"].removeprefix(root_path) or "/"
-        route = _open_route(request.method, path)
+        client = await self._door.admit(request, path)
+        route = _open_route(request.method, path, management=self._door.management_is_open)
         inner = HttpRequest(
             method=request.method,
             path=path,
@@ -71,23 +81,35 @@ class Ingress:
         if inner.body:
             body = _json_object(inner.body)
             chat_images.refuse_fields(body)
+            if client.salt is not None and route.path in SALTED_ROUTES:
+                chat_images.put_salt(body, client.salt)
+                inner = dataclasses.replace(inner, body=json.dumps(body).encode())
             if route.service is routes.Service.IMAGES:
                 if parts := chat_images.image_parts(body):
-                    return await self._answer_with_images(inner, body, parts, deadline)
+                    return await self._answer_with_images(inner, body, parts, client, deadline)
             elif chat_images.holds_media([body.get("input"), body.get("messages")]):
                 unsupported = "only text is supported on this route; send images to /v1/chat/completions"
                 raise ApiError(501, unsupported, code="images_not_supported")
         return await self._stream(self._replicas.answer(inner, [], []), [], deadline)
 
     async def _answer_with_images(
-        self, inner: HttpRequest, body: chat_images.Body, parts: Sequence[chat_images.ImagePart], deadline: float
+        self,
+        inner: HttpRequest,
+        body: chat_images.Body,
+        parts: Sequence[chat_images.ImagePart],
+        client: Client,
+        deadline: float,
     ) -> Response:
         """Encodes and forwards; once more where the encoder changed between its identity and the job."""
         started = time.perf_counter()
         bounds = chat_images.pop_bounds(body)
         for last_try in (False, True):
             identity = await self._replicas.encoder_identity()
-            images = await request_images(parts, bounds, identity, self._fetcher, self._limits)
+            images = await request_images(
+                parts, bounds, identity, self._fetcher, self._limits, client=client.name, salt=client.salt
+            )
+            if not last_try:
+                await self._door.charge_visual_tokens(client, images.num_tokens)
             fetch_ms = (time.perf_counter() - started) * 1e3
             places = [
                 ImagePlace(new_key(), new_key(), job, part.label)
@@ -190,11 +212,12 @@ class Ingress:
         return ApiError(504, f"the request took longer than {seconds:g} s, the limit", code="timeout")
 
 
-def _open_route(method: str, path: str) -> routes.Route:
-    """The table's row for this request; ApiError 404 or 405 where there is none."""
-    rows = routes.open_rows(path)
+def _open_route(method: str, path: str, *, management: bool) -> routes.Route:
+    """The table's row for this request; ApiError 404 or 405 where there is none, or where it is for the operator and
+    `management` is off."""
+    rows = [row for row in routes.open_rows(path) if management or row.service is not routes.Service.MANAGEMENT]
     if not rows:
-        raise ApiError(404, f"{path} is not served here; GET /docs shows what is", code="not_found")
+        raise ApiError(404, f"{path} is not served here", code="not_found")
     for route in rows:
         if method in route.methods:
             return route
@@ -203,6 +226,10 @@ def _open_route(method: str, path: str) -> routes.Route:
 
 
 def _json_object(data: bytes) -> chat_images.Body:
+    num_values = sum(map(data.count, (b",", b"[", b"{")))
+    if num_values > MAX_JSON_VALUES:
+        told = f"the request body has about {num_values} JSON values, the limit is {MAX_JSON_VALUES}"
+        raise ApiError(413, told, code="body_too_large")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """Every route that the ingress knows, and what it does with it. What is not in the table is closed.
 
 Several of vLLM's routes would fetch a URL by themselves or administrate the engine, so nothing passes that is not
-listed. The README's table is made from this one. It must not know how a route is served.
+listed, and what is for the operator only where `ingress.door.management_routes` opens it. The README's table is made
+from this one. It must not know how a route is served.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ class Service(Enum):
 
     IMAGES = "served, with images"
     TEXT = "served, text only"
+    MANAGEMENT = "for the operator"
     CLOSED = "404"
 
 
@@ -37,11 +39,16 @@ ROUTES: tuple[Route, ...] = (
     Route(("POST",), "/detokenize", Service.TEXT),
     Route(("GET",), "/health", Service.TEXT, "of one language model replica"),
     Route(("GET", "POST"), "/ping", Service.TEXT, "of one language model replica"),
-    Route(("GET",), "/load", Service.TEXT, "of one language model replica"),
-    Route(("GET",), "/version", Service.TEXT),
-    Route(("GET",), "/metrics", Service.TEXT, "vLLM's, of one replica; Ray exports all replicas' on its metrics port"),
-    Route(("GET",), "/docs", Service.TEXT),
-    Route(("GET",), "/openapi.json", Service.TEXT, "only the routes served here"),
+    Route(("GET",), "/load", Service.MANAGEMENT, "of one language model replica"),
+    Route(("GET",), "/version", Service.MANAGEMENT),
+    Route(
+        ("GET",),
+        "/metrics",
+        Service.MANAGEMENT,
+        "vLLM's, of one replica; Ray exports all replicas' on its metrics port",
+    ),
+    Route(("GET",), "/docs", Service.MANAGEMENT),
+    Route(("GET",), "/openapi.json", Service.MANAGEMENT, "only the routes served here"),
     Route(("POST",), "/score", Service.CLOSED, "no pooling models; also /v1/score"),
     Route(("POST",), "/v1/score", Service.CLOSED, "no pooling models"),
     Route(("POST",), "/rerank", Service.CLOSED, "no pooling models"),

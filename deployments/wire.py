@@ -85,8 +85,12 @@ class EncodedImage:
             WireError: shape, dtype, width or grid are not what the language model takes. A wrong width would kill its
                 engine.
         """
-        if self.dtype not in _BIT_VIEWS:
+        if not isinstance(self.dtype, str) or self.dtype not in _BIT_VIEWS:
             raise WireError(f"embedding dtype {self.dtype!r} is unknown; known: {', '.join(_BIT_VIEWS)}")
+        if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
+            raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
+        if not isinstance(self.grid_thw, tuple) or [type(side) for side in self.grid_thw] != [int] * 3:
+            raise WireError(f"grid_thw {self.grid_thw!r} is not three integers")
         target, _, bits_dtype = _BIT_VIEWS[self.dtype]
         if self.bits.dtype != bits_dtype:
             raise WireError(f"embedding bits are {self.bits.dtype}, expected {np.dtype(bits_dtype)} for {self.dtype}")

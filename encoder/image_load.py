@@ -1,6 +1,7 @@
 """Encoded bytes to an upright RGB image, exactly as vLLM's own image loader gives it; and the size alone, undecoded.
 
-One difference: what Pillow cannot decode without an error is refused, where vLLM may go on with a part of it.
+Differences: what Pillow cannot decode without an error is refused, where vLLM may go on with a part of it, and so is a
+file with thousands of pieces of metadata (`image_structure.py`).
 The ingress reads sizes with `header`, the workers decode with `load_rgb`. It must not know of patches, checkpoints or
 tensors, and it needs Pillow only. Every failure is an `ImageError`, whose text may be shown to a client.
 """
@@ -9,12 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+
+from encoder.image_structure import ImageError, check_structure, signature_format
+
+__all__ = ["FORMATS", "ImageError", "ImageHeader", "check_pixels", "header", "load_rgb", "to_rgb"]
 
 DECODING_RULES_VERSION = "1"
 """Part of every digest. Raise it with any change that may alter one decoded or resized pixel."""
@@ -33,12 +39,10 @@ FORMATS = (
     "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM", "XVTHUMB",
 )  # fmt: skip
 
+NOT_SUPPORTED = "not an image of a supported format"
+
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _ICO_SIGNATURE = b"\0\0\1\0"
-
-
-class ImageError(ValueError):
-    """An image that cannot be used. The text names the reason and is safe for a client: no addresses, no paths."""
 
 
 @dataclass(frozen=True)
@@ -50,24 +54,29 @@ class ImageHeader:
     format: str
 
 
-def header(data: bytes, *, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> ImageHeader:
+def header(
+    data: bytes, *, max_pixels_decoded: int = MAX_PIXELS_DECODED, formats: tuple[str, ...] = FORMATS
+) -> ImageHeader:
     """Size and format of an encoded image, without decoding its pixels (icons, which are small, apart).
 
-    Raises ImageError for what is no image, a broken header, or more than `max_pixels_decoded` pixels.
+    Raises ImageError for what is no image of one of the `formats`, which are told by content, for a broken header, or
+    for more than `max_pixels_decoded` pixels.
     """
     with _client_safe():
-        image = _open(data, max_pixels_decoded)
+        image = _open(data, max_pixels_decoded, formats)
         width, height = _upright_size(image, data)
         return ImageHeader(width, height, image.format or "")
 
 
-def load_rgb(data: bytes, *, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> Image.Image:
+def load_rgb(
+    data: bytes, *, max_pixels_decoded: int = MAX_PIXELS_DECODED, formats: tuple[str, ...] = FORMATS
+) -> Image.Image:
     """Decodes `data` to an RGB image: EXIF orientation applied, transparency on white, other modes converted.
 
     Raises ImageError as `header` does, and for truncated or corrupt data.
     """
     with _client_safe():
-        image = _open(data, max_pixels_decoded)
+        image = _open(data, max_pixels_decoded, formats)
         stated = _upright_size(image, data)
         rgb = _upright_rgb(image)
         # A file within a file (ICNS, BLP) may be larger than the outer header says; work is admitted by what it says.
@@ -82,10 +91,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return _upright_rgb(image)
 
 
-def _open(data: bytes, max_pixels_decoded: int) -> Image.Image:
+def _open(data: bytes, max_pixels_decoded: int, formats: tuple[str, ...]) -> Image.Image:
+    check_structure(data)
+    stated = signature_format(data)
+    if stated is not None:
+        formats = (stated,) if stated in formats else ()
     if data.startswith(_ICO_SIGNATURE):
         _check_icon(data)
-    image = Image.open(BytesIO(data), formats=FORMATS)
+    if not formats:
+        raise ImageError(NOT_SUPPORTED)
+    image = Image.open(BytesIO(data), formats=formats)
     check_pixels(image.width, image.height, max_pixels_decoded)
     return image
 
@@ -129,7 +144,7 @@ def _upright_size(image: Image.Image, data: bytes) -> tuple[int, int]:
 
 def _late_png_metadata(data: bytes, *, animated: bool) -> dict[str | tuple[int, int], object]:
     """What Pillow will find after a PNG's pixels (ExifTool writes there), without decoding them."""
-    late = b""
+    late = []
     in_pixels = False
     position = len(_PNG_SIGNATURE)
     while position + 8 <= len(data):
@@ -139,12 +154,14 @@ def _late_png_metadata(data: bytes, *, animated: bool) -> dict[str | tuple[int, 
         if kind == b"IDAT":
             in_pixels = True
         elif in_pixels and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
-            late += _png_chunk(kind, data[position + 8 : position + 8 + length])
+            late.append(_png_chunk(kind, data[position + 8 : position + 8 + length]))
         position += length + 12
     if not late:
         return {}
     ihdr = _png_chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
-    return dict(Image.open(BytesIO(_PNG_SIGNATURE + ihdr + late + _png_chunk(b"IDAT", b"")), formats=("PNG",)).info)
+    return dict(
+        Image.open(BytesIO(_PNG_SIGNATURE + ihdr + b"".join(late) + _png_chunk(b"IDAT", b"")), formats=("PNG",)).info
+    )
 
 
 def _png_chunk(kind: bytes, payload: bytes) -> bytes:
@@ -176,13 +193,16 @@ def _check_icon(data: bytes) -> None:
 
 @contextlib.contextmanager
 def _client_safe() -> Iterator[None]:
-    """Turns whatever Pillow raises into an ImageError with a text of our own."""
+    """Turns whatever Pillow raises into an ImageError with a text of our own, and keeps its warnings out of the log,
+    of which a file may cause thousands."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except (ImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise ImageError("not an image of a supported format") from error
+        raise ImageError(NOT_SUPPORTED) from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"image has too many pixels, the limit is {MAX_PIXELS_DECODED}") from error
     except Exception as error:  # decoders answer hostile bytes with exceptions of every kind

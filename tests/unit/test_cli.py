@@ -136,6 +136,14 @@ def test_shipped_configuration_passes() -> None:
             {"args__llm__num_gpus": 0.5, "args__llm__engine_args": {"tensor_parallel_size": 2}},
             "applications[0].args: llm.num_gpus",
         ),
+        (
+            {"top__http_options__host": "0.0.0.0"},
+            "applications[0].args: the server listens on 0.0.0.0 and has no API keys",
+        ),
+        (
+            {"args__ingress__door": {"authentication": "keys"}},
+            'applications[0].args.ingress.door: authentication: "keys" needs api_keys_file',
+        ),
         ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
     ],
 )

@@ -54,7 +54,15 @@ def config(**settings: Any) -> AppConfig:
 
 
 def test_sections_were_found() -> None:
-    assert {(), ("encoder",), ("encoder_replica",), ("llm",), ("ingress",), ("ingress", "fetch")} == set(sections())
+    assert {
+        (),
+        ("encoder",),
+        ("encoder_replica",),
+        ("llm",),
+        ("ingress",),
+        ("ingress", "fetch"),
+        ("ingress", "door"),
+    } == set(sections())
 
 
 @pytest.mark.parametrize("path", list(sections()), ids=lambda path: ".".join(path) or "top")

@@ -26,6 +26,7 @@ from configs.schema import AppConfig
 from deployments import encoder as encoder_module
 from deployments.encoder import EncoderReplica
 from deployments.ingress import Ingress
+from deployments.listening import serve_host
 from deployments.llm import LLM
 from deployments.media_keys import KeyStore, connector_class
 from deployments.metrics import Count, Counts
@@ -143,6 +144,9 @@ class WatchedIngress(Ingress):
         EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
         super().__init__(config, encoder, llm)
         self._replicas._counts = RecordedCounts()
+
+    def listens_on(self) -> str | None:
+        return serve_host()
 
     def counts(self) -> dict[str, int]:
         counts = self._replicas._counts

@@ -12,7 +12,7 @@ from configs.schema import FetchConfig, IngressConfig
 from deployments.chat_images import ImagePart
 from deployments.errors import ApiError
 from deployments.image_jobs import RequestImages, request_images
-from deployments.media import MediaError, MediaFetcher, MediaTooLargeError
+from deployments.media import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from encoder.image_size import PixelBounds
 from tests.unit.deployments.samples import IDENTITY, png
 
@@ -27,7 +27,7 @@ class Files(MediaFetcher):
         self._files = files
         self.cancelled: list[str] = []
 
-    async def fetch(self, url: str) -> bytes:
+    async def fetch(self, url: str, *, client: str = "") -> bytes:
         found = self._files[url]
         if isinstance(found, asyncio.Event):
             try:
@@ -164,6 +164,12 @@ def test_what_cannot_be_fetched_is_named() -> None:
     assert (error.status, error.code, error.message) == (413, "image_too_large", "image 2 of 2: too big")
 
 
+def test_too_many_fetches_are_a_503() -> None:
+    with pytest.raises(ApiError) as refused:
+        jobs(parts("busy"), Files(busy=MediaBusyError("too many images are being fetched; try again")), retry_after_s=4)
+    assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (503, "overloaded", 4)
+
+
 def test_a_bad_url_cancels_the_other_fetches() -> None:
     async def scenario() -> None:
         files = Files(slow=asyncio.Event(), gone=MediaError("status 404"), slower=asyncio.Event())
@@ -195,7 +201,7 @@ def test_images_are_fetched_side_by_side() -> None:
         both = asyncio.Barrier(2)
 
         class Meeting(Files):
-            async def fetch(self, url: str) -> bytes:
+            async def fetch(self, url: str, *, client: str = "") -> bytes:
                 await asyncio.wait_for(both.wait(), 5)
                 return RED
 

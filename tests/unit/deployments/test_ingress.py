@@ -18,9 +18,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from configs.schema import AppConfig
+from deployments import ingress as ingress_module
 from deployments.errors import ApiError, error_head_and_body
 from deployments.gpu_worker import QueueFullError, WorkerEndedError
-from deployments.ingress import Ingress
+from deployments.ingress import MAX_JSON_VALUES, Ingress
 from deployments.wire import HttpRequest, ImagePlace, ResponseHead
 from tests.unit.deployments.samples import IDENTITY, png
 
@@ -88,7 +89,8 @@ class StandIns:
 
 
 def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
-    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, **limits}})
+    door = {"authentication": "none", "management_routes": "open"}
+    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}})
     handle = cast(DeploymentHandle[Any], stand_ins)
     return Ingress(config, handle, handle)
 
@@ -197,6 +199,21 @@ def test_a_body_that_is_no_json_object_is_refused(content: bytes, reason: str) -
     assert reason in told(asked(StandIns(), "POST", "/v1/chat/completions", content=content), 400)["message"]
 
 
+@pytest.mark.parametrize("value", [b"[]", b"{}", b"0", b'""', b'{"a":{}}'])
+def test_a_body_of_very_many_values_is_refused_unread(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three bytes of JSON become sixty of memory and more: 64 MB of empty lists took gigabytes and seconds."""
+    fitting = b'{"input": [' + b",".join([value] * 1000) + b"]}"
+    assert asked(StandIns(), "POST", "/v1/responses", content=fitting).status_code == 200
+    many = b'{"input": [' + b",".join([value] * (MAX_JSON_VALUES + 1)) + b"]}"
+    parsed: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ingress_module.json, "loads", parsed.append)
+        response = asked(StandIns(), "POST", "/v1/responses", content=many)
+    error = told(response, 413)
+    assert f"the limit is {MAX_JSON_VALUES}" in error["message"]
+    assert parsed == []
+
+
 @pytest.mark.parametrize("depth", [50, 300, 600, 900, 950, 990])
 def test_a_body_nested_deeply_is_answered(depth: int) -> None:
     """The parser reads deeper than Python may call; status 500 would be the server's fault."""
@@ -218,6 +235,19 @@ def test_a_body_over_the_limit_is_refused_before_it_is_whole() -> None:
         response = asked(stand_ins, "POST", "/v1/chat/completions", content=body, limits={"max_body_bytes": limit})
         assert response.status_code == status
     assert f"limit of {len(body) - 1} bytes" in told(response, 413)["message"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "x" * 10**6},
+        {"type": "text", "image_url": "y" * 10**6},
+        {"type": "image_url", "image_url": {"url": "data:,", "detail": "z" * 10**6}},
+    ],
+)
+def test_what_is_refused_is_not_told_in_full(part: object) -> None:
+    """Megabytes that a message quotes would be sent back, and written into logs."""
+    assert len(told(chat(StandIns(), part), 400)["message"]) < 1100
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/detokenize"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
-import httpx
+import httpcore
 import pytest
 
 from configs.schema import FetchConfig
-from tests.unit.deployments.loopback import answer, fetching, refusal, serving
+from deployments.media import MediaError, MediaFetcher
+from tests.unit.deployments.loopback import MAX_BYTES, OPEN, answer, fetching, refusal, serving
 
 
 def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,39 +39,72 @@ def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest
     asyncio.run(scenario())
 
 
-def test_the_certificate_is_asked_for_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+class Handshakes(httpcore.AsyncMockBackend):
+    """Answers every connection with an image and notes addresses and the names asked for in TLS handshakes."""
+
+    def __init__(self) -> None:
+        super().__init__([b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nimage"])
+        self.connected: list[tuple[str, int]] = []
+        self.names: list[str | None] = []
+        self.sent = b""
+
+    async def connect_tcp(self, host: str, port: int, *_: Any, **__: Any) -> httpcore.AsyncNetworkStream:
+        self.connected.append((host, port))
+        stream = await super().connect_tcp(host, port)
+        write = stream.write
+
+        async def noted(ssl_context: Any, server_hostname: str | None = None, **_: Any) -> Any:
+            self.names.append(server_hostname)
+            return stream
+
+        async def kept(buffer: bytes, **_: Any) -> None:
+            self.sent += buffer
+            await write(buffer)
+
+        stream.start_tls, stream.write = noted, kept  # type: ignore[method-assign]
+        return stream
+
+
+def test_the_certificate_is_asked_for_the_name() -> None:
     """The connection goes to an address; the name goes into the TLS handshake and into the Host header."""
-    sent: list[httpx.Request] = []
-
-    def resolve(*_: object, **__: object) -> list[object]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", 443))]
-
-    async def record(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        sent.append(request)
-        return httpx.Response(200, stream=httpx.ByteStream(b"image"))
+    network = Handshakes()
 
     async def scenario() -> None:
-        async with fetching(FetchConfig(http=True)) as fetcher:
-            assert await fetcher.fetch("https://b\u00fccher.example:8443/a.png") == b"image"
+        fetcher = MediaFetcher(
+            FetchConfig(http=True), max_bytes=MAX_BYTES, resolve=lambda *_: ["93.184.216.34"], network=network
+        )
+        assert await fetcher.fetch("https://b\u00fccher.example.:8443/a.png?b") == b"image"
+        await fetcher.close()
 
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", record)
     asyncio.run(scenario())
-    (request,) = sent
-    assert str(request.url) == "https://93.184.216.34:8443/a.png"
-    assert request.headers["host"] == "xn--bcher-kva.example:8443"
-    assert request.extensions["sni_hostname"] == "xn--bcher-kva.example"
+    assert network.connected == [("93.184.216.34", 8443)]
+    assert network.names == ["xn--bcher-kva.example"]
+    assert network.sent.startswith(b"GET /a.png?b HTTP/1.1\r\nHost: xn--bcher-kva.example.:8443\r\n")
 
 
-def test_connections_are_not_kept() -> None:
-    """A kept one is known by its address alone: another name at that address would be sent over a connection whose
-    certificate was checked for the first."""
+def test_connections_are_kept_for_the_name_alone() -> None:
+    """Another name at the same address gets a connection of its own, whose certificate is checked for that name."""
 
     async def scenario() -> None:
         async with serving(answer(b"image")) as server, fetching() as fetcher:
-            for _ in range(3):
-                await fetcher.fetch(f"{server.url}/")
-            assert server.connections == 3
+            for host in ("127.0.0.1", "127.0.0.1", "localhost", "localhost", "127.0.0.1"):
+                await fetcher.fetch(f"http://{host}:{server.port}/")
+            assert server.connections == 2
+
+    asyncio.run(scenario())
+
+
+def test_all_addresses_of_a_name_are_tried() -> None:
+    async def scenario() -> None:
+        async with serving(answer(b"image"), host="127.0.0.3") as server:
+            tried = ["127.0.0.2", "::1", "127.0.0.3", "127.0.0.4"]
+            fetcher = MediaFetcher(OPEN, max_bytes=MAX_BYTES, resolve=lambda *_: tried)
+            assert await fetcher.fetch(f"http://several.example:{server.port}/") == b"image"
+            none = MediaFetcher(OPEN, max_bytes=MAX_BYTES, resolve=lambda *_: ["127.0.0.2", "127.0.0.4"])
+            with pytest.raises(MediaError, match="could not be fetched"):
+                await none.fetch(f"http://several.example:{server.port}/")
+            await fetcher.close()
+            await none.close()
 
     asyncio.run(scenario())
 

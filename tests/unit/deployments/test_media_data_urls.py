@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments import media
+from deployments import data_url
 from deployments.media import MediaError, MediaTooLargeError, decode_data_url
 
 MAX = 1000
@@ -100,8 +100,8 @@ def test_too_large_is_decided_before_decoding(url: str, monkeypatch: pytest.Monk
     def must_not_run(*_: object, **__: object) -> bytes:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(media.base64, "b64decode", must_not_run)
-    monkeypatch.setattr(media, "unquote_to_bytes", must_not_run)
+    monkeypatch.setattr(data_url.base64, "b64decode", must_not_run)
+    monkeypatch.setattr(data_url, "unquote_to_bytes", must_not_run)
     with pytest.raises(MediaTooLargeError):
         decoded(url)
 

@@ -323,3 +323,8 @@ def test_health_ends_with_the_batching_task(app: ServedApp) -> None:
     """Images would never reach the GPU's queue."""
     assert app.encoder("health") == "healthy"
     assert app.encoder("end_batching_task") == "Serve's batching task has died"
+
+
+def test_the_ingress_knows_where_serve_listens(app: ServedApp) -> None:
+    """Whether it needs API keys hangs on it; another Ray may keep it elsewhere."""
+    assert app.ingress("listens_on") == "127.0.0.1"

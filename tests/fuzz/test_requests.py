@@ -1,0 +1,157 @@
+"""Requests at random through the front door, its replicas being stand-ins: no status 500, and nothing passes that would
+let vLLM fetch or that names an embedding of the client's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from deployments.chat_images import MEDIA_KEYS
+from deployments.media_keys import KEY_PREFIX
+from tests.hostile.test_door import serving, started
+from tests.unit.deployments.test_ingress import IMAGE, StandIns, ingress_of
+
+pytestmark = pytest.mark.usefixtures("certificates_read_once")
+SHARE = 0.1
+HTTP_SHARE = 0.02
+ANSWERS = {200, 400, 401, 404, 405, 413, 431, 501}
+PATHS = ("/v1/chat/completions", "/tokenize", "/v1/completions", "/v1/responses", "/detokenize", "/ping")
+NAMES = sorted(MEDIA_KEYS | {"type", "text", "content", "role", "url", "detail", "uuid", "cache_salt", "messages"})
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(NAMES),
+    st.sampled_from(["http://169.254.169.254/", "data:,x", "file:///etc/passwd", KEY_PREFIX + "x" * 22]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text(max_size=3)), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+KINDS = ["image_url", "input_image", "image_embeds", "text", "video_url", "file", "input_audio", "refusal", "x"]
+PART = st.one_of(
+    st.just(IMAGE),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(KINDS)},
+        optional={"image_url": VALUES, "text": VALUES, "uuid": VALUES, "detail": VALUES},
+    ),
+    VALUES,
+)
+MESSAGE = st.one_of(st.fixed_dictionaries({"role": st.just("user"), "content": st.lists(PART, max_size=3)}), VALUES)
+BODY = st.one_of(
+    st.fixed_dictionaries(
+        {"messages": st.one_of(st.lists(MESSAGE, max_size=3), VALUES)},
+        optional=dict.fromkeys(
+            ("input", "prompt", "mm_processor_kwargs", "prompt_embeds", "cache_salt", "kv_transfer_params"), VALUES
+        ),
+    ),
+    VALUES,
+)
+
+
+def in_messages(stand_ins: StandIns, path: str) -> None:
+    for request in stand_ins.requests:
+        if request.body and path in ("/v1/chat/completions", "/tokenize"):
+            parts = [
+                part
+                for message in _list(json.loads(request.body).get("messages"))
+                for part in _list(message.get("content") if isinstance(message, dict) else None)
+            ]
+            for part in parts:
+                if isinstance(part, dict) and not MEDIA_KEYS.isdisjoint(part):
+                    assert set(part) == {"type", "image_embeds", "uuid"}
+                    assert part["image_embeds"]["image_embeds"].startswith(KEY_PREFIX)
+                    assert len(part["uuid"]) == 64
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def asked(path: str, body: bytes) -> tuple[int, StandIns]:
+    stand_ins = StandIns()
+
+    async def ask() -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "root_path": ""}
+        return (await ingress_of(stand_ins)(Request(scope, receive))).status_code
+
+    return asyncio.run(ask()), stand_ins
+
+
+def test_bodies(fuzzing: Callable[[float], settings]) -> None:
+    @fuzzing(SHARE)
+    @given(st.sampled_from(PATHS), BODY)
+    @example("/v1/chat/completions", {"messages": [{"content": [{"type": "text", "image_url": "http://127.0.0.1"}]}]})
+    def fuzz(path: str, body: object) -> None:
+        status, stand_ins = asked(path, json.dumps(body).encode())
+        assert status in ANSWERS
+        in_messages(stand_ins, path)
+
+    fuzz()
+
+
+def test_bodies_that_are_hardly_json(fuzzing: Callable[[float], settings]) -> None:
+    whole = json.dumps({"messages": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "x"}]}]}).encode()
+
+    @fuzzing(SHARE / 5)
+    @given(st.integers(0, len(whole)), st.binary(max_size=5), st.integers(0, 5))
+    def fuzz(position: int, put: bytes, out: int) -> None:
+        status, _ = asked(PATHS[0], whole[:position] + put + whole[position + out :])
+        assert status in ANSWERS
+
+    fuzz()
+
+
+def test_over_http(fuzzing: Callable[[float], settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths, methods and headers too, over a real server; a good request is answered after each."""
+    header = st.tuples(
+        st.one_of(
+            st.sampled_from(["authorization", "content-type", "accept-encoding", "expect", "x-request-id", "origin"]),
+            st.from_regex(r"[a-z-]{1,20}", fullmatch=True),
+        ),
+        st.one_of(st.binary(max_size=40), st.integers(0, 40_000).map(lambda n: b"x" * n)),
+    )
+    path = st.one_of(
+        st.sampled_from([*PATHS, "/metrics", "/health", "/v1/models", "/invocations", "/v1/messages"]),
+        st.text(max_size=12).map(lambda text: "/" + text),
+        st.lists(st.sampled_from(["v1", "..", "", "%2e", "chat", "completions"]), max_size=5).map(
+            lambda p: "/" + "/".join(p)
+        ),
+    )
+    method = st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"])
+
+    async def ask(client: Any, *request: Any) -> int:
+        try:
+            method_, path_, headers, body = request
+            answer = await client.request(method_, path_, headers=headers, content=json.dumps(body).encode())
+            status = int(answer.status_code)
+        except (httpx.InvalidURL, httpx.LocalProtocolError, UnicodeError):
+            status = 400  # no client would send it
+        assert (await client.get("/v1/models")).status_code == 200
+        return status
+
+    with asyncio.Runner() as runner:
+        manager = serving(started(monkeypatch, StandIns(), authentication="none"))
+        client = runner.run(manager.__aenter__())
+
+        @fuzzing(HTTP_SHARE)
+        @given(st.tuples(method, path, st.lists(header, max_size=4), BODY))
+        def fuzz(request: tuple[Any, ...]) -> None:
+            assert runner.run(ask(client, *request)) in ANSWERS
+
+        try:
+            fuzz()
+        finally:
+            runner.run(manager.__aexit__(None, None, None))

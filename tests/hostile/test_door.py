@@ -1,0 +1,328 @@
+"""Who is let in, over a real HTTP server with stand-ins for the replicas: keys, quotas, bounds, tenants, web pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.requests import Request
+
+from configs.schema import AppConfig, DoorConfig
+from deployments import ingress as ingress_module
+from deployments.door import Door, OpenDoorError
+from deployments.ingress import Ingress
+from deployments.listening import is_loopback
+from tests.unit.deployments.test_ingress import IMAGE, StandIns
+
+KEY, OTHER_KEY = "alice-has-a-key-of-her-own", "bob-has-another-key-of-his"
+CHAT = "/v1/chat/completions"
+TEXT = {"messages": [{"role": "user", "content": "x"}]}
+PICTURE = {"messages": [{"role": "user", "content": [IMAGE]}]}
+MANAGEMENT = ("/metrics", "/load", "/version", "/docs", "/openapi.json")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text(f"alice {KEY}\nbob {OTHER_KEY}\n")
+    return file
+
+
+def bearer(key: str, **more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", **more}
+
+
+def started(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns, *, host: str | None = "0.0.0.0", **door: Any
+) -> Ingress:
+    """An ingress as Serve starts it where it listens on `host`."""
+    monkeypatch.setattr(ingress_module, "serve_host", lambda: host)
+    handle: Any = stand_ins
+    return Ingress(AppConfig.model_validate({"ingress": {"door": door}}), handle, handle)
+
+
+@asynccontextmanager
+async def serving(ingress: Ingress) -> AsyncIterator[httpx.AsyncClient]:
+    async def app(
+        scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        await (await ingress(Request(scope, receive)))(scope, receive, send)
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this alone
+            await asyncio.sleep(0.01)
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            await task
+
+
+def asked(ingress: Ingress, *requests: dict[str, Any]) -> list[httpx.Response]:
+    """The answers, one after the other."""
+
+    async def ask() -> list[httpx.Response]:
+        async with serving(ingress) as client:
+            return [await client.request(**{"method": "POST", "url": CHAT, **request}) for request in requests]
+
+    return asyncio.run(ask())
+
+
+def statuses(responses: list[httpx.Response]) -> list[int]:
+    return [response.status_code for response in responses]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.4", "example.org", None])
+def test_without_keys_it_does_not_start_where_strangers_reach_it(host: str | None) -> None:
+    with pytest.raises(OpenDoorError, match=r"has no API keys: set ingress\.door\.api_keys_file"):
+        Door(DoorConfig(), host=host)
+    Door(DoorConfig(authentication="none"), host=host)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("[::1]", True), ("localhost", True), ("LOCALHOST", True)]
+    + [(host, False) for host in ("", "0.0.0.0", "::", "10.0.0.1", "localhost.example.org", "127.0.0.1.example.org")],
+)
+def test_what_loopback_is(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": "Bearer"},
+        {"authorization": KEY},
+        {"authorization": f"Basic {KEY}"},
+        {"authorization": f"Bearer {KEY}x"},
+        {"authorization": f"Bearer {KEY[:-1]}"},
+        {"authorization": f"Bearer {KEY} {KEY}"},
+        {"authorization": "Bearer " + "x" * 10_000},
+        {"x-api-key": KEY},
+        {"cookie": f"authorization=Bearer {KEY}"},
+        [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")],
+        {"authorization": b"Bearer \xff\xfe"},
+    ],
+)
+def test_no_valid_key_is_a_401_everywhere(headers: Any, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys))
+    answers = asked(
+        ingress,
+        {"headers": headers, "json": TEXT},
+        {"headers": headers, "method": "GET", "url": "/v1/models"},
+        {"headers": headers, "method": "GET", "url": "/nothing/here"},
+        {"headers": headers, "method": "GET", "url": "/metrics"},
+    )
+    assert statuses(answers) == [401] * 4, "what is served here is nobody's business either"
+    assert all(answer.headers["www-authenticate"] == "Bearer" for answer in answers)
+    assert answers[0].json()["error"]["code"] == "invalid_api_key"
+    assert stand_ins.requests == []
+    good = {"headers": bearer(KEY), "json": TEXT}
+    assert statuses(asked(ingress, good, {"headers": {"Authorization": f"bearer  {KEY}"}, "json": TEXT})) == [200, 200]
+
+
+def test_without_a_door_everybody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the requests above do where nothing is checked."""
+    ingress = started(monkeypatch, StandIns(), authentication="none", management_routes="open")
+    assert statuses(asked(ingress, {"json": TEXT}, {"method": "GET", "url": "/metrics"})) == [200, 200]
+
+
+def test_load_balancers_need_no_key(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
+    gets = [{"method": "GET", "url": url} for url in ("/health", "/ping", "/health/", "//health", "/health/../metrics")]
+    assert statuses(asked(ingress, *gets))[:2] == [200, 200]
+    assert set(statuses(asked(ingress, *gets))[2:]) == {401}
+
+
+def test_keys_are_exchanged_while_the_server_runs(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.api_keys.LOOK_AGAIN_S", 0.0)
+    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
+    old, new = {"headers": bearer(KEY), "json": TEXT}, {"headers": bearer("a-new-key-for-alice-alone"), "json": TEXT}
+    assert statuses(asked(ingress, old, new)) == [200, 401]
+    keys.write_text("alice a-new-key-for-alice-alone\n")
+    assert statuses(asked(ingress, old, new)) == [401, 200]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "app.localhost"}, 200),
+        ({"origin": "http://localhost:3000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "localhost.evil.example:8000"}, 403),
+        ({"host": "user@evil.example"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1.evil.example"}, 403),
+        ({"origin": "http://localhost@evil.example"}, 403),
+    ],
+)
+def test_a_web_page_cannot_use_a_server_without_keys(
+    headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page from anywhere may send requests to loopback from its reader's browser; the name in `Host` gives it away
+    where it has changed its own address to read the answers."""
+    ingress = started(monkeypatch, StandIns(), host="127.0.0.1")
+    assert statuses(asked(ingress, {"headers": headers, "json": TEXT})) == [status]
+
+
+def test_other_origins_get_no_leave(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
+    ask = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    preflight, answer = asked(
+        ingress,
+        {"method": "OPTIONS", "headers": bearer(KEY, **ask)},
+        {"headers": bearer(KEY, origin="https://evil.example"), "json": TEXT},
+    )
+    assert statuses([preflight, answer]) == [405, 200]
+    assert not any(name.startswith("access-control") for found in (preflight, answer) for name in found.headers)
+
+
+@pytest.mark.parametrize(
+    ("host", "setting", "is_open"),
+    [
+        ("127.0.0.1", "auto", True),
+        ("0.0.0.0", "auto", False),
+        ("127.0.0.1", "closed", False),
+        ("0.0.0.0", "open", True),
+    ],
+)
+def test_routes_for_the_operator_are_closed_to_the_outside(
+    host: str, setting: str, is_open: bool, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingress = started(monkeypatch, StandIns(), host=host, management_routes=setting, api_keys_file=str(keys))
+    gets = [{"method": "GET", "url": url, "headers": bearer(KEY)} for url in MANAGEMENT if url != "/openapi.json"]
+    assert set(statuses(asked(ingress, *gets))) == {200 if is_open else 404}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"headers": {"x-long": "x" * 33_000}},
+        {"headers": [(f"x-{number}", "y") for number in range(101)]},
+        {"url": CHAT + "?q=" + "x" * 33_000},
+        {"url": "/" + "x" * 33_000},
+    ],
+)
+def test_headers_are_bounded(request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = started(monkeypatch, StandIns(), authentication="none")
+    refused, good = asked(ingress, {"json": TEXT, **request_}, {"json": TEXT})
+    assert statuses([refused, good]) == [431, 200]
+    assert refused.json()["error"]["code"] == "headers_too_large"
+
+
+def test_requests_are_counted_by_the_keys_name(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys.write_text(f"alice {KEY}\nalice {KEY}-two\nbob {OTHER_KEY}\n")
+    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys), requests_per_minute=3)
+    alice, too, bob = ({"headers": bearer(key), "json": TEXT} for key in (KEY, KEY + "-two", OTHER_KEY))
+    answers = asked(ingress, alice, too, alice, too, alice, bob)
+    assert statuses(answers) == [200, 200, 200, 429, 429, 200]
+    assert 1 <= int(answers[3].headers["retry-after"]) <= 60
+    assert answers[3].json()["error"]["message"] == "over the quota of 3 requests a minute; try again"
+
+
+def test_visual_tokens_are_counted(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each picture of the samples is 4 tokens."""
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys), visual_tokens_per_minute=9)
+    alice, bob = ({"headers": bearer(key), "json": PICTURE} for key in (KEY, OTHER_KEY))
+    large = {"headers": bearer(OTHER_KEY), "json": {"messages": [{"role": "user", "content": [IMAGE] * 3}]}}
+    answers = asked(ingress, alice, alice, alice, {**alice, "json": TEXT}, bob, large)
+    assert statuses(answers) == [200, 200, 429, 200, 200, 429]
+    assert answers[2].json()["error"]["message"] == "over the quota of 9 visual tokens a minute; try again"
+    assert "the request has 12 visual tokens, the quota is 9 a minute" in answers[5].json()["error"]["message"]
+    assert len(stand_ins.encodings) == 3, "nothing is encoded for a request over its quota"
+
+
+def sent(stand_ins: StandIns) -> list[tuple[str | None, str | None]]:
+    """What vLLM is sent of every request: its salt and the first image's digest."""
+    bodies = [json.loads(request.body) for request in stand_ins.requests]
+    return [(body.get("cache_salt"), body["messages"][0]["content"][0].get("uuid")) for body in bodies]
+
+
+def test_tenants_are_apart_in_every_cache(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same request of two keys: other digests, other salts for vLLM's prefixes; of one name's keys the same."""
+    keys.write_text(f"alice {KEY}\nalice {KEY}-two\nbob {OTHER_KEY}\n")
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys))
+    requests = [{"headers": bearer(key), "json": PICTURE} for key in (KEY, KEY + "-two", OTHER_KEY)]
+    assert statuses(asked(ingress, *requests)) == [200] * 3
+    alice, too, bob = sent(stand_ins)
+    assert alice == too
+    assert None not in (*alice, *bob)
+    assert set(alice).isdisjoint(bob)
+    assert not any(KEY.encode() in request.body for request in stand_ins.requests)
+
+
+def test_a_client_cannot_choose_another_tenants_salt(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys))
+    asked(ingress, {"headers": bearer(KEY), "json": PICTURE})
+    ((salt, _),) = sent(stand_ins)
+    asked(
+        ingress,
+        {"headers": bearer(OTHER_KEY), "json": {**PICTURE, "cache_salt": salt}},
+        {"headers": bearer(KEY), "json": {**PICTURE, "cache_salt": "own"}},
+        {"headers": bearer(KEY), "json": {**PICTURE, "cache_salt": "other"}},
+    )
+    salts = [salt for salt, _ in sent(stand_ins)]
+    assert len(set(salts)) == 4
+    refused = asked(ingress, {"headers": bearer(KEY), "json": {**TEXT, "cache_salt": 7}})
+    assert statuses(refused) == [400]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_text_is_kept_apart_too(path: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys))
+    body = {"prompt": "x", "input": "x", "messages": [], "seed": 7}
+    asked(ingress, *({"url": path, "headers": bearer(key), "json": body} for key in (KEY, OTHER_KEY)))
+    one, other = (json.loads(request.body) for request in stand_ins.requests)
+    assert one["cache_salt"] != other["cache_salt"]
+    assert {**one, "cache_salt": 0} == {**other, "cache_salt": 0} == {**body, "cache_salt": 0}
+
+
+def test_a_header_of_the_operators_names_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, authentication="none", tenant_header="X-Tenant", requests_per_minute=2)
+    one, other = ({"headers": {"x-tenant": name}, "json": PICTURE} for name in ("one", "other"))
+    answers = asked(ingress, one, other, one, one, other, {"headers": {"x-tenant": "x" * 300}, "json": TEXT})
+    assert statuses(answers) == [200, 200, 200, 429, 200, 400]
+    first, second, third, fourth = sent(stand_ins)
+    assert (first, second) == (third, fourth)
+    assert set(first).isdisjoint(second)
+    nobody = StandIns()
+    unnamed = started(monkeypatch, nobody, authentication="none")
+    asked(unnamed, {"headers": {"x-tenant": "one"}, "json": PICTURE})
+    assert sent(nobody)[0][0] is None, "without the setting the header says nothing"
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params", "prompt_embeds", "media_io_kwargs"])
+def test_fields_that_would_send_the_engine_somewhere_are_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins = StandIns()
+    ingress = started(monkeypatch, stand_ins, authentication="none")
+    value = {"do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80}
+    (refused,) = asked(ingress, {"json": {**TEXT, field: value}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert stand_ins.requests == []

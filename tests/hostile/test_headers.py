@@ -1,0 +1,134 @@
+"""Files whose headers keep a reader busy, against the reading that the ingress does on its event loop.
+
+How much a reader works is told by counting Python's own steps, not by a clock.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from PIL import Image, ImageOps
+
+from encoder import image_load, image_structure
+from encoder.image_size import ImageError, header
+from tests.hostile import files
+
+# At 20 MB, what the ingress takes by default, each would be twenty times as many.
+BOMB_BYTES = 1_000_000
+MOST_STEPS = 60_000
+"""Lines of Python. A good file's header takes a few thousand; a bomb's, read by Pillow, many more than these."""
+
+
+class TooManySteps(Exception):
+    pass
+
+
+def steps(work: Callable[[], Any]) -> int:
+    """Lines of Python that `work` runs, counted up to a little over MOST_STEPS."""
+    count = 0
+
+    def trace(_: FrameType, event: str, __: Any) -> Any:
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count > MOST_STEPS:
+                raise TooManySteps
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except (TooManySteps, ImageError, OSError, SyntaxError, ValueError):
+        pass
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def naive(data: bytes) -> None:
+    """What others do for an image's size: Pillow, its orientation, and the metadata that follows the pixels."""
+    image = Image.open(image_load.BytesIO(data))
+    ImageOps.exif_transpose(image)
+
+
+@pytest.fixture(scope="module")
+def bombs() -> dict[str, bytes]:
+    Image.init()
+    return files.header_bombs(BOMB_BYTES)
+
+
+NAMES = tuple(files.header_bombs(1000))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_header_bomb_is_refused_at_once(name: str, bombs: dict[str, bytes]) -> None:
+    assert steps(lambda: header(bombs[name])) < MOST_STEPS / 2
+    with pytest.raises(ImageError, match=r"the limit is|bytes of EXIF as text|not an image"):
+        header(bombs[name])
+
+
+@pytest.mark.filterwarnings("ignore:Tag data")
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("webp chunks", "png texts that inflate", "jpeg junk")]
+)
+def test_a_header_bomb_keeps_pillow_busy(name: str, bombs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above can fail. Two bombs go off in C, where no steps are counted; other versions of Pillow walk
+    through junk."""
+    monkeypatch.setattr(image_load, "check_structure", lambda _: None)
+    busy = max(steps(lambda: header(bombs[name])), steps(lambda: naive(bombs[name])))
+    assert busy > MOST_STEPS
+
+
+@pytest.mark.parametrize("data", [files.PNG, files.JPEG, files.GIF, files.WEBP, files.BMP, files.TIFF])
+def test_what_cameras_and_editors_write_passes(data: bytes) -> None:
+    assert (header(data).width, header(data).height) == (64, 48)
+
+
+def test_generous_metadata_passes() -> None:
+    """A profile in 255 segments, hundreds of entries, texts and thousands of chunks with pixels."""
+    profile = b"".join(
+        files.jpeg_segment(0xE2, b"ICC_PROFILE\0" + bytes([number, 255]) + bytes(5000)) for number in range(1, 256)
+    )
+    metadata = files.jpeg_segment(0xE1, b"Exif\0\0" + files.exif(900, 4))
+    assert header(files.jpeg_with(profile + metadata)).format == "JPEG"
+    texts = files.chunk(b"tEXt", b"Title\0x") * 500 + files.chunk(b"iTXt", b"k\0\0\0\0\0x") * 10
+    assert header(files.png_with(texts + files.chunk(b"eXIf", files.exif(900)), after=texts[:1000])).format == "PNG"
+    large = files.encoded(files.picture(1500, 1500), "PNG")
+    pixels = large.index(b"IDAT") - 4
+    assert image_structure.check_structure(large) is None
+    assert large.count(b"IDAT") > 100 or pixels < 100
+
+
+@pytest.mark.parametrize(
+    ("start", "name"),
+    [
+        (files.PNG, "PNG"),
+        (files.JPEG, "JPEG"),
+        (files.GIF, "GIF"),
+        (files.WEBP, "WEBP"),
+        (files.BMP, "BMP"),
+        (files.TIFF, "TIFF"),
+    ],
+)
+def test_a_format_is_what_the_content_says_and_nothing_else(start: bytes, name: str) -> None:
+    """The ingress and the decoders allow other lists, and Pillow tries one reader after the other: a file that two of
+    them take would be measured as one image and decoded as another."""
+    assert image_structure.signature_format(start) == name
+    assert header(start, formats=(name,)).format == name
+    others = tuple(other for other in image_load.FORMATS if other != name)
+    with pytest.raises(ImageError, match="not an image of a supported format"):
+        header(start, formats=others)
+
+
+def test_a_file_of_two_formats_is_read_as_its_beginning_says() -> None:
+    """Photo CD's reader looks 2048 bytes further in, where a PNG may hold anything."""
+    filler = 2048 - 33 - 8
+    both = files.png_with(files.chunk(b"prVt", bytes(filler) + b"PCD_" + bytes(200_000)))
+    assert both[2048:2052] == b"PCD_"
+    with Image.open(image_load.BytesIO(both), formats=("PCD", "PNG")) as seen:
+        assert seen.format == "PCD", "what Pillow makes of it"
+    assert header(both).format == "PNG"
