@@ -104,7 +104,7 @@ def test_the_official_client_tries_again_and_is_answered(application: ServedAppl
 def test_more_requests_than_the_door_takes(tight: str) -> None:
     """Serve's proxy answers these by itself, so that only the status and Retry-After are ours to choose."""
     url = httpx.URL(tight)
-    unfinished = f"POST {url.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()
+    unfinished = f"POST {url.path}{CHAT} HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: 100\r\n\r\n{{".encode()
     with ExitStack() as stack:
         connections = []
         for _ in range(2 * (MAX_AT_THE_DOOR + MAX_WAITING_AT_THE_DOOR)):
