@@ -61,6 +61,8 @@ def _application(
                     "max_model_len": MAX_MODEL_LEN,
                     "max_num_seqs": MAX_NUM_SEQS,
                     "enforce_eager": True,
+                    # As in configs/presets/laptop.yaml.
+                    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
                     "num_gpu_blocks_override": NUM_BLOCKS,
                 },
                 "server_args": {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
