@@ -139,7 +139,7 @@ class EmbeddingFiles:
     def _check(self, about: dict[str, object]) -> None:
         file = self.folder / ABOUT
         if not file.exists():
-            if any(not name.endswith(_ASIDE) for name in os.listdir(self.folder)):
+            if any(there.suffix != _ASIDE for there in self.folder.iterdir()):
                 raise EmbeddingFilesError(f"{self.folder} holds something else: name another folder")
             with _whole(file) as aside:
                 aside.write_text(json.dumps(about, indent=1) + "\n")
@@ -153,7 +153,7 @@ class EmbeddingFiles:
         """The manifest without lines that were not written whole, or whose file is gone."""
         manifest = self.folder / MANIFEST
         lines = manifest.read_bytes().splitlines(keepends=True) if manifest.exists() else []
-        files = set(os.listdir(self.folder))
+        files = {there.name for there in self.folder.iterdir()}
         entries = [entry for entry in map(_entry, lines) if entry is not None and entry.file in files]
         if len(entries) < len(lines):
             with _whole(manifest) as aside:

@@ -19,10 +19,10 @@ from encoder.image_load import ImageError
 from encoder.image_rules import PixelBounds
 from encoder.preprocess import Pixels
 
-SUFFIXES = frozenset(
-    ".avif .bmp .dib .gif .icns .ico .j2k .jp2 .jpe .jpeg .jpg .jfif .pbm .pcx .pgm .png .pnm .ppm .qoi .sgi .tga .tif "
-    ".tiff .webp .xbm".split()
-)
+SUFFIXES = frozenset({
+    ".avif", ".bmp", ".dib", ".gif", ".icns", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pcx",
+    ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".sgi", ".tga", ".tif", ".tiff", ".webp", ".xbm",
+})  # fmt: skip
 """What a picture's name ends with, in a folder that may hold other things."""
 
 _WINDOW = 16

@@ -74,7 +74,7 @@ def ask(
                 try:
                     for piece in answer.pieces:
                         first_s = first_s or time.perf_counter() - asked
-                        click.echo(_shown(piece, sys.stdout.isatty()), nl=False)
+                        click.echo(_shown(piece, sys.stdout.isatty()), nl=False, color=True)  # as it is
                 finally:
                     if first_s is not None:
                         click.echo()

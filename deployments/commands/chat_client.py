@@ -18,7 +18,7 @@ import httpx
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 620.0
-"""Between two pieces of an answer: a little over the server's own limit for the whole of it, so that it answers first."""
+"""Between two pieces of an answer: a little over the server's own limit for the whole, so that it answers first."""
 
 _ROUTE = "/chat/completions"
 _REMEDIES = {
@@ -86,7 +86,7 @@ class ChatClient:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise AskError(f"--url {url} is no address of a server", "write it as http://127.0.0.1:8000")
         self._http = httpx.Client(
-            headers={"authorization": f"Bearer {key.strip()}".encode()} if key else {},
+            headers={b"authorization": f"Bearer {key.strip()}".encode()} if key else None,
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=not _is_loopback(parsed.host),  # a proxy knows nothing of servers on this machine
         )
@@ -173,8 +173,7 @@ def event_data(chunks: Iterable[bytes]) -> Iterator[str]:
     rest = b""
     for chunk in chunks:
         *complete, rest = (rest + chunk).split(b"\n")
-        for line in complete:
-            line = line.removesuffix(b"\r")
+        for line in (ended.removesuffix(b"\r") for ended in complete):
             if line.startswith(b"data:"):
                 lines.append(line[5:].removeprefix(b" "))
             elif not line and lines:

@@ -12,6 +12,7 @@ import click
 from deployments.commands.config_option import config_option
 
 if TYPE_CHECKING:
+    from configs.schema import AppConfig
     from deployments.commands.readiness import Line
 
 _COLOURS = {"ok": "green", "missing": "yellow", "problem": "red"}

@@ -167,7 +167,7 @@ def _folder(folder: Path) -> ModelFact:
 def _hub(model: str) -> ModelFact:
     """The cache is looked at first; else the hub is asked for the model's name, which downloads nothing."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     offline = f"run `hf download {model}` where there is a connection and share its HF_HOME, or name a folder"
     try:
