@@ -79,6 +79,8 @@ def encode(
         (out / BAD).write_text("".join(f"{line}\n" for line in lines))
     except (EmbeddingFilesError, ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        raise click.ClickException("stopped; what was encoded is kept, and the same command goes on from there") from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
     for path, reason in outcome.bad[:_LISTED]:
