@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 MANIFEST = "manifest.jsonl"
@@ -116,13 +117,16 @@ class EmbeddingFiles:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is pending: the tensors, then the lines that name them."""
+        """Writes what is pending: the tensors, then the lines that name them. Raises EmbeddingFilesError, OSError."""
         name = f"{_PREFIX}{self._next:05d}{_SUFFIX}"
         if not self._pending:
             return
         if self._tensors:
             with _whole(self.folder / name) as aside:
-                save_file(self._tensors, aside)
+                try:
+                    save_file(self._tensors, aside)
+                except SafetensorError as error:  # a full disk, among others
+                    raise EmbeddingFilesError(f"{self.folder / name} cannot be written: {error}") from error
             self._next += 1
         written = []
         for entry in self._pending:

@@ -77,8 +77,8 @@ def encode_folder(
 ) -> Outcome:
     """Encodes what `files` does not hold yet. A picture that cannot be read is no error.
 
-    `progress` is told how many more pictures are done with, skipped ones too. Raises OSError where embeddings cannot be
-    written.
+    `progress` is told how many more pictures are done with, skipped ones too. Raises OSError and
+    EmbeddingFilesError where embeddings cannot be written.
     """
     outcome = Outcome()
     there = {entry.path: entry.stamp for entry in files.entries}

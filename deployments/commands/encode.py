@@ -80,7 +80,9 @@ def encode(
     except (EmbeddingFilesError, ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        raise click.ClickException("stopped; what was encoded is kept, and the same command goes on from there") from None
+        raise click.ClickException(
+            "stopped; what was encoded is kept, and the same command goes on from there"
+        ) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
     for path, reason in outcome.bad[:_LISTED]:

@@ -96,6 +96,8 @@ def attention_backends(capability: tuple[int, int] | None) -> dict[str, str | No
                 load(backend)
         except BackendUnavailableError as error:
             reason = str(error).partition(" needs ")[2] or str(error)
+        except Exception as error:  # a package for another CUDA fails in ways of its own, and is what is looked for
+            reason = f"installed, and cannot be loaded: {error}"
         found[backend.value] = reason
     return found
 

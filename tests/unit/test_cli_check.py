@@ -194,12 +194,15 @@ def test_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(backend: AttentionBackend) -> None:
         if backend is AttentionBackend.FLASH_ATTN:
             raise attention_backends.BackendUnavailableError("attention backend 'flash_attn' needs flash-attn 2.8: pip")
+        if backend is AttentionBackend.TRITON:
+            raise OSError("libcuda.so.1: cannot open")
 
     monkeypatch.setattr(attention_backends, "load", load)
     found = looked.attention_backends((12, 0))
     assert found["flash_attn"] == "flash-attn 2.8: pip"
     assert found["fa3"] == "compute capability 12.0 is not supported"
     assert found["varlen"] is None
+    assert found["triton"] == "installed, and cannot be loaded: libcuda.so.1: cannot open"
 
 
 def test_a_model_in_a_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -233,17 +234,17 @@ def test_a_file_is_written_when_it_has_enough_bytes(tmp_path: Path) -> None:
         assert files.holds("digest of b")
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+    """As on a full disk: the system refuses to let a file grow."""
     with opened(tmp_path) as files:
         files.add(entry("a"), torch.ones(2, 3))
-
-    def no_space(tensors: object, file: Path) -> None:
-        file.write_bytes(b"a part")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(kept, "save_file", no_space)
-    with pytest.raises(OSError, match="No space"), opened(tmp_path) as files:
-        files.add(entry("b"), torch.ones(2, 3))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(EmbeddingFilesError, match="cannot be written"), opened(tmp_path) as files:
+            files.add(entry("b"), torch.ones(200, 3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "embeddings-00000.safetensors", kept.ABOUT, kept.MANIFEST
     ]  # fmt: skip
