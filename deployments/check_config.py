@@ -16,6 +16,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, section_fields, unknown_key
+from deployments import vllm_compat
 from deployments.listening import refused_to_strangers
 
 IMPORT_PATH = "deployments.app:build_app"
@@ -92,12 +93,23 @@ def args_problems(args: object, place: str) -> list[str]:
 
 
 def vllm_args(config: dict[str, object]) -> list[tuple[str, dict[str, JsonValue], dict[str, JsonValue]]]:
-    """Place, engine_args and server_args of every application of ours that sets any; for vllm_compat.check_args."""
+    """Place, engine_args and server_args of every application of ours that sets any."""
     found = []
     for place, application in our_applications(config):
         llm = AppConfig.model_validate(application.get("args") or {}).llm
         if llm.engine_args or llm.server_args:
             found.append((f"{place}.args", llm.engine_args, llm.server_args))
+    return found
+
+
+def vllm_problems(config: dict[str, object]) -> list[str]:
+    """What vLLM does not know in the engine's and the server's arguments. Takes seconds; vLLM must be installed."""
+    found = []
+    for place, engine_args, server_args in vllm_args(config):
+        try:
+            vllm_compat.check_args(engine_args, server_args)
+        except ValueError as error:
+            found.append(f"{place}.{error}")
     return found
 
 

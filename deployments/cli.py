@@ -12,15 +12,11 @@ from pathlib import Path
 
 import click
 
+from deployments.commands.ask import ask
+from deployments.commands.check import check
+from deployments.commands.config_option import PROJECT_ROOT, config_option, default_config
+from deployments.commands.encode import encode
 from training.architectures import ARCHITECTURES
-
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
-
-
-def default_config() -> Path:
-    """serve_config.yaml of the working directory, else the one beside this project."""
-    here = Path("serve_config.yaml")
-    return here if here.is_file() else PROJECT_ROOT / "serve_config.yaml"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,33 +26,44 @@ def main() -> None:
 
     \b
     vitray serve                          start the application here; Ctrl-C stops it
+    vitray ask "What is it?" photo.jpg    ask a running server about pictures
+    vitray check                          what this machine lacks to run a configuration
     vitray check-config my_config.yaml    find mistakes in a configuration before starting it
+    vitray encode pictures/ --out embeddings/ --model DIR
+                                          embeddings of a folder of pictures, without a server
     vitray settings                       every key below `args:` with its default
     vitray routes                         every HTTP route and what becomes of it
     vitray new-key NAME                   an API key, and the line that lets it in
     vitray checkpoint --arch qwen3_vl --out DIR
                                           a small checkpoint with random weights
 
+    `vitray COMMAND --help` shows examples. Completion for bash (or zsh, fish), in a file that the shell reads:
+
+    \b
+    eval "$(_VITRAY_COMPLETE=bash_source vitray)"
+
     A running cluster takes the same file from Ray's own commands: `serve deploy`, `serve status`, `serve shutdown`.
     """
 
 
+for _command in (ask, check, encode):
+    main.add_command(_command)
+
+
 @main.command()
-@click.option(
-    "-c",
-    "--config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=default_config,
-    show_default="serve_config.yaml here, else the one of this project",
-    help="The application's configuration.",
-)
+@config_option
 @click.option(
     "-d", "--app-dir", default=str(PROJECT_ROOT), show_default=True, help="Where `deployments` is imported from."
 )
 @click.option("-a", "--address", help="A running Ray cluster, host:port. Default: RAY_ADDRESS, else a new one here.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Check the configuration before starting.")
 def serve(config: Path, app_dir: str, address: str | None, check: bool) -> None:
-    """Start the application and stay; Ctrl-C stops it. The same as `serve run` with a check before it."""
+    """Start the application and stay; Ctrl-C stops it. The same as `serve run` with a check before it.
+
+    \b
+    vitray serve
+    vitray serve --config my_config.yaml --address 10.0.0.1:6379
+    """
     if check:
         _check(config)
     program = Path(sys.executable).with_name("serve")
@@ -71,6 +78,9 @@ def serve(config: Path, app_dir: str, address: str | None, check: bool) -> None:
 def check_config(config: Path) -> None:
     """Check a configuration without starting anything.
 
+    \b
+    vitray check-config my_config.yaml
+
     Holds `args:` to the settings that exist, and names the keys in the rest that Serve does not know: Serve itself
     ignores them silently. vLLM's own names are checked where vLLM is installed.
     """
@@ -84,7 +94,11 @@ def check_config(config: Path) -> None:
 @click.option("--seed", default=0, show_default=True, help="The weights follow from it, on every machine the same.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
 def checkpoint(arch: str, out: Path, seed: int, dtype: str) -> None:
-    """Make a small checkpoint with random weights: complete and valid, a few MB, and its answers are noise."""
+    """Make a small checkpoint with random weights: complete and valid, a few MB, and its answers are noise.
+
+    \b
+    vitray checkpoint --arch qwen2_5_vl --out checkpoints/tiny
+    """
     from training.checkpoints import make_checkpoint
 
     try:
@@ -98,6 +112,9 @@ def checkpoint(arch: str, out: Path, seed: int, dtype: str) -> None:
 @click.argument("name")
 def new_key(name: str) -> None:
     """Make an API key for NAME: the key for its owner, and the line for `ingress.door.api_keys_file`.
+
+    \b
+    vitray new-key alice
 
     The key is shown once and kept nowhere; the line holds its hash.
     """
@@ -113,7 +130,11 @@ def new_key(name: str) -> None:
 @main.command()
 @click.option("--markdown", is_flag=True, help="As a Markdown table.")
 def routes(markdown: bool) -> None:
-    """List every HTTP route; what is not listed is closed."""
+    """List every HTTP route; what is not listed is closed.
+
+    \b
+    vitray routes --markdown
+    """
     from deployments.routes import ROUTES, table
 
     if markdown:
@@ -128,7 +149,11 @@ def routes(markdown: bool) -> None:
 @main.command()
 @click.option("--markdown", is_flag=True, help="As a Markdown table.")
 def settings(markdown: bool) -> None:
-    """List every key below `args:` with its default, what it may be, and what it does."""
+    """List every key below `args:` with its default, what it may be, and what it does.
+
+    \b
+    vitray settings | grep -A1 cache
+    """
     from configs import reference
 
     if markdown:
@@ -148,15 +173,12 @@ def _check(path: Path) -> None:
     except check_config.ConfigFileError as error:
         raise click.ClickException(str(error)) from error
     found = check_config.problems(config)
-    for place, engine_args, server_args in check_config.vllm_args(config) if not found else []:
-        if not vllm_compat.is_installed():
+    if not found and check_config.vllm_args(config):
+        if vllm_compat.is_installed():
+            click.echo("checking llm.engine_args and llm.server_args against vLLM …", err=True)
+            found = check_config.vllm_problems(config)
+        else:
             click.echo("vLLM is not installed here: llm.engine_args and llm.server_args were not checked", err=True)
-            break
-        click.echo("checking llm.engine_args and llm.server_args against vLLM …", err=True)
-        try:
-            vllm_compat.check_args(engine_args, server_args)
-        except ValueError as error:
-            found.append(f"{place}.{error}")
     if found:
         listed = "\n".join(f"  {problem}" for problem in found)
         count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"

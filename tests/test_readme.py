@@ -24,6 +24,8 @@ import pytest
 import ray.scripts.scripts
 import ray.serve.scripts
 import yaml
+from click.shell_completion import BashComplete
+from click.testing import CliRunner
 from PIL import Image
 
 from configs import reference
@@ -319,3 +321,26 @@ def test_example_program_asks_what_the_ingress_takes(
     program.main()
     assert capsys.readouterr().out == "seen\n"
     assert_ingress_takes(server.bodies.pop())
+
+
+def test_the_command_asks_what_the_ingress_takes(server: StandIn) -> None:
+    (words,) = [words for words in named("vitray") if words[1:2] == ["ask"] and "picture.png" in words]
+    result = CliRunner().invoke(cli.main, [*words[1:], "--url", address(server)])
+    assert (result.exit_code, result.output) == (0, "seen\n")
+    assert_ingress_takes(server.bodies.pop())
+
+
+def test_table_of_commands_has_every_command() -> None:
+    table = README.read_text().partition("| command | |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`vitray ([a-z-]+)`", table)) == sorted(cli.main.commands)
+
+
+def test_completion_is_switched_on_as_written() -> None:
+    """click's own, by the variable that it makes of the command's name."""
+    (line,) = [block.text.strip() for block in blocks("sh") if block.text.startswith("eval ")]
+    assert line == 'eval "$(_VITRAY_COMPLETE=bash_source vitray)"'
+    assert line in (cli.main.help or "")
+    completing = BashComplete(cli.main, {}, "vitray", "_VITRAY_COMPLETE")
+    assert "_VITRAY_COMPLETE=bash_complete" in completing.source_template % completing.source_vars()
+    assert [item.value for item in completing.get_completions([], "en")] == ["encode"]
+    assert "--timing" in [item.value for item in completing.get_completions(["ask"], "--t")]

@@ -46,7 +46,8 @@ def test_help_says_what_each_command_does_and_loads_nothing_heavy() -> None:
     for name, command in cli.main.commands.items():
         assert command.help, name
         assert name in result.output
-    heavy = ["ray", "torch", "vllm", "pydantic", "transformers"]
+        assert f"vitray {name}" in command.help, f"{name} has no example"
+    heavy = ["ray", "torch", "vllm", "pydantic", "transformers", "httpx", "numpy", "PIL", "yaml"]
     source = (
         "import sys; from click.testing import CliRunner; from deployments import cli;"
         "assert CliRunner().invoke(cli.main, ['--help']).exit_code == 0;"

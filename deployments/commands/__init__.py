@@ -1,0 +1,1 @@
+"""The larger commands of `vitray`, a file each. Importing one costs no more than click: its run imports the work."""

@@ -1,0 +1,98 @@
+"""`vitray encode`: embeddings of a folder of pictures, without a server. It must not know how they are made or kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+BAD = "bad.jsonl"
+MIB = 1024**2
+_LISTED = 10
+
+
+@click.command()
+@click.argument("pictures", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
+@click.option("-m", "--model", required=True, help="A checkpoint folder or a hub name.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
+@click.option("--device", default="auto", show_default=True, help='"auto": a GPU where there is one; else "cpu", …')
+@click.option("--min-pixels", type=click.IntRange(min=1), help="Of a resized picture. Default: the checkpoint's.")
+@click.option("--max-pixels", type=click.IntRange(min=1), help="Likewise.")
+@click.option("--threads", default=lambda: min(8, os.cpu_count() or 1), show_default="a CPU each, up to 8", type=int)
+@click.option("--images-per-file", default=256, show_default=True, type=click.IntRange(min=1))
+def encode(
+    pictures: Path,
+    out: Path,
+    model: str,
+    dtype: str,
+    device: str,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    threads: int,
+    images_per_file: int,
+) -> None:
+    """Encode the PICTURES of a folder, those of its subfolders too, and keep the embeddings in another.
+
+    \b
+    vitray encode pictures/ --out embeddings/ --model models/scenes-8m
+
+    Run again after it was stopped, killed, or given more pictures, it does what is missing. A line of manifest.jsonl
+    names a picture's `file`, and in it the tensor `digest`: `[num_tokens, width]`, as the language model takes it.
+    Pictures that cannot be read are listed in bad.jsonl and tried again by the next run.
+
+    Exits with 1 where embeddings could not be made or written; bad pictures alone are no failure.
+    """
+    from tqdm import tqdm
+
+    from configs.encoder_config import EncoderConfig
+    from encoder import Encoder
+    from encoder.embedding_files import EmbeddingFiles, EmbeddingFilesError
+    from encoder.hub import resolve_checkpoint
+    from encoder.image_rules import PixelBounds
+    from encoder.offline import encode_folder
+    from encoder.offline import pictures as found_pictures
+
+    try:
+        bounds = PixelBounds(min_pixels, max_pixels)
+        encoder = Encoder.from_checkpoint(
+            resolve_checkpoint(model),
+            EncoderConfig(dtype=dtype),  # type: ignore[arg-type] # one of the choices above
+            device=device,
+            progress=True,
+        )
+        about: dict[str, object] = {
+            "dtype": encoder.identity.dtype,
+            "width": encoder.identity.vision.width,
+            "min_pixels": min_pixels,
+            "max_pixels": max_pixels,
+            "fingerprint": encoder.identity.fingerprint,
+        }
+        with (
+            EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=256 * MIB) as files,
+            tqdm(total=len(found_pictures(pictures)), unit="picture", disable=None) as bar,
+        ):
+            outcome = encode_folder(encoder, pictures, files, bounds=bounds, threads=threads, progress=bar.update)
+        lines = [json.dumps({"path": path, "reason": reason}) for path, reason in outcome.bad]
+        (out / BAD).write_text("".join(f"{line}\n" for line in lines))
+    except (EmbeddingFilesError, ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        raise click.ClickException(
+            "stopped; what was encoded is kept, and the same command goes on from there"
+        ) from None
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
+    for path, reason in outcome.bad[:_LISTED]:
+        click.echo(f"bad: {path}: {reason}", err=True)
+    if len(outcome.bad) > _LISTED:
+        click.echo(f"and {len(outcome.bad) - _LISTED} more in {out / BAD}", err=True)
+    total = outcome.encoded + outcome.known + outcome.skipped
+    click.echo(
+        f"{total} embeddings in {out}: {outcome.encoded} encoded, {outcome.known} of the same bytes as another, "
+        f"{outcome.skipped} there already; {len(outcome.bad)} bad pictures"
+    )
+    if not total and not outcome.bad:
+        raise click.ClickException(f"{pictures} holds no pictures")

@@ -1,0 +1,183 @@
+"""Every picture of a folder through an encoder into a folder of embeddings; what is there already is skipped.
+
+Pictures are read and decoded by threads while others are encoded. It must not know of command lines or servers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from encoder.decoded import Decoded
+from encoder.embedding_files import EmbeddingFiles, Entry, Stamp
+from encoder.encoder import Encoder
+from encoder.image_load import ImageError
+from encoder.image_rules import PixelBounds
+from encoder.preprocess import Pixels
+
+SUFFIXES = frozenset({
+    ".avif", ".bmp", ".dib", ".gif", ".icns", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pcx",
+    ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".sgi", ".tga", ".tif", ".tiff", ".webp", ".xbm",
+})  # fmt: skip
+"""What a picture's name ends with, in a folder that may hold other things."""
+
+_WINDOW = 16
+"""Pictures that wait decoded to be packed together."""
+
+
+@dataclass
+class Outcome:
+    """What became of the pictures."""
+
+    encoded: int = 0
+    skipped: int = 0
+    """There already, by name, size and time."""
+    known: int = 0
+    """Of the same bytes as a picture that was encoded."""
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    """Path and reason of each picture that could not be read."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A picture that was read; `pixels` is None where its embedding is known, `reason` tells why it is bad."""
+
+    entry: Entry | None = None
+    pixels: Pixels | Decoded | None = None
+    path: str = ""
+    reason: str = ""
+
+
+def pictures(folder: Path) -> list[str]:
+    """Paths of the pictures below `folder`, relative to it and sorted; hidden ones are left out."""
+    found = []
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(where).relative_to(folder)
+        found += [
+            (inside / name).as_posix()
+            for name in files
+            if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def encode_folder(
+    encoder: Encoder,
+    folder: Path,
+    files: EmbeddingFiles,
+    *,
+    bounds: PixelBounds | None = None,
+    threads: int = 2,
+    progress: Callable[[int], object] = lambda number: None,
+) -> Outcome:
+    """Encodes what `files` does not hold yet. A picture that cannot be read is no error.
+
+    `progress` is told how many more pictures are done with, skipped ones too. Raises OSError and
+    EmbeddingFilesError where embeddings cannot be written.
+    """
+    outcome = Outcome()
+    there = {entry.path: entry.stamp for entry in files.entries}
+    found = pictures(folder)
+    wanted = [path for path in found if path not in there or _stamp(folder, path) != there[path]]
+    outcome.skipped = len(found) - len(wanted)
+    progress(outcome.skipped)
+    window: list[_Prepared] = []
+    for prepared in _prepared(encoder, folder, wanted, files, bounds, threads):
+        if prepared.entry is None:
+            outcome.bad.append((prepared.path, prepared.reason))
+            progress(1)
+            continue
+        window.append(prepared)
+        if len(window) == _WINDOW:
+            _encode(encoder, window, files, outcome, progress)
+            window = []
+    _encode(encoder, window, files, outcome, progress)
+    return outcome
+
+
+def _encode(
+    encoder: Encoder,
+    window: Sequence[_Prepared],
+    files: EmbeddingFiles,
+    outcome: Outcome,
+    progress: Callable[[int], object],
+) -> None:
+    """Adds the window's pictures; each embedding is computed once."""
+    first: dict[str, tuple[Entry, Pixels | Decoded]] = {}
+    again: list[Entry] = []
+    for prepared in window:
+        assert prepared.entry is not None
+        digest = prepared.entry.digest
+        if prepared.pixels is None or digest in first or files.holds(digest):
+            again.append(prepared.entry)
+        else:
+            first[digest] = prepared.entry, prepared.pixels
+    entries = [entry for entry, _ in first.values()]
+    for batch, outputs in encoder.encode_batches([pixels for _, pixels in first.values()]):
+        for index, tokens in zip(batch.indices, outputs, strict=True):
+            files.add(entries[index], tokens)
+            outcome.encoded += 1
+            progress(1)
+    for entry in again:
+        files.add(entry, None)
+        outcome.known += 1
+        progress(1)
+
+
+def _prepared(
+    encoder: Encoder,
+    folder: Path,
+    wanted: Sequence[str],
+    files: EmbeddingFiles,
+    bounds: PixelBounds | None,
+    threads: int,
+) -> Iterator[_Prepared]:
+    """In the order of `wanted`, a few pictures ahead of whoever takes them."""
+
+    def prepare(path: str) -> _Prepared:
+        try:
+            stat = (folder / path).stat()
+            data = (folder / path).read_bytes()
+            digest = encoder.identity.digest(data, bounds)
+            if known := files.known(digest):
+                return _Prepared(
+                    Entry(path, digest, known.grid_thw, known.num_tokens, "", stat.st_size, stat.st_mtime_ns)
+                )
+            pixels = (encoder.preprocessor.decoded if encoder.resizes else encoder.preprocessor.pixels)(data, bounds)
+        except ImageError as error:
+            return _Prepared(path=path, reason=str(error))
+        except OSError as error:
+            return _Prepared(path=path, reason=error.strerror or type(error).__name__)
+        except MemoryError:
+            return _Prepared(path=path, reason="there is not enough memory to decode it")
+        num_patches = pixels.grid_thw[0] * pixels.grid_thw[1] * pixels.grid_thw[2]
+        num_tokens = num_patches // encoder.identity.rules.merge_size**2
+        return _Prepared(Entry(path, digest, pixels.grid_thw, num_tokens, "", stat.st_size, stat.st_mtime_ns), pixels)
+
+    ahead: deque[Future[_Prepared]] = deque()
+    remaining = iter(wanted)
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+        try:
+            while True:
+                while len(ahead) < 2 * threads and (path := next(remaining, None)) is not None:
+                    ahead.append(pool.submit(prepare, path))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def _stamp(folder: Path, path: str) -> Stamp | None:
+    """Path, size and time; None for what is not there any more."""
+    try:
+        found = (folder / path).stat()
+    except OSError:
+        return None
+    return path, found.st_size, found.st_mtime_ns
