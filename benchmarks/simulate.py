@@ -3,8 +3,8 @@
 Both policies are the real code, called as Serve calls them, in a virtual clock (`benchmarks/fleet.py`). A trace is
 played by so many users at once that it keeps `--replicas` replicas busy, each a little after the other (`--spread-s`),
 over and over, its own rises and falls kept. Serve's policy is swept over its settings, and the best is taken that costs
-no more GPU-hours than ours does with one setting for all traces. The last line on stdout is JSON. Needs no GPU and no
-cluster.
+no more GPU-hours than ours does, whose settings are the same few for all traces. The last line on stdout is JSON. Needs
+no GPU and no cluster.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ BATCH_TOKENS = 4096
 """Of the full batches whose times, attention over each image added, give a replica's speed."""
 STEP_S = 0.1
 OURS = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 5}
+OUR_SETTINGS: tuple[dict[str, float], ...] = tuple(
+    {"busy_share": share, "start_s": start_s} for start_s in (0.0, 30.0) for share in (0.8, 0.7, 0.6, 0.5)
+)
+"""The same for every trace."""
 GPU_HOURS_ALIKE = 1.005
 """What counts as no more GPU-hours."""
 
@@ -156,36 +160,35 @@ def summary(outcome: Outcome) -> dict[str, float]:
 
 
 def compare(scene: Scene, count: int) -> dict[str, Any]:
-    """Ours at its defaults, and the setting of Serve's policy that misses least for no more GPU-hours."""
-    ours = scene.ours()
+    """Ours with a few settings; beside each, Serve's that misses least for no more, and that is cheapest and no worse."""
     load = scene.load
     busy_images_per_s = scene.model.tokens_per_s * float(load.images.sum() / load.tokens.sum())
-    swept = [
-        (settings, scene.serves(**settings)) for settings in serves_settings(busy_images_per_s, scene.model, count)
-    ]
-    affordable = [(s, o) for s, o in swept if o.gpu_hours <= ours.gpu_hours * GPU_HOURS_ALIKE]
-    found: dict[str, Any] = {"ours": summary(ours), "settings_swept": len(swept)}
-    if affordable:
-        settings, best = min(affordable, key=lambda pair: (pair[1].missed, pair[1].gpu_hours))
-        found["serve"] = {"settings": settings, **summary(best)}
-        found["misses_over_serves"] = ours.missed / best.missed if best.missed else None
-    as_good = [(s, o) for s, o in swept if o.missed <= ours.missed]
-    if as_good:
-        settings, cheapest = min(as_good, key=lambda pair: pair[1].gpu_hours)
-        found["serve_as_good"] = {"settings": settings, **summary(cheapest)}
-        found["gpu_hours_over_serves"] = ours.gpu_hours / cheapest.gpu_hours
-    return found
+    swept = [(chosen, scene.serves(**chosen)) for chosen in serves_settings(busy_images_per_s, scene.model, count)]
+    rows: list[dict[str, Any]] = []
+    for settings in OUR_SETTINGS:
+        ours = scene.ours(**settings)
+        row: dict[str, Any] = {"ours": {"settings": settings, **summary(ours)}}
+        affordable = [pair for pair in swept if pair[1].gpu_hours <= ours.gpu_hours * GPU_HOURS_ALIKE]
+        if affordable:
+            chosen, best = min(affordable, key=lambda pair: (pair[1].missed, pair[1].gpu_hours))
+            row["serve_for_no_more"] = {"settings": chosen, **summary(best)}
+        as_good = [pair for pair in swept if pair[1].missed <= ours.missed]
+        if as_good:
+            chosen, cheapest = min(as_good, key=lambda pair: pair[1].gpu_hours)
+            row["serve_as_good"] = {"settings": chosen, **summary(cheapest)}
+        rows.append(row)
+    return {"settings_swept": len(swept), "rows": rows}
 
 
 def show(name: str, found: dict[str, Any]) -> None:
     print(f"{name}: {found['settings_swept']} settings of Serve's policy")
-    for way in ("ours", "serve", "serve_as_good"):
-        if got := found.get(way):
+    for row in found["rows"]:
+        for way, got in row.items():
             print(
-                f"  {way:14} missed {got['missed']:8.4%}  {got['gpu_hours']:8.2f} GPU-hours  over the target for "
+                f"  {way:17} missed {got['missed']:8.3%}  {got['gpu_hours']:7.1f} GPU-hours  late for "
                 f"{got['reaction_median_s']:.1f} s (median), {got['reaction_worst_s']:.1f} s (worst)  "
-                f"{got['most_replicas']} replicas at most  {got['decide_ms']:.2f} ms a decision  "
-                f"{got.get('settings', '')}"
+                f"{got['most_replicas']} replicas at most  {got['decide_ms']:.2f} ms a decision  {got['settings']}",
+                flush=True,
             )
 
 

@@ -47,10 +47,13 @@ class VisualWork:
         target_encode_delay_s: float = 1.0,
         busy_share: float = 0.8,
         hold_s: float = 120.0,
+        start_s: float = 0.0,
         growth: float = 2.0,
         tolerance: float = 0.1,
     ) -> None:
-        self._scaler = VisualScaler(ScalingTargets(target_encode_delay_s, busy_share, hold_s, growth, tolerance))
+        self._scaler = VisualScaler(
+            ScalingTargets(target_encode_delay_s, busy_share, hold_s, start_s, growth, tolerance)
+        )
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, object]]:
         least, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas

@@ -29,6 +29,9 @@ class ScalingTargets:
     """The share of its time that a replica should be busy with what arrives; the rest is for bursts."""
     hold_s: float = 120.0
     """Replicas are kept for as long as they were needed at any moment of the last so many seconds."""
+    start_s: float = 0.0
+    """What a replica takes to start: where set, the backlog has so much longer, and bursts that are over by then ask for
+    less."""
     growth: float = 2.0
     """At most so many times the replicas that run are asked for at once."""
     tolerance: float = 0.1
@@ -39,6 +42,7 @@ class ScalingTargets:
             ("target_encode_delay_s", self.target_encode_delay_s, self.target_encode_delay_s > 0, "over 0"),
             ("busy_share", self.busy_share, 0 < self.busy_share <= 1, "over 0 and at most 1"),
             ("hold_s", self.hold_s, self.hold_s >= 0, "at least 0"),
+            ("start_s", self.start_s, self.start_s >= 0, "at least 0"),
             ("growth", self.growth, self.growth > 1, "over 1"),
             ("tolerance", self.tolerance, 0 <= self.tolerance < 1, "at least 0 and under 1"),
         ):
@@ -96,7 +100,8 @@ class VisualScaler:
             busy = load.backlog_tokens > 0 or load.waiting_images > 0
             return min(max(load.asked_for, int(busy), least), most)  # until something has been measured
         waiting = load.backlog_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
-        per_s = load.arriving_tokens_per_s / targets.busy_share + waiting / targets.target_encode_delay_s
+        clear_s = targets.start_s + targets.target_encode_delay_s
+        per_s = load.arriving_tokens_per_s / targets.busy_share + waiting / clear_s
         if per_s * targets.target_encode_delay_s < 1:  # less than one token: a mean that fades never gets to nothing
             return least
         need = min(per_s / self._tokens_per_s, most)

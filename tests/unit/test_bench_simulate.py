@@ -170,6 +170,10 @@ def test_the_report(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert printed == json.loads(out.read_text())
     found = printed["traces"]["trace"]
     assert found["settings_swept"] == 32
-    assert {"missed", "gpu_hours", "reaction_worst_s", "decide_ms"} <= found["ours"].keys()
-    if "serve" in found:
-        assert found["serve"]["gpu_hours"] <= found["ours"]["gpu_hours"] * simulate.GPU_HOURS_ALIKE
+    assert [row["ours"]["settings"] for row in found["rows"]] == list(simulate.OUR_SETTINGS)
+    for row in found["rows"]:
+        assert {"missed", "gpu_hours", "reaction_worst_s", "decide_ms"} <= row["ours"].keys()
+        if other := row.get("serve_for_no_more"):
+            assert other["gpu_hours"] <= row["ours"]["gpu_hours"] * simulate.GPU_HOURS_ALIKE
+        if other := row.get("serve_as_good"):
+            assert other["missed"] <= row["ours"]["missed"]
