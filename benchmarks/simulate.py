@@ -40,7 +40,9 @@ BATCH_TOKENS = 4096
 STEP_S = 0.1
 OURS = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 5}
 OUR_SETTINGS: tuple[dict[str, float], ...] = tuple(
-    {"busy_share": share, "start_s": start_s} for start_s in (0.0, 30.0) for share in (0.8, 0.7, 0.6, 0.5)
+    {"busy_share": share, "growth": growth, "hold_s": 30.0}
+    for growth in (2.0, 1.25)
+    for share in (0.7, 0.6, 0.5, 0.4, 0.35)
 )
 """The same for every trace."""
 GPU_HOURS_ALIKE = 1.005
@@ -160,7 +162,7 @@ def summary(outcome: Outcome) -> dict[str, float]:
 
 
 def compare(scene: Scene, count: int) -> dict[str, Any]:
-    """Ours with a few settings; beside each, Serve's that misses least for no more, and that is cheapest and no worse."""
+    """Ours with a few settings; beside each, Serve's that misses least for no more, and the cheapest no worse."""
     load = scene.load
     busy_images_per_s = scene.model.tokens_per_s * float(load.images.sum() / load.tokens.sum())
     swept = [(chosen, scene.serves(**chosen)) for chosen in serves_settings(busy_images_per_s, scene.model, count)]

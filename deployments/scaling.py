@@ -45,8 +45,8 @@ class VisualWork:
     def __init__(
         self,
         target_encode_delay_s: float = 1.0,
-        busy_share: float = 0.8,
-        hold_s: float = 120.0,
+        busy_share: float = 0.5,
+        hold_s: float = 30.0,
         start_s: float = 0.0,
         growth: float = 2.0,
         tolerance: float = 0.1,

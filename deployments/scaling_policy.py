@@ -25,13 +25,13 @@ class ScalingTargets:
 
     target_encode_delay_s: float = 1.0
     """The backlog is to be cleared within this."""
-    busy_share: float = 0.8
+    busy_share: float = 0.5
     """The share of its time that a replica should be busy with what arrives; the rest is for bursts."""
-    hold_s: float = 120.0
+    hold_s: float = 30.0
     """Replicas are kept for as long as they were needed at any moment of the last so many seconds."""
     start_s: float = 0.0
-    """What a replica takes to start: where set, the backlog has so much longer, and bursts that are over by then ask for
-    less."""
+    """What a replica takes to start: where set, the backlog has so much longer, and bursts that are over by then ask
+    for less."""
     growth: float = 2.0
     """At most so many times the replicas that run are asked for at once."""
     tolerance: float = 0.1

@@ -146,7 +146,7 @@ def test_runs_where_the_code_is_not(tmp_path: Path) -> None:
 
 
 def test_keeps_its_memory_from_call_to_call() -> None:
-    policy = cloudpickle.loads(cloudpickle.dumps(VisualWork))(hold_s=60)
+    policy = cloudpickle.loads(cloudpickle.dumps(VisualWork))(busy_share=0.8, hold_s=60)
     assert policy(context([report(0, 800, 1000)] * 5))[0] == 5
     assert policy(context([report(0, 0, 1000)] * 5, current_time=1050.0))[0] == 5
     assert policy(context([report(0, 0, 1000)] * 5, current_time=1061.0))[0] == 0

@@ -50,6 +50,11 @@ def test_by_hand(changes: dict[str, float], expected: int) -> None:
     assert needed(load(**changes), target_encode_delay_s=2.0, busy_share=0.5) == expected
 
 
+def test_a_backlog_may_wait_for_a_replica_to_start() -> None:
+    found = load(backlog_tokens=50_000.0)
+    assert (needed(found), needed(found, start_s=24.0)) == (50, 2)
+
+
 def test_a_backlog_is_cleared_within_the_target() -> None:
     """By as many as are asked for, while work goes on arriving."""
     found = load(backlog_tokens=50_000.0, arriving_tokens_per_s=7_300.0)
@@ -131,7 +136,7 @@ def test_grows_by_steps() -> None:
 
 def test_to_zero_and_back() -> None:
     """What it has learnt stays while there is no replica to measure anything."""
-    scaler = VisualScaler(ScalingTargets(hold_s=30))
+    scaler = VisualScaler(ScalingTargets(busy_share=0.8, hold_s=30))
     busy = load(arriving_tokens_per_s=1600.0, running=2, asked_for=2)
     assert scaler.replicas(busy, least=0, most=10) == 2
     idle = load(running=2, asked_for=2, tokens_per_s=None, tokens_per_image=None)
@@ -156,7 +161,7 @@ def test_unmeasured_keeps_what_there_is() -> None:
 
 def test_a_new_scaler_takes_nothing_away_at_once() -> None:
     """Serve makes a new one with every change of the configuration, before any replica has reported to it."""
-    scaler = VisualScaler(ScalingTargets(hold_s=60))
+    scaler = VisualScaler(ScalingTargets(busy_share=0.8, hold_s=60))
     silent = load(running=40, asked_for=40, tokens_per_s=None, tokens_per_image=None)
     assert scaler.replicas(silent, least=1, most=100) == 40
     told = load(running=40, asked_for=40, now_s=59, arriving_tokens_per_s=800.0)
