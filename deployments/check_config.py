@@ -180,13 +180,15 @@ def _deployment_problems(application: dict[str, object], place: str) -> Iterator
 
 def _policy_problems(deployment: object, place: str) -> Iterator[str]:
     """What our scaling policy would refuse, which Serve would find out only when it is to scale."""
-    scaling = deployment.get("autoscaling_config") if isinstance(deployment, dict) else None
+    if not isinstance(deployment, dict):
+        return
+    scaling = deployment.get("autoscaling_config")
     policy = scaling.get("policy") if isinstance(scaling, dict) else None
     if not isinstance(policy, dict) or policy.get("policy_function") != VISUAL_WORK:
         return
     from deployments.scaling import VisualWork
 
-    if deployment["name"] != "Encoder":
+    if deployment.get("name") != "Encoder":
         yield f"{place}.policy_function: {VISUAL_WORK} is for the deployment 'Encoder'; no other reports visual work"
     try:
         VisualWork(**(policy.get("policy_kwargs") or {}))
