@@ -21,6 +21,7 @@ from deployments.listening import refused_to_strangers
 
 IMPORT_PATH = "deployments.app:build_app"
 DEPLOYMENTS = ("Ingress", "Encoder", "LLM")  # as deployments/app.py names them; tests/unit/test_cli.py compares
+VISUAL_WORK = "deployments.scaling:VisualWork"
 SERVES_OWN_HOST = "0.0.0.0"  # where the file says nothing
 
 
@@ -186,6 +187,25 @@ def _deployment_problems(application: dict[str, object], place: str) -> Iterator
         name = deployment.get("name") if isinstance(deployment, dict) else None
         if isinstance(name, str) and name not in DEPLOYMENTS:
             yield f"{place}.deployments[{number}].name: no deployment {name!r}; there are {', '.join(DEPLOYMENTS)}"
+        yield from _policy_problems(deployment, f"{place}.deployments[{number}].autoscaling_config.policy")
+
+
+def _policy_problems(deployment: object, place: str) -> Iterator[str]:
+    """What our scaling policy would refuse, which Serve would find out only when it is to scale."""
+    if not isinstance(deployment, dict):
+        return
+    scaling = deployment.get("autoscaling_config")
+    policy = scaling.get("policy") if isinstance(scaling, dict) else None
+    if not isinstance(policy, dict) or policy.get("policy_function") != VISUAL_WORK:
+        return
+    from deployments.scaling import VisualWork
+
+    if deployment.get("name") != "Encoder":
+        yield f"{place}.policy_function: {VISUAL_WORK} is for the deployment 'Encoder'; no other reports visual work"
+    try:
+        VisualWork(**(policy.get("policy_kwargs") or {}))
+    except (TypeError, ValueError) as error:
+        yield f"{place}.policy_kwargs: {error}"
 
 
 def _place(location: tuple[int | str, ...]) -> str:

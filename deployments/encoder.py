@@ -19,6 +19,14 @@ from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
 from deployments.metrics import Count, Counts, Level, RunMetrics, gauge
+from deployments.pace import WorkUnderWay
+from deployments.scaling_policy import (
+    ARRIVING_TOKENS_PER_S,
+    BACKLOG_TOKENS,
+    CACHE_BYTES,
+    TOKENS_PER_IMAGE,
+    TOKENS_PER_S,
+)
 from deployments.single_flight import SingleFlight
 from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused
 from encoder.cache import EmbeddingCache
@@ -26,7 +34,7 @@ from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.hub import resolve_checkpoint
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageError
+from encoder.image_size import ImageError, grid_of, num_tokens
 from encoder.lanes import pin_shared
 from encoder.preprocess import Pixels
 
@@ -86,11 +94,22 @@ class EncoderReplica:
                 logger.warning("images take one more copy on the host: %s", error)
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
+        self._work = WorkUnderWay()
         self._handed_off = False  # Serve makes its batching task with the first call
 
     def identity(self) -> EncoderIdentity:
         """What the ingress needs for digests and for counting an image's cost."""
         return self._worker.identity
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve takes to its autoscaling policy, every few seconds (`deployments/scaling.py`)."""
+        return {
+            BACKLOG_TOKENS: float(self._work.tokens),
+            ARRIVING_TOKENS_PER_S: self._work.arriving_per_s(),
+            TOKENS_PER_S: self._worker.tokens_per_s,
+            TOKENS_PER_IMAGE: self._work.tokens_per_job(),
+            CACHE_BYTES: float(self._cache.counts.num_bytes),
+        }
 
     async def check_health(self) -> None:
         """Raises when the thread that owns the GPU or the batching task has died; Serve then replaces the replica."""
@@ -116,6 +135,11 @@ class EncoderReplica:
             return ImageRefused(str(error))
 
     async def _encode_now(self, job: ImageJob) -> EncodedImage:
+        rules = self._worker.identity.rules
+        with self._work.job(num_tokens(grid_of(*job.size, rules, job.bounds), rules.merge_size)):
+            return await self._decode_and_encode(job)
+
+    async def _decode_and_encode(self, job: ImageJob) -> EncodedImage:
         started = time.perf_counter()
         pixels = await self._decoders.pixels(job.data, job.bounds, job.size)
         preprocess_ms = (time.perf_counter() - started) * 1e3

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from deployments.answers import Answers
+from deployments.pace import BusySpeed
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
@@ -91,6 +92,7 @@ class GpuWorker:
         self._queue: queue.SimpleQueue[_Job | _Sign] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_tokens = 0
+        self._speed = BusySpeed()
         self._ended = False
         self._idling = True
         made: Future[Encoder] = Future()
@@ -109,6 +111,11 @@ class GpuWorker:
         """Tokens of the jobs that wait or run."""
         return self._queued_tokens
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured, while there was something to do; 0 before the first image."""
+        return self._speed.tokens_per_s
+
     def submit(self, pixels: Pixels | Decoded) -> Future[Encoded]:
         """Queues one image. An image that alone is over the bound is taken when nothing else waits.
 
@@ -125,18 +132,21 @@ class GpuWorker:
                     f"{self._queued_tokens} visual tokens wait, {count} more would pass {self._max_queued_tokens}"
                 )
             self._queued_tokens += count
+            self._speed.begin()
             self._events.queued_tokens(self._queued_tokens)
             self._queue.put(job)  # under the lock: nothing is queued after the thread has looked for the last time
-        job.future.add_done_callback(lambda _: self._release(count))
+        job.future.add_done_callback(lambda done: self._release(count, done))
         return job.future
 
     def stop(self) -> None:
         """Ends the thread after the jobs that are queued."""
         self._queue.put(_Sign.STOP)
 
-    def _release(self, count: int) -> None:
+    def _release(self, count: int, done: Future[Encoded]) -> None:
+        encoded = not done.cancelled() and done.exception() is None
         with self._lock:
             self._queued_tokens -= count
+            self._speed.end(count if encoded else 0)
             self._events.queued_tokens(self._queued_tokens)
 
     def _run(self, make_encoder: Callable[[], Encoder], made: Future[Encoder]) -> None:

@@ -173,7 +173,7 @@ def yaml_blocks() -> Iterator[tuple[str, dict[str, Any]]]:
 def test_yaml_snippets_would_be_accepted() -> None:
     seen = set()
     for page, content in yaml_blocks():
-        kind = content.get("kind") or ("applications" if "applications" in content else "args")
+        kind = content.get("kind") or next(key for key in ("applications", "deployments", "args") if key in content)
         seen.add(kind)
         if kind == "RayService":
             config = yaml.safe_load(content["spec"]["serveConfigV2"])
@@ -184,9 +184,13 @@ def test_yaml_snippets_would_be_accepted() -> None:
             assert check_config.problems(config) == [], page
         elif kind == "applications":
             assert check_config.problems(content) == [], page
+        elif kind == "deployments":
+            application = {"import_path": check_config.IMPORT_PATH, **content}
+            shipped = {"http_options": {"host": "127.0.0.1"}, "applications": [application]}
+            assert check_config.problems(shipped) == [], page
         else:
             assert check_config.args_problems(content["args"], page) == []
-    assert seen == {"RayService", "applications", "args"}
+    assert seen == {"RayService", "applications", "deployments", "args"}
 
 
 def test_shipped_configuration_has_no_mistakes() -> None:

@@ -19,6 +19,7 @@ from configs.schema import AppConfig
 from deployments import app, check_config, cli, routes, vllm_compat
 
 ROOT = Path(__file__).parent.parent.parent
+VISUAL_WORK = {"policy_function": check_config.VISUAL_WORK}
 
 
 def vitray(*arguments: str) -> Result:
@@ -127,6 +128,18 @@ def test_shipped_configuration_passes() -> None:
         (
             {"deployments__2__ray_actor_options": {"num_gpu": 1}},
             "deployments[2].ray_actor_options: unknown key 'num_gpu': did you mean 'num_gpus'?",
+        ),
+        (
+            {"deployments__1__autoscaling_config__policy": VISUAL_WORK | {"policy_kwargs": {"target_delay": 1}}},
+            "deployments[1].autoscaling_config.policy.policy_kwargs: VisualWork.__init__() got an unexpected keyword",
+        ),
+        (
+            {"deployments__1__autoscaling_config__policy": VISUAL_WORK | {"policy_kwargs": {"busy_share": 2}}},
+            "deployments[1].autoscaling_config.policy.policy_kwargs: busy_share is 2; it must be over 0 and at most 1",
+        ),
+        (
+            {"deployments__2__autoscaling_config": {"max_replicas": 2, "policy": VISUAL_WORK}},
+            "deployments[2].autoscaling_config.policy.policy_function: deployments.scaling:VisualWork is for the",
         ),
         ({"deployments__0__name": "Encodr"}, "deployments[0].name: no deployment 'Encodr'; there are Ingress,"),
         ({"args__modell": "auto"}, "applications[0].args: unknown key 'modell': did you mean 'model'?"),

@@ -153,6 +153,15 @@ def test_what_waits_while_the_gpu_is_busy_is_encoded_together(owned: Owned) -> N
     assert owned.encoder.calls == [[0], [1, 2, 3, 4, 5]]
 
 
+def test_speed_is_measured_from_what_was_encoded(owned: Owned) -> None:
+    owned.encoder.bad = {1: RuntimeError("broken")}
+    assert owned.worker.tokens_per_s == 0
+    wait([owned.worker.submit(image(1, num_tokens=500))], WAIT_S)
+    assert owned.worker.tokens_per_s == 0
+    assert value_of(owned.worker.submit(image(2, num_tokens=500))) == 2
+    assert owned.worker.tokens_per_s > 0
+
+
 def test_tokens_over_the_bound_are_refused_until_some_are_done() -> None:
     owned = Owned(max_queued_tokens=10)
     first = owned.occupy()

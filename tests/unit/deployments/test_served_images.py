@@ -103,6 +103,28 @@ def test_nothing_is_left_behind(app: ServedApp) -> None:
     assert (app.encoder("state")["flights"], app.encoder("state")["queued_tokens"]) == (0, 0)
 
 
+def test_a_replica_reports_its_work(app: ServedApp) -> None:
+    """An image of 320² is 100 visual tokens; work stays its own from the call until the answer, decoding included."""
+    app.encoder("hold")
+
+    async def one() -> dict[str, float]:
+        async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+            body = chat(png(320, 320, (9, 8, 7)))
+            answer = asyncio.create_task(client.post(f"{app.url}/v1/chat/completions", json=body))
+            await asyncio.to_thread(until, lambda: app.encoder("state")["queued_tokens"] == 100, "an image at the GPU")
+            busy: dict[str, float] = await asyncio.to_thread(app.encoder, "record_autoscaling_stats")
+            await asyncio.to_thread(app.encoder, "release")
+            assert (await answer).status_code == 200
+            return busy
+
+    busy, idle = asyncio.run(one()), app.encoder("record_autoscaling_stats")
+    assert (busy["backlog_tokens"], idle["backlog_tokens"]) == (100, 0)
+    assert busy["arriving_tokens_per_s"] > 0
+    assert idle["tokens_per_s"] > 0
+    assert 0 < idle["tokens_per_image"] < 1000
+    assert idle["cache_bytes"] > busy["cache_bytes"]
+
+
 def test_text_alone_touches_no_encoder(app: ServedApp) -> None:
     app.encoder("hold")
     before = app.encoder("counts")["CACHE_MISSES"]

@@ -1,0 +1,278 @@
+"""A fleet of encoder replicas in a virtual clock, for Serve's own autoscaling code to steer.
+
+Replicas start late, all work at the same speed, and may fail. Work waits in one queue, first come first served, as if
+routing were perfect; it flows in steps instead of image by image, so that ten thousand replicas cost what one does.
+What the policy sees is as old as Serve's reports are. It must not know which policy it is, nor where the load is from.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+from ray.serve import autoscaling_policy as serves
+from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
+
+from deployments.pace import ARRIVALS_OVER_S
+from deployments.scaling_policy import ARRIVING_TOKENS_PER_S, BACKLOG_TOKENS, TOKENS_PER_IMAGE, TOKENS_PER_S
+
+Policy = Callable[[AutoscalingContext], tuple[int | float, dict[str, Any]]]
+Numbers = npt.NDArray[np.float64]
+
+ENCODER = DeploymentID("Encoder", "vitray")
+RECORDS_A_LOOK_BACK = 5
+"""Serve takes a sample every fifth of the look-back period."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What arrives in each step of `step_s` seconds: tokens, images and requests that hold any, `[steps]` each."""
+
+    step_s: float
+    tokens: Numbers
+    images: Numbers
+    requests: Numbers
+
+
+@dataclass(frozen=True)
+class FleetModel:
+    """How replicas behave."""
+
+    tokens_per_s: float
+    start_s: float = 30.0
+    """From a replica's being asked for to its first image."""
+    image_s: float = 0.05
+    """What an image takes beside its turn on the GPU: decoding, its batch, the way."""
+    mean_life_s: float = math.inf
+    """Between two failures of one replica. Serve starts another in its place."""
+    report_s: float = 10.0
+    """Between two reports of a replica or a handle; 10 s is Serve's own."""
+    decide_s: float = 1.0
+    max_ongoing: int = 512
+    """Images that one replica takes; more wait at the handles."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run, its first seconds apart."""
+
+    missed: float
+    """The share of requests whose slowest image took longer than the target."""
+    gpu_hours: float
+    """From each replica's start to its end."""
+    late_s: Sequence[float]
+    """How long each time lasted in which requests missed the target: until capacity had caught up."""
+    most_replicas: int
+    decide_ms: float
+    """What one decision took in real time, the median."""
+
+
+class Fleet:
+    """One run. `config` has Serve's own bounds, delays and look-back period."""
+
+    def __init__(
+        self, model: FleetModel, policy: Policy, config: AutoscalingConfig, *, replicas: int, seed: int = 0
+    ) -> None:
+        self._model, self._config = model, config
+        self._policy = serves._apply_autoscaling_config(policy)
+        self._now = 0.0
+        self._chance = np.random.default_rng(seed)
+        self._running = self._asked_for = replicas
+        self._starting: deque[float] = deque()
+        """When each will be ready, ascending."""
+        self._state: dict[str, Any] = {}
+        self._samples: deque[TimeStampedValue] = deque()
+        self._queued_samples: deque[TimeStampedValue] = deque()
+        self._reported: tuple[list[TimeStampedValue], list[TimeStampedValue]] = ([], [])
+        self._next_record = self._next_report = 0.0
+        self._phases = max(1, round(model.report_s / model.decide_s))
+        # Replicas report one after the other; those that do at the same time share a report.
+        names = (BACKLOG_TOKENS, ARRIVING_TOKENS_PER_S, TOKENS_PER_S, TOKENS_PER_IMAGE)
+        self._reports: dict[str, list[list[TimeStampedValue]]] = {
+            name: [[] for _ in range(self._phases)] for name in names
+        }
+        self._raw: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
+        self._raw_for = -1
+        self._wasted = 0.0
+        self._arriving = self._arriving_images = 0.0
+        self._decide_ms: list[float] = []
+
+    def run(self, load: Load, *, target_s: float, warm_up_s: float = 0.0) -> Outcome:
+        """Plays the load to its end; `target_s` is the delay that a request must not pass."""
+        model, step = self._model, load.step_s
+        every = max(1, round(model.decide_s / step))
+        arrived, arrived_images = _sums(load.tokens), _sums(load.images)
+        arriving, arriving_images = _fading(load.tokens, step), _fading(load.images, step)
+        done, encoded_up_to = 0.0, 0
+        passing = min(1.0, model.image_s / step)
+        done_by, alive = [], []
+        # Serve's own delays go by the time of day.
+        with patch.object(serves, "time", SimpleNamespace(time=lambda: self._now)):
+            for now in range(len(load.tokens)):
+                self._now = now * step
+                while self._starting and self._starting[0] <= self._now:
+                    self._starting.popleft()
+                    self._running += 1
+                room = self._running * model.tokens_per_s * step
+                if self._wasted:
+                    wasted = min(room, self._wasted)
+                    self._wasted, room = self._wasted - wasted, room - wasted
+                done = min(arrived[now + 1], done + room)
+                done_by.append(done)
+                alive.append(self._running + len(self._starting))
+                if now % every == 0:
+                    while encoded_up_to < now and arrived[encoded_up_to + 1] <= done:
+                        encoded_up_to += 1
+                    encoded = _between(done, arrived, arrived_images, encoded_up_to)
+                    images = arrived_images[now + 1]
+                    gone = min(encoded, images - passing * (images - arrived_images[now]))
+                    self._fail()
+                    self._arriving, self._arriving_images = arriving[now], arriving_images[now]
+                    self._decide(arrived[now + 1] - done, images - gone, images - encoded)
+        first = round(warm_up_s / step)
+        # A step's requests are late where the work that had arrived by its end was not done in time.
+        rounding = 1e-9 * arrived[-1]
+        finished = np.searchsorted(done_by, np.array(arrived[1:]) - rounding)
+        delay_s = (finished - np.arange(len(finished))) * step + model.image_s
+        late = (delay_s > target_s) & (load.requests > 0)
+        counted = load.requests[first:]
+        total = float(counted.sum())
+        return Outcome(
+            missed=float(counted[late[first:]].sum()) / total if total else 0.0,
+            gpu_hours=sum(alive[first:]) * step / 3600,
+            late_s=_lengths(late[first:], load.requests[first:] > 0, step),
+            most_replicas=max(alive[first:], default=0),
+            decide_ms=float(np.median(self._decide_ms)) if self._decide_ms else 0.0,
+        )
+
+    def _fail(self) -> None:
+        """Some replicas die; what they were at is done again by others."""
+        model = self._model
+        if not math.isfinite(model.mean_life_s):
+            return
+        failed = min(self._running, int(self._chance.poisson(self._running * model.decide_s / model.mean_life_s)))
+        self._running -= failed
+        self._wasted += failed * model.tokens_per_s * model.image_s
+        self._starting.extend([self._now + model.start_s] * failed)
+
+    def _decide(self, backlog_tokens: float, images: float, unencoded: float) -> None:
+        at_handles = max(0.0, unencoded - self._running * self._model.max_ongoing)
+        held = backlog_tokens * (1 - at_handles / unencoded) if unencoded > 0 else 0.0
+        self._report(held, images, at_handles)
+        ctx = AutoscalingContext(
+            deployment_id=ENCODER,
+            deployment_name=ENCODER.name,
+            app_name=ENCODER.app_name,
+            current_num_replicas=self._running,
+            target_num_replicas=self._asked_for,
+            running_replicas=[],
+            total_num_requests=lambda: self._mean(self._reported[0]),
+            total_queued_requests=lambda: self._mean(self._reported[1]),
+            aggregated_metrics=None,
+            raw_metrics=self._raw_metrics,
+            capacity_adjusted_min_replicas=self._config.min_replicas,
+            capacity_adjusted_max_replicas=self._config.max_replicas,
+            policy_state=dict(self._state),
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=self._now,
+            config=self._config,
+        )
+        began = time.perf_counter()
+        wanted, self._state = self._policy(ctx)
+        self._decide_ms.append((time.perf_counter() - began) * 1e3)
+        self._scale(min(max(math.ceil(wanted), self._config.min_replicas), self._config.max_replicas))
+
+    def _scale(self, wanted: int) -> None:
+        self._asked_for = wanted
+        more = wanted - self._running - len(self._starting)
+        self._starting.extend([self._now + self._model.start_s] * max(0, more))
+        for _ in range(min(max(0, -more), len(self._starting))):
+            self._starting.pop()
+        self._running = min(self._running, wanted)
+
+    def _report(self, held_tokens: float, images: float, at_handles: float) -> None:
+        """Samples and reports that are due, as replicas and handles send them."""
+        now, look_back = self._now, self._config.look_back_period_s
+        if now >= self._next_record:
+            self._next_record = now + look_back / RECORDS_A_LOOK_BACK
+            for samples, value in ((self._samples, images), (self._queued_samples, at_handles)):
+                samples.append(TimeStampedValue(now, value))
+        if now >= self._next_report:
+            self._next_report = now + self._model.report_s
+            for samples in (self._samples, self._queued_samples):
+                while samples[0].timestamp < now - look_back:
+                    samples.popleft()
+            self._reported = (list(self._samples), list(self._queued_samples))
+        share = 1 / self._running if self._running else 0.0
+        values = {
+            BACKLOG_TOKENS: held_tokens * share,
+            ARRIVING_TOKENS_PER_S: self._arriving / ARRIVALS_OVER_S * share,
+            TOKENS_PER_S: self._model.tokens_per_s,
+            TOKENS_PER_IMAGE: self._arriving / self._arriving_images if self._arriving_images else 0.0,
+        }
+        phase = round(now / self._model.decide_s) % self._phases
+        for name, value in values.items():
+            self._reports[name][phase][:] = [TimeStampedValue(now, value)]
+
+    def _raw_metrics(self) -> dict[str, dict[ReplicaID, list[TimeStampedValue]]]:
+        if self._raw_for != self._running:
+            self._raw_for = self._running
+            ids = [ReplicaID(str(number), ENCODER) for number in range(self._running)]
+            self._raw = {
+                name: {replica: reports[number % self._phases] for number, replica in enumerate(ids)}
+                for name, reports in self._reports.items()
+            }
+        return self._raw
+
+    def _mean(self, samples: Sequence[TimeStampedValue]) -> float:
+        """Serve's mean over time; the last sample holds until now."""
+        if not samples:
+            return 0.0
+        ends = [sample.timestamp for sample in samples[1:]] + [max(self._now, samples[-1].timestamp + 1e-3)]
+        spans = [end - sample.timestamp for sample, end in zip(samples, ends, strict=True)]
+        return sum(sample.value * span for sample, span in zip(samples, spans, strict=True)) / sum(spans)
+
+
+def _sums(values: Numbers) -> list[float]:
+    """Of the first 0, 1, … values."""
+    return [0.0, *np.cumsum(values).tolist()]
+
+
+def _fading(values: Numbers, step_s: float) -> list[float]:
+    """Sums in which a value counts less with age, as `deployments.pace` makes them."""
+    kept, total, found = math.exp(-step_s / ARRIVALS_OVER_S), 0.0, []
+    for value in values.tolist():
+        total = total * kept + value
+        found.append(total)
+    return found
+
+
+def _between(done: float, tokens: Sequence[float], images: Sequence[float], at: int) -> float:
+    """Images among the first `done` tokens, which lie between `tokens[at]` and `tokens[at + 1]`."""
+    gap = tokens[at + 1] - tokens[at]
+    return images[at] + (images[at + 1] - images[at]) * (min(1.0, (done - tokens[at]) / gap) if gap > 0 else 1.0)
+
+
+def _lengths(late: npt.NDArray[np.bool_], counted: npt.NDArray[np.bool_], step_s: float) -> list[float]:
+    """Seconds of each stretch of late steps; steps without requests end no stretch."""
+    lengths: list[float] = []
+    began: int | None = None
+    for number in np.flatnonzero(counted):
+        if late[number] and began is None:
+            began = int(number)
+        elif not late[number] and began is not None:
+            lengths.append((int(number) - began) * step_s)
+            began = None
+    if began is not None:
+        lengths.append((len(late) - began) * step_s)
+    return lengths

@@ -1,0 +1,254 @@
+"""Scaling by visual work against Serve's request count, on traces: `python benchmarks/simulate.py trace.jsonl`.
+
+Both policies are the real code, called as Serve calls them, in a virtual clock (`benchmarks/fleet.py`). A trace is
+played by so many users at once that it keeps `--replicas` replicas busy, each a little after the other (`--spread-s`),
+over and over, its own rises and falls kept. Serve's policy is swept over its settings, and the best is taken that costs
+no more GPU-hours than ours does, whose settings are the same few for all traces. The last line on stdout is JSON. Needs
+no GPU and no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
+from ray.serve.config import AutoscalingConfig
+
+from benchmarks.costs import read_costs
+from benchmarks.fleet import Fleet, FleetModel, Load, Outcome, Policy
+from benchmarks.record import ROOT, provenance, write
+from benchmarks.traces import RULES, TraceError
+from benchmarks.traces import read_costs as read_trace_costs
+from deployments.scaling import VisualWork
+from encoder.image_rules import ImageRules
+from encoder.image_size import grid_of, num_tokens
+
+COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
+BATCH_TOKENS = 4096
+"""Of the full batches whose times, attention over each image added, give a replica's speed."""
+STEP_S = 0.1
+OURS = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 5}
+OUR_SETTINGS: tuple[dict[str, float], ...] = tuple(
+    {"busy_share": share, "growth": growth, "hold_s": 30.0}
+    for growth in (2.0, 1.25)
+    for share in (0.7, 0.6, 0.5, 0.4, 0.35)
+)
+"""The same for every trace."""
+GPU_HOURS_ALIKE = 1.005
+"""What counts as no more GPU-hours."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a trace: images whose embedding an earlier request left behind cost nothing and are not here."""
+
+    at_s: float
+    image_tokens: tuple[int, ...]
+
+
+def read_arrivals(path: Path, rules: ImageRules) -> list[Arrival]:
+    """In order of arrival; requests without new images are left out. Raises TraceError."""
+    found: list[Arrival] = []
+    seen: set[object] = set()
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            request = json.loads(line)
+            new = {image["id"]: image for image in request["images"] if image["id"] not in seen}
+            seen |= new.keys()
+            grids = [grid_of(int(image["w"]), int(image["h"]), rules) for image in new.values()]
+            if grids:
+                tokens = tuple(num_tokens(grid, rules.merge_size) for grid in grids)
+                found.append(Arrival(float(request["t"]), tokens))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"{path.name}, line {number}: {error!r}") from error
+    if not found:
+        raise TraceError(f"{path.name} holds no image")
+    return found
+
+
+def tokens_per_s(path: Path, arch: str) -> float:
+    """Of a replica that encodes the trace's images in full batches, by the recorded cost table."""
+    table = read_costs(COSTS, arch).table([BATCH_TOKENS])
+    ((_, batch_ms),) = table.replay_ms
+    images = read_trace_costs(path, RULES[arch])
+    tokens = sum(image.num_tokens for image in images)
+    return tokens * 1e3 / (tokens * batch_ms / BATCH_TOKENS + table.work_ms * sum(image.work for image in images))
+
+
+def load_of(
+    arrivals: Sequence[Arrival], *, tokens_per_s: float, seconds: float, step_s: float = STEP_S, spread_s: float = 1.0
+) -> Load:
+    """The trace over and over for `seconds`, each request as many as give `tokens_per_s` on average.
+
+    They come evenly within `spread_s` of each other.
+    """
+    once = max(1, round(arrivals[-1].at_s / step_s))
+    at = np.minimum([int(arrival.at_s / step_s) for arrival in arrivals], once - 1)
+    weights = [(sum(arrival.image_tokens), len(arrival.image_tokens), 1) for arrival in arrivals]
+    spread = max(1, round(spread_s / step_s))
+    repeats = int(np.ceil(seconds / (once * step_s)))
+    total = sum(tokens for tokens, _, _ in weights)
+    users = tokens_per_s * once * step_s / total
+    columns = []
+    for column in range(3):
+        sums = np.bincount(at, weights=[weight[column] for weight in weights], minlength=once).astype(float)
+        smooth = sum((np.roll(sums, shift) for shift in range(spread)), np.zeros(once)) / spread
+        columns.append(np.tile(smooth * users, repeats)[: round(seconds / step_s)])
+    return Load(step_s, *columns)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What both policies meet."""
+
+    load: Load
+    model: FleetModel
+    replicas: int
+    target_s: float
+    warm_up_s: float
+    seed: int
+
+    def ours(self, **arguments: float) -> Outcome:
+        policy = VisualWork(target_encode_delay_s=self.target_s, **arguments)
+        return self._run(policy, AutoscalingConfig.model_validate({**self._bounds(), **OURS}))
+
+    def serves(self, **settings: float) -> Outcome:
+        config = AutoscalingConfig.model_validate({**self._bounds(), **settings})
+        return self._run(replica_queue_length_autoscaling_policy, config)
+
+    def _bounds(self) -> dict[str, Any]:
+        return {"min_replicas": 1, "max_replicas": self.replicas * 8}
+
+    def _run(self, policy: Policy, config: AutoscalingConfig) -> Outcome:
+        fleet = Fleet(self.model, policy, config, replicas=2 * self.replicas, seed=self.seed)
+        return fleet.run(self.load, target_s=self.target_s, warm_up_s=self.warm_up_s)
+
+
+def serves_settings(images_per_s: float, model: FleetModel, count: int) -> Iterator[dict[str, float]]:
+    """The sweep: requests a replica around those of one that is always busy, delays and look-back periods."""
+    busy = images_per_s * model.image_s
+    targets = [round(float(share) * busy, 3) for share in np.geomspace(0.08, 1.6, count)]
+    for target, up, factor, down, back in itertools.product(targets, (0, 30), (1.0, 0.3), (60, 600), (5, 30)):
+        yield {
+            "target_ongoing_requests": target,
+            "upscale_delay_s": up,
+            "upscaling_factor": factor,
+            "downscale_delay_s": down,
+            "look_back_period_s": back,
+        }
+
+
+def summary(outcome: Outcome) -> dict[str, float]:
+    late = sorted(outcome.late_s)
+    return {
+        "missed": outcome.missed,
+        "gpu_hours": outcome.gpu_hours,
+        "reaction_median_s": float(np.median(late)) if late else 0.0,
+        "reaction_worst_s": late[-1] if late else 0.0,
+        "most_replicas": outcome.most_replicas,
+        "decide_ms": outcome.decide_ms,
+    }
+
+
+def compare(scene: Scene, count: int) -> dict[str, Any]:
+    """Ours with a few settings; beside each, Serve's that misses least for no more, and the cheapest no worse."""
+    load = scene.load
+    busy_images_per_s = scene.model.tokens_per_s * float(load.images.sum() / load.tokens.sum())
+    swept = [(chosen, scene.serves(**chosen)) for chosen in serves_settings(busy_images_per_s, scene.model, count)]
+    rows: list[dict[str, Any]] = []
+    for settings in OUR_SETTINGS:
+        ours = scene.ours(**settings)
+        row: dict[str, Any] = {"ours": {"settings": settings, **summary(ours)}}
+        affordable = [pair for pair in swept if pair[1].gpu_hours <= ours.gpu_hours * GPU_HOURS_ALIKE]
+        if affordable:
+            chosen, best = min(affordable, key=lambda pair: (pair[1].missed, pair[1].gpu_hours))
+            row["serve_for_no_more"] = {"settings": chosen, **summary(best)}
+        as_good = [pair for pair in swept if pair[1].missed <= ours.missed]
+        if as_good:
+            chosen, cheapest = min(as_good, key=lambda pair: pair[1].gpu_hours)
+            row["serve_as_good"] = {"settings": chosen, **summary(cheapest)}
+        rows.append(row)
+    return {"settings_swept": len(swept), "rows": rows}
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    print(f"{name}: {found['settings_swept']} settings of Serve's policy")
+    for row in found["rows"]:
+        for way, got in row.items():
+            print(
+                f"  {way:17} missed {got['missed']:8.3%}  {got['gpu_hours']:7.1f} GPU-hours  late for "
+                f"{got['reaction_median_s']:.1f} s (median), {got['reaction_worst_s']:.1f} s (worst)  "
+                f"{got['most_replicas']} replicas at most  {got['decide_ms']:.2f} ms a decision  {got['settings']}",
+                flush=True,
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Scaling by visual work against Serve's request count, on traces.")
+    parser.add_argument("traces", nargs="+", type=Path, metavar="trace.jsonl")
+    parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
+    parser.add_argument("--replicas", type=int, default=64, help="as many are kept busy on average (default 64)")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of the run (default 1800)")
+    parser.add_argument("--warm-up-s", type=float, default=300.0, help="not counted (default 300)")
+    parser.add_argument("--target-s", type=float, default=1.0, help="target_encode_delay_s (default 1)")
+    parser.add_argument("--start-s", type=float, default=30.0, help="a replica's start (default 30)")
+    parser.add_argument("--life-s", type=float, default=21_600.0, help="between failures of a replica (default 21600)")
+    parser.add_argument("--report-s", type=float, default=10.0, help="between reports; Serve's own are 10 (default)")
+    parser.add_argument("--spread-s", type=float, default=1.0, help="between the first and the last user (default 1)")
+    parser.add_argument("--swell", type=float, default=0.0, help="share by which load rises and falls (default 0)")
+    parser.add_argument("--swell-s", type=float, default=900.0, help="from one rise to the next (default 900)")
+    parser.add_argument("--targets", type=int, default=16, help="target_ongoing_requests to try (default 16)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    asked = parser.parse_args(arguments)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    found: dict[str, Any] = {}
+    for path in asked.traces:
+        speed = tokens_per_s(path, asked.arch)
+        model = FleetModel(speed, asked.start_s, mean_life_s=asked.life_s, report_s=asked.report_s)
+        load = load_of(
+            read_arrivals(path, RULES[asked.arch]),
+            tokens_per_s=asked.replicas * model.tokens_per_s,
+            seconds=asked.seconds,
+            spread_s=asked.spread_s,
+        )
+        load = swelling(load, asked.swell, asked.swell_s)
+        scene = Scene(load, model, asked.replicas, asked.target_s, asked.warm_up_s, asked.seed)
+        found[path.stem] = {"model": asdict(model), **compare(scene, asked.targets)}
+        show(path.stem, found[path.stem])
+    report = {
+        "benchmark": "simulate",
+        "arch": asked.arch,
+        "replicas": asked.replicas,
+        "seconds": asked.seconds,
+        "target_s": asked.target_s,
+        "swell": asked.swell,
+        "swell_s": asked.swell_s,
+        "traces": found,
+        **provenance(asked.commit, arguments),
+    }
+    write(report, asked.out)
+    return 0
+
+
+def swelling(load: Load, share: float, period_s: float) -> Load:
+    """The load times a sine around 1."""
+    times = np.arange(len(load.tokens)) * load.step_s
+    factor = 1 + share * np.sin(2 * np.pi * times / period_s)
+    return Load(load.step_s, load.tokens * factor, load.images * factor, load.requests * factor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

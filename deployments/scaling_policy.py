@@ -1,0 +1,119 @@
+"""How many encoder replicas there should be, by visual work: tokens that wait, tokens that arrive, measured speed.
+
+Pure decisions over numbers, so that the same code runs in Serve's controller and under the clock of
+`benchmarks/simulate.py`. It must not know of Ray; `deployments/scaling.py` joins the two. Holding on to the most that
+was needed of late, before going down, is the stabilisation window of Kubernetes' HorizontalPodAutoscaler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+# What each replica reports, by these names (`EncoderReplica.record_autoscaling_stats`).
+BACKLOG_TOKENS = "backlog_tokens"
+ARRIVING_TOKENS_PER_S = "arriving_tokens_per_s"
+TOKENS_PER_S = "tokens_per_s"
+TOKENS_PER_IMAGE = "tokens_per_image"
+CACHE_BYTES = "cache_bytes"
+
+
+@dataclass(frozen=True)
+class ScalingTargets:
+    """What the operator asks for. Raises ValueError for what is out of range."""
+
+    target_encode_delay_s: float = 1.0
+    """The backlog is to be cleared within this."""
+    busy_share: float = 0.5
+    """The share of its time that a replica should be busy with what arrives; the rest is for bursts."""
+    hold_s: float = 30.0
+    """Replicas are kept for as long as they were needed at any moment of the last so many seconds."""
+    start_s: float = 0.0
+    """What a replica takes to start: where set, the backlog has so much longer, and bursts that are over by then ask
+    for less."""
+    growth: float = 2.0
+    """At most so many times the replicas that run are asked for at once."""
+    tolerance: float = 0.1
+    """A smaller share of the replicas than this is not worth taking away."""
+
+    def __post_init__(self) -> None:
+        for name, value, fits, limit in (
+            ("target_encode_delay_s", self.target_encode_delay_s, self.target_encode_delay_s > 0, "over 0"),
+            ("busy_share", self.busy_share, 0 < self.busy_share <= 1, "over 0 and at most 1"),
+            ("hold_s", self.hold_s, self.hold_s >= 0, "at least 0"),
+            ("start_s", self.start_s, self.start_s >= 0, "at least 0"),
+            ("growth", self.growth, self.growth > 1, "over 1"),
+            ("tolerance", self.tolerance, 0 <= self.tolerance < 1, "at least 0 and under 1"),
+        ):
+            if not (fits and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}; it must be {limit}")
+
+
+@dataclass(frozen=True)
+class VisualLoad:
+    """What is known at one moment. Tokens are merged tokens, all replicas together unless said otherwise."""
+
+    now_s: float
+    running: int
+    """Replicas that can encode."""
+    asked_for: int
+    """Replicas that were asked for last."""
+    backlog_tokens: float
+    """In the replicas: what they were given and have not encoded."""
+    waiting_images: float
+    """Not yet given to any replica."""
+    arriving_tokens_per_s: float
+    tokens_per_s: float | None
+    """Of one replica that has enough to do; None where none has measured it yet."""
+    tokens_per_image: float | None
+    """None where none has been seen yet."""
+
+
+class VisualScaler:
+    """Remembers what was needed of late, and what a replica and an image were measured to be. For one deployment."""
+
+    def __init__(self, targets: ScalingTargets) -> None:
+        self.targets = targets
+        self._needed: deque[tuple[float, int]] = deque()
+        """Times ascending, needs descending: the first is the most of the last `hold_s`."""
+        self._tokens_per_s: float | None = None
+        self._tokens_per_image: float | None = None
+
+    def replicas(self, load: VisualLoad, *, least: int, most: int) -> int:
+        """How many to ask for now, from `least` to `most`. Call it with times that do not go back."""
+        if not self._needed:  # a new scaler takes over what there is, and has seen nothing yet that says it is too much
+            self._needed.append((load.now_s, load.asked_for))
+        need = self._hold(load.now_s, self.needed(load, least=least, most=most))
+        if need < load.asked_for:
+            spare = load.asked_for - need
+            keeps = need > 0 and spare < self.targets.tolerance * load.asked_for
+            need = load.asked_for if keeps else need
+        return min(max(need, least), most)
+
+    def needed(self, load: VisualLoad, *, least: int, most: int) -> int:
+        """What this moment alone asks for: to keep up with what arrives, and clear what waits within the target."""
+        targets = self.targets
+        self._tokens_per_s = load.tokens_per_s or self._tokens_per_s
+        self._tokens_per_image = load.tokens_per_image or self._tokens_per_image
+        if self._tokens_per_s is None or (self._tokens_per_image is None and load.waiting_images > 0):
+            busy = load.backlog_tokens > 0 or load.waiting_images > 0
+            return min(max(load.asked_for, int(busy), least), most)  # until something has been measured
+        waiting = load.backlog_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
+        clear_s = targets.start_s + targets.target_encode_delay_s
+        per_s = load.arriving_tokens_per_s / targets.busy_share + waiting / clear_s
+        if per_s * targets.target_encode_delay_s < 1:  # less than one token: a mean that fades never gets to nothing
+            return least
+        need = min(per_s / self._tokens_per_s, most)
+        return min(max(math.ceil(need), least), most, self._bound(load.running))
+
+    def _bound(self, running: int) -> int:
+        return math.ceil(self.targets.growth * max(1, running))
+
+    def _hold(self, now_s: float, need: int) -> int:
+        while self._needed and self._needed[-1][1] <= need:
+            self._needed.pop()
+        self._needed.append((now_s, need))
+        while self._needed[0][0] < now_s - self.targets.hold_s:
+            self._needed.popleft()
+        return self._needed[0][1]
