@@ -24,6 +24,7 @@ from tests.serve.processes import Server, family, free_port, title
 from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
 
 START_TIMEOUT_S = 400.0
+LOOKS = 5
 # By the names of the applications with generous limits.
 ARCHITECTURES = {"qwen3": "qwen3_vl", "qwen25": "qwen2_5_vl"}
 RETRY_AFTER_S = 3
@@ -156,18 +157,29 @@ class ServedApplication:
             raise RuntimeError(f"{waiting} did not start:\n{self._server.log_tail()}")
 
     def replicas(self, name: str, deployment: str) -> list[psutil.Process]:
-        """The processes of a deployment's replicas, by the title that Ray gives them."""
+        """The processes of a deployment's replicas, by the title that Ray gives them.
+
+        Looked for several times: Ray rewrites a title at every call, and one may be read half done.
+        """
         wanted = f"ray::ServeReplica:{name}:{deployment}"
-        return [process for process in family(self._server.pid) if title(process).startswith(wanted)]
+        found: dict[int, psutil.Process] = {}
+        for _ in range(LOOKS):
+            for process in family(self._server.pid):
+                if title(process).startswith(wanted):
+                    found[process.pid] = process
+            time.sleep(0.02)
+        return [process for process in found.values() if process.is_running()]
 
     def engine_cores(self, name: str) -> list[psutil.Process]:
-        """The processes of vLLM's engines behind an application."""
-        return [
+        """The processes of vLLM's engines behind an application, at least one."""
+        found = [
             process
             for replica in self.replicas(name, "LLM")
             for process in family(replica.pid)
             if title(process).startswith("VLLM::EngineCore")
         ]
+        assert found, f"no engine behind {name}: {[title(process) for process in family(self._server.pid)]}"
+        return found
 
     def log(self) -> str:
         """What `serve run` printed so far, the replicas' logs included."""

@@ -138,7 +138,10 @@ def test_shipped_configuration_passes() -> None:
             "deployments[1].autoscaling_config.policy.policy_kwargs: busy_share is 2; it must be over 0 and at most 1",
         ),
         (
-            {"deployments__2__autoscaling_config": {"max_replicas": 2, "policy": VISUAL_WORK}},
+            {
+                "deployments__2__autoscaling_config": {"max_replicas": 2, "policy": VISUAL_WORK},
+                "deployments__2__num_replicas": None,
+            },
             "deployments[2].autoscaling_config.policy.policy_function: deployments.scaling:VisualWork is for the",
         ),
         ({"deployments__0__name": "Encodr"}, "deployments[0].name: no deployment 'Encodr'; there are Ingress,"),

@@ -16,6 +16,12 @@ from configs.schema import AppConfig, section_fields, unknown_key
 
 LAPTOP = ClusterFacts(has_gpu=False)
 GPU_CLUSTER = ClusterFacts(has_gpu=True)
+LAPTOP_ENGINE_ARGS = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "max_model_len": 8192,
+    "max_num_seqs": 16,
+}
 
 
 def sections(section: type = AppConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -159,7 +165,7 @@ def test_auto_on_a_laptop() -> None:
     resolved = resolve(config(), LAPTOP)
     assert resolved.model == "models/scenes-8m"
     assert (resolved.encoder_replica.num_gpus, resolved.llm.num_gpus) == (0.0, 0.0)
-    assert resolved.llm.engine_args == {"enforce_eager": True, "max_model_len": 8192, "max_num_seqs": 16}
+    assert resolved.llm.engine_args == LAPTOP_ENGINE_ARGS
 
 
 def test_auto_on_a_gpu_cluster() -> None:
@@ -187,7 +193,7 @@ def test_resolving_leaves_no_auto_and_changes_nothing_else(cluster: ClusterFacts
 
 def test_the_operators_engine_args_win_key_by_key() -> None:
     resolved = resolve(config(llm={"engine_args": {"max_model_len": 1024, "seed": 3}}), LAPTOP)
-    assert resolved.llm.engine_args == {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16, "seed": 3}
+    assert resolved.llm.engine_args == LAPTOP_ENGINE_ARGS | {"max_model_len": 1024, "seed": 3}
 
 
 def test_encoder_and_llm_share_a_gpu_by_fractions() -> None:
