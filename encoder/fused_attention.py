@@ -74,9 +74,13 @@ class CutRows:
     """Of `segment_tiles`: for our kernels alone."""
 
 
-def cut_rows(segments: Segments, rows: int, dtype: torch.dtype, plan: AttentionPlan) -> CutRows:
-    """Once a forward, not once a layer."""
+def cut_rows(
+    segments: Segments, rows: int, dtype: torch.dtype, plan: AttentionPlan, *, turned: bool = False
+) -> CutRows:
+    """Once a forward, not once a layer. `turned`: q and k come with their rotary positions turned."""
     way = plan.way(segments.max_seqlen)
+    if turned:
+        way = Way(way.backend)
     if way.backend is not AttentionBackend.TRITON:
         return CutRows(segments, way)
     if way.turns and segments.max_seqlen > LONGEST:
@@ -90,11 +94,16 @@ def rotary_attention(qkv: Tensor, table: Tensor, cut: CutRows, heads: int) -> Te
 
     `table`: of `rope_table`. May turn q and k in `qkv` itself. Rows of no segment come out as anything.
     """
-    rows, width = qkv.shape[0], qkv.shape[1] // 3
     if cut.way.turns:
         assert cut.tiles is not None
         return attend_turning(qkv, table, cut.tiles, heads, short_rows(qkv.dtype))
     rope_(qkv, table, heads)
+    return turned_attention(qkv, cut, heads)
+
+
+def turned_attention(qkv: Tensor, cut: CutRows, heads: int) -> Tensor:
+    """`[rows, 3 * width]`, q and k with their rotary positions turned, to attended rows `[rows, width]`."""
+    rows, width = qkv.shape[0], qkv.shape[1] // 3
     q, k, v = qkv.view(rows, 3, heads, width // heads).unbind(1)
     if cut.tiles is not None:
         out = attend(q, k, v, cut.tiles, attention_tile(rows, qkv.dtype))

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoder.fused_attention import AttentionPlan, cut_rows, rotary_attention, table_dtype
+from encoder.fused_attention import AttentionPlan, CutRows
+from encoder.fused_rotary import RotaryAttention
 from encoder.kernels.norm import norm
-from encoder.kernels.rope import rope_table
 from encoder.layers import NORM_EPS, Block, GatedMLP, RMSNorm, activation
 from encoder.metadata import TowerMetadata
 from encoder.products import Affine, After, TorchProducts, aligned_width
@@ -26,15 +26,15 @@ class _Norm:
         assert isinstance(layer, RMSNorm)
         self._weight, self._missing = layer.weight.detach(), missing
 
-    def __call__(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        return norm(x, self._weight, None, NORM_EPS, shift=self._missing, valid=valid)
+    def __call__(self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+        return norm(x, self._weight, None, NORM_EPS, shift=self._missing, valid=valid, sums=sums)
 
 
 class _Layer:
-    def __init__(self, block: Block, missing: Tensor) -> None:
+    def __init__(self, block: Block, missing: Tensor, attend: RotaryAttention, longest: int | None) -> None:
         mlp = block.mlp
         assert isinstance(mlp, GatedMLP)
-        self.qkv, self.proj = Affine.of(block.attn.qkv), Affine.of(block.attn.proj)
+        self.qkv, self.proj = attend.product(Affine.of(block.attn.qkv), longest), Affine.of(block.attn.proj)
         gate, up, down = Affine.of(mlp.gate_proj), Affine.of(mlp.up_proj), Affine.of(mlp.down_proj)
         width = aligned_width(gate.weight.shape[0], gate.weight.dtype)
         # Exact: what is gated is 0 in the features added, and so are the weights that follow.
@@ -50,15 +50,16 @@ class FusedQwen25Forward:
 
     def __init__(self, tower: Qwen25VisionTower, plan: AttentionPlan, products: TorchProducts) -> None:
         self._config = tower.config
-        self._plan = plan
         self._products = products
         self._embed = Affine.of(tower.patch_embed.proj)
-        self._frequencies = tower.rotary.frequencies
+        self._attend = RotaryAttention(products, plan, tower.rotary.frequencies, tower.config.num_heads)
+        window = tower.config.window_tokens**2 * tower.config.merge_unit
         missing = torch.zeros(tower.config.hidden_size, device=tower.device)
         self._layers: list[_Layer] = []
-        for block in tower.blocks:
+        for index, block in enumerate(tower.blocks):
             assert isinstance(block, Block)
-            self._layers.append(_Layer(block, missing))
+            longest = None if index in tower.config.fullatt_block_indexes else window
+            self._layers.append(_Layer(block, missing, self._attend, longest))
             missing = self._layers[-1].missing
         self._merger_norm = _Norm(tower.merger.ln_q, missing)
         first, second = tower.merger.mlp[0], tower.merger.mlp[2]
@@ -77,17 +78,20 @@ class FusedQwen25Forward:
         # Tokens move as whole merge blocks, so that a window's patches and a token's patches stay together.
         tokens = F.linear(patches, self._embed.weight).view(rows // config.merge_unit, -1)
         x = tokens.index_select(0, metadata.window_order).view(rows, -1)
-        table = rope_table(metadata.rope_positions, self._frequencies, table_dtype(x.dtype))
-        frames = cut_rows(metadata.frames, rows, x.dtype, self._plan)
-        windows = cut_rows(metadata.windows, rows, x.dtype, self._plan)
+        angles = self._attend.angles(metadata.rope_positions, x.dtype)
+        cuts: dict[bool, CutRows] = {}
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
+        sums: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            cut = frames if index in config.fullatt_block_indexes else windows
-            qkv = product(layer.qkv, layer.norm1(x, valid))
-            product.add_(layer.proj, rotary_attention(qkv, table, cut, config.num_heads), x)
-            product.add_(layer.down, self._gated(layer, layer.norm2(x)), x)
-        normed = self._merger_norm(x).view(rows // config.merge_unit, -1)
+            whole = index in config.fullatt_block_indexes
+            if whole not in cuts:
+                segments = metadata.frames if whole else metadata.windows
+                cuts[whole] = self._attend.cut(segments, layer.qkv, rows, x.dtype)
+            attended = self._attend(layer.qkv, layer.norm1(x, valid, sums), angles, cuts[whole])
+            sums = product.add_later(layer.proj, attended, x)
+            sums = product.add_later(layer.down, self._gated(layer, layer.norm2(x, sums=sums)), x)
+        normed = self._merger_norm(x, sums=sums).view(rows // config.merge_unit, -1)
         merged = product(self._merger_second, product(self._merger_first, normed, After.GELU))
         return merged.index_select(0, metadata.window_inverse)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from encoder.fused_attention import AttentionPlan, cut_rows, rotary_attention, table_dtype
+from encoder.fused_attention import AttentionPlan
+from encoder.fused_rotary import RotaryAttention
 from encoder.kernels.norm import norm
 from encoder.kernels.positions import add_positions_
-from encoder.kernels.rope import rope_table
 from encoder.layers import MLP, NORM_EPS, Block
 from encoder.metadata import TowerMetadata
 from encoder.products import Affine, After, TorchProducts, aligned_width
@@ -30,15 +30,15 @@ class _Norm:
         self._weight, self._bias = layer.weight.detach(), layer.bias.detach()
         self._missing = missing.repeat(self._weight.shape[0] // missing.shape[0])
 
-    def __call__(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        return norm(x, self._weight, self._bias, NORM_EPS, shift=self._missing, valid=valid)
+    def __call__(self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+        return norm(x, self._weight, self._bias, NORM_EPS, shift=self._missing, valid=valid, sums=sums)
 
 
 class _Layer:
-    def __init__(self, block: Block, missing: Tensor) -> None:
+    def __init__(self, block: Block, missing: Tensor, attend: RotaryAttention) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
-        self.qkv, self.proj = Affine.of(block.attn.qkv), Affine.of(block.attn.proj)
+        self.qkv, self.proj = attend.product(Affine.of(block.attn.qkv)), Affine.of(block.attn.proj)
         first, second = Affine.of(mlp.linear_fc1), Affine.of(mlp.linear_fc2)
         width = aligned_width(first.weight.shape[0], first.weight.dtype)
         # Exact: whatever the activation makes of the features added, weights of 0 follow.
@@ -59,18 +59,17 @@ class FusedQwen3Forward:
 
     def __init__(self, tower: Qwen3VisionTower, plan: AttentionPlan, products: TorchProducts) -> None:
         self._config = tower.config
-        self._plan = plan
         self._products = products
         self._after = After(tower.config.hidden_act)
         self._embed = Affine.of(tower.patch_embed.proj)
         self._places = tower.pos_embed.weight.detach()
-        self._frequencies = tower.rotary.frequencies
+        self._attend = RotaryAttention(products, plan, tower.rotary.frequencies, tower.config.num_heads)
         missing = torch.zeros(tower.config.hidden_size, device=tower.device)
         self._layers: list[_Layer] = []
         self._levels: dict[int, tuple[int, _Merger]] = {}
         for index, block in enumerate(tower.blocks):
             assert isinstance(block, Block)
-            self._layers.append(_Layer(block, missing))
+            self._layers.append(_Layer(block, missing, self._attend))
             missing = self._layers[-1].missing
             if index in tower.config.deepstack_visual_indexes:
                 level = tower.config.deepstack_visual_indexes.index(index)
@@ -87,8 +86,8 @@ class FusedQwen3Forward:
         config, product, rows = self._config, self._products, patches.shape[0]
         x = product(self._embed, patches)
         add_positions_(x, self._places, metadata.position_indices, metadata.position_weights)
-        table = rope_table(metadata.rope_positions, self._frequencies, table_dtype(x.dtype))
-        frames = cut_rows(metadata.frames, rows, x.dtype, self._plan)
+        angles = self._attend.angles(metadata.rope_positions, x.dtype)
+        frames = self._attend.cut(metadata.frames, self._layers[0].qkv, rows, x.dtype)
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
         merged = config.hidden_size * config.merge_unit
@@ -97,18 +96,24 @@ class FusedQwen3Forward:
         main = torch.cuda.current_stream()
         beside = self._beside if rows <= _MOST_ROWS_BESIDE else main
         lent: list[Tensor] = []
+        sums: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = product(layer.qkv, layer.norm1(x, valid))
-            product.add_(layer.proj, rotary_attention(qkv, table, frames, config.num_heads), x)
-            product.add_(layer.fc2, product(layer.fc1, layer.norm2(x), self._after), x)
-            if index in self._levels:
+            attended = self._attend(layer.qkv, layer.norm1(x, valid, sums), angles, frames)
+            sums = product.add_later(layer.proj, attended, x)
+            activated = product(layer.fc1, layer.norm2(x, sums=sums), self._after)
+            if index not in self._levels:
+                sums = product.add_later(layer.fc2, activated, x)
+            else:
+                # A level's merger reads the stream as it is.
+                product.add_(layer.fc2, activated, x)
+                sums = None
                 level, merger = self._levels[index]
                 # Kept until the streams meet: only then may another tensor take its memory.
                 lent.append(merger.norm(x.view(-1, merged)))
                 beside.wait_stream(main)
                 with torch.cuda.stream(beside):
                     self._merge(merger, lent[-1], slices[1 + level])
-        self._merge(self._merger, self._merger.norm(x).view(-1, merged), slices[0])
+        self._merge(self._merger, self._merger.norm(x, sums=sums).view(-1, merged), slices[0])
         main.wait_stream(beside)
         return out
 

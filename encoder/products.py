@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.kernels.swiglu import swiglu
+
+if TYPE_CHECKING:
+    from encoder.rotation import Rotation
 
 # Rows of 16 bytes keep the fast kernels; 64 features are one step of them. 237 against 590 TFLOP/s on an H200.
 _ALIGNMENT = 64
@@ -72,6 +76,9 @@ def aligned_width(width: int, dtype: torch.dtype) -> int:
 class TorchProducts:
     """cuBLAS and what its epilogues can do, on any device; the rest in a pass of its own."""
 
+    turns = False
+    """Whether there is `turned`."""
+
     def __call__(self, layer: Affine, x: Tensor, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
         """`[rows, in]` to `[rows, out]` (`SWIGLU`: half as many), into `out` if given, whose rows may be parts of rows.
 
@@ -92,6 +99,15 @@ class TorchProducts:
             return F.silu(product)
         return F.gelu(product, approximate="tanh" if after is After.GELU_TANH else "none")
 
+    def turned(self, layer: Affine, x: Tensor, rotation: Rotation) -> Tensor:
+        """The packed q, k, v with rotary positions turned; `layer`: of `rotation.adjacent_pairs`."""
+        raise NotImplementedError(f"{type(self).__name__} does not turn q and k")
+
     def add_(self, layer: Affine, x: Tensor, residual: Tensor) -> None:
         """Adds `x @ weight.T`, without the bias, to `residual` `[rows, out]`, rounded once."""
         torch.addmm(residual, x, layer.weight.t(), out=residual)
+
+    def add_later(self, layer: Affine, x: Tensor, residual: Tensor) -> Tensor | None:
+        """As `add_`, or leaves it to the next norm: float32 `[parts, rows, out]`, whose sum is to be added."""
+        self.add_(layer, x, residual)
+        return None

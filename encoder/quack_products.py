@@ -5,18 +5,36 @@ QuACK (`quack-kernels`) comes with FlashAttention-4. Its kernels are compiled on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_act
 from torch import Tensor
 
+from encoder import quack_epilogues
 from encoder.products import Affine, After, TorchProducts
+from encoder.rotation import Rotation
 
-_TILE_ROWS, _TILE_COLUMNS = 128, 192
+
+@dataclass(frozen=True)
+class _Tile:
+    rows: int
+    columns: int
+    pingpong: bool = True
+    cluster: int = 2
+
+    def waves(self, rows: int, columns: int, places: int) -> float:
+        """How often all multiprocessors have a tile each; the last wave is seldom full."""
+        return -(-rows // self.rows) * -(-columns // self.columns) / places
+
+
+_LARGE = _Tile(128, 192)
 # QuACK remembers plans by the identity of a configuration, so there is one object for each.
 _CONFIG = GemmConfig(
-    tile_m=_TILE_ROWS,
-    tile_n=_TILE_COLUMNS,
+    tile_m=_LARGE.rows,
+    tile_n=_LARGE.columns,
     pingpong=True,
     is_dynamic_persistent=False,
     cluster_m=2,
@@ -25,20 +43,29 @@ _CONFIG = GemmConfig(
 )
 _NAMES = {After.NOTHING: None, After.GELU_TANH: "gelu_tanh_approx", After.SILU: "silu", After.SWIGLU: "swiglu"}
 
-# Tiles come in waves of one a multiprocessor, and the last wave is seldom full. From this share of busy places on QuACK
-# was faster than cuBLAS on an H200, where cuBLAS needs a pass more for the activation earlier.
+# From this share of busy places on QuACK was faster than cuBLAS on an H200, where cuBLAS needs a pass more for the
+# activation earlier.
 _BUSY_ENOUGH = {After.NOTHING: 0.82, After.GELU_TANH: 0.8, After.SILU: 0.7, After.SWIGLU: 0.65}
+_RESIDUAL, _RESIDUAL_BUSY_ENOUGH = _Tile(128, 128), 0.95
+# q and k are turned in every product; which tile is fastest follows from the waves, and from what a tile costs beside
+# its columns.
+_TURNING, _TILE_OVERHEAD = (_Tile(128, 192), _Tile(128, 160), _Tile(128, 128)), 16
+_FEW_ROWS, _FEW = 512, _Tile(64, 128)
+# Deep products of few rows: so many columns and parts of the depth a tile, and no less than so deep.
+_PARTS_TILE, _LEAST_DEPTH = _Tile(64, 128, pingpong=False, cluster=1), 1024
 
 
 class QuackProducts(TorchProducts):
-    """Products that fill the chip by QuACK; the others, and residuals, as `TorchProducts`."""
+    """Products that fill the chip by QuACK; the others, and most residuals, as `TorchProducts`."""
+
+    turns = True
 
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(self, layer: Affine, x: Tensor, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
         """See `TorchProducts`."""
-        if after not in _NAMES or self._busy(x.shape[0], layer.weight.shape[0]) < _BUSY_ENOUGH[after]:
+        if after not in _NAMES or self._busy(_LARGE, x.shape[0], layer.weight.shape[0]) < _BUSY_ENOUGH[after]:
             return super().__call__(layer, x, after, out)
         _, result = gemm_act(
             x,
@@ -53,7 +80,77 @@ class QuackProducts(TorchProducts):
         assert isinstance(result, Tensor)
         return result
 
-    def _busy(self, rows: int, columns: int) -> float:
+    def turned(self, layer: Affine, x: Tensor, rotation: Rotation) -> Tensor:
+        """See `TorchProducts`."""
+        rows, columns = x.shape[0], layer.weight.shape[0]
+        out = x.new_empty(rows, columns)
+        row, column = rotation.positions.split(1)
+        values = {"row": row, "column": column, "frequency": rotation.frequencies, "bias": layer.bias[None]}
+        _multiply(quack_epilogues.turn, x, layer.weight, out, self._turning_tile(rows, columns), values)
+        return out
+
+    def add_(self, layer: Affine, x: Tensor, residual: Tensor) -> None:
+        """See `TorchProducts`."""
+        if self._busy(_RESIDUAL, x.shape[0], layer.weight.shape[0]) < _RESIDUAL_BUSY_ENOUGH:
+            super().add_(layer, x, residual)
+        else:
+            _multiply(quack_epilogues.add, x, layer.weight, residual, _RESIDUAL, {}, residual)
+
+    def add_later(self, layer: Affine, x: Tensor, residual: Tensor) -> Tensor | None:
+        """See `TorchProducts`."""
+        rows, (columns, depth) = x.shape[0], layer.weight.shape
+        parts = self._parts(rows, columns, depth)
+        if parts == 1:
+            self.add_(layer, x, residual)
+            return None
+        sums = x.new_empty(parts, rows, columns, dtype=torch.float32)
+        # Each part of the depth is a product of its own in one launch.
+        cut_x = x.view(rows, parts, -1).transpose(0, 1)
+        cut_weight = layer.weight.view(columns, parts, -1).transpose(0, 1)
+        _multiply(quack_epilogues.keep, cut_x, cut_weight, sums, _PARTS_TILE, {})
+        return sums
+
+    def _parts(self, rows: int, columns: int, depth: int) -> int:
+        """As many as fill the multiprocessors once, each of whole 16 bytes and deep enough to be worth it."""
+        if rows > _FEW_ROWS:
+            return 1
+        room = int(1 / _PARTS_TILE.waves(rows, columns, self._multiprocessors))
+        fit = [parts for parts in range(1, room + 1) if depth % (8 * parts) == 0 and depth // parts >= _LEAST_DEPTH]
+        return max(fit, default=1)
+
+    def _turning_tile(self, rows: int, columns: int) -> _Tile:
+        if rows <= _FEW_ROWS:
+            return _FEW
+
+        def cost(tile: _Tile) -> float:
+            return -(-tile.waves(rows, columns, self._multiprocessors) // 1) * (tile.columns + _TILE_OVERHEAD)
+
+        return min(_TURNING, key=cost)
+
+    def _busy(self, tile: _Tile, rows: int, columns: int) -> float:
         """The share of places for tiles that hold one, from the first wave to the last."""
-        tiles = -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
-        return tiles / (-(-tiles // self._multiprocessors) * self._multiprocessors)
+        waves = tile.waves(rows, columns, self._multiprocessors)
+        return waves / -(-waves // 1)
+
+
+def _multiply(
+    epilogue: Any,  # noqa: ANN401
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    tile: _Tile,
+    values: dict[str, Tensor],
+    residual: Tensor | None = None,
+) -> None:
+    epilogue.gemm(
+        x,
+        weight,
+        out,
+        residual,
+        epi_args=values,
+        tile_M=tile.rows,
+        tile_N=tile.columns,
+        cluster_M=tile.cluster,
+        cluster_N=1,
+        pingpong=tile.pingpong,
+    )

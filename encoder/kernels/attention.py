@@ -11,6 +11,7 @@ from torch import Tensor
 
 from encoder.kernels.flash import BOTTOM, LOG2_E, MASKED, Tile, softmax_step
 from encoder.kernels.launch import parts
+from encoder.kernels.overlap import begin_after, overlapping
 
 
 @triton.jit
@@ -79,7 +80,9 @@ def _attention_kernel(
     TAIL: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin_after(OVERLAP)
     tile_ptr = tiles_ptr + 4 * tl.program_id(0)
     first, start, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if first >= end:
@@ -147,6 +150,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile: Tile) -> Tensor
         TAIL=tail,
         ROWS=tile.rows,
         KEYS=tile.keys,
+        **overlapping(out),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

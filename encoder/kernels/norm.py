@@ -1,8 +1,8 @@
 """LayerNorm or RMSNorm of a residual stream in one pass: each row is read once and its norm written once.
 
 Residuals are added by the products that make them, in their epilogues, and the biases of those products by this norm:
-the stream holds everything but the biases. It must not know what the rows are; a row that does not count comes out as
-zeros.
+the stream holds everything but the biases. A product of few rows leaves its sum in parts, which this norm adds to the
+stream first. It must not know what the rows are; a row that does not count comes out as zeros.
 """
 
 from __future__ import annotations
@@ -13,11 +13,33 @@ import triton.language as tl
 from torch import Tensor
 
 from encoder.kernels.launch import parts
+from encoder.kernels.overlap import begin_after, overlapping
 
 
 @triton.jit
 def _load(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _with_sums(
+    x: tl.tensor,
+    x_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    place: tl.tensor,
+    mask: tl.tensor,
+    rows: int,
+    WIDTH: tl.constexpr,
+    SUMS: tl.constexpr,
+) -> tl.tensor:
+    """The stream's values with the parts of a sum added, which are stored, and go on as they were stored."""
+    for part in tl.static_range(SUMS):
+        x += tl.load(sums_ptr + tl.cast(rows, tl.int64) * (part * WIDTH) + place, mask=mask, other=0.0)
+    rounded = x.to(x_ptr.dtype.element_ty)
+    # Where a block has fewer elements than threads, several threads load the same one: all before any stores.
+    tl.debug_barrier()
+    tl.store(x_ptr + place, rounded, mask=mask)
+    return rounded.to(tl.float32)
 
 
 @triton.jit
@@ -28,6 +50,7 @@ def _norm_kernel(
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     valid_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     rows: int,
     eps: float,
     WIDTH: tl.constexpr,
@@ -37,18 +60,25 @@ def _norm_kernel(
     RMS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_VALID: tl.constexpr,
+    SUMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin_after(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = row < rows
     start = row.to(tl.int64) * WIDTH
     head = tl.arange(0, HEAD)[None, :]
     x = _load(x_ptr + start + head, inside)
+    if SUMS:
+        x = _with_sums(x, x_ptr, sums_ptr, start + head, inside, rows, WIDTH, SUMS)
     if HAS_SHIFT:
         x += tl.load(shift_ptr + head)
     if TAIL:
         tail = HEAD + tl.arange(0, TAIL)[None, :]
         within = tail < WIDTH
         y = _load(x_ptr + start + tail, inside & within)
+        if SUMS:
+            y = _with_sums(y, x_ptr, sums_ptr, start + tail, inside & within, rows, WIDTH, SUMS)
         if HAS_SHIFT:
             y += _load(shift_ptr + tail, within)
     if not RMS:
@@ -83,11 +113,13 @@ def norm(
     *,
     shift: Tensor | None = None,
     valid: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm with a `bias`, RMSNorm without, of `x + shift`, computed in float32 and rounded once.
 
     `x`, result: `[rows, width]`, contiguous; `weight`, `bias`: `[width]`; `shift`: float32 `[width]`. `valid`: int32
-    `[1]` on the device or None: rows from `valid` on come out as zeros, whatever is in them.
+    `[1]` on the device or None: rows from `valid` on come out as zeros, whatever is in them. `sums`: float32
+    `[parts, rows, width]`, contiguous, or None: is added to `x` in place first, rounded once.
     """
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -102,6 +134,7 @@ def norm(
         weight if bias is None else bias,
         out,
         x if valid is None else valid,
+        x if sums is None else sums,
         rows,
         eps,
         WIDTH=width,
@@ -111,6 +144,8 @@ def norm(
         RMS=bias is None,
         HAS_SHIFT=shift is not None,
         HAS_VALID=valid is not None,
+        SUMS=0 if sums is None else sums.shape[0],
+        **overlapping(x),
         num_warps=1 if a_warp_each else 4 if width <= 2048 else 8,
     )
     return out

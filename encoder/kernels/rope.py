@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from encoder.kernels.launch import next_power_of_2, parts
+from encoder.kernels.overlap import begin_after, overlapping
 
 
 @triton.jit
@@ -79,7 +80,9 @@ def _rope_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin_after(OVERLAP)
     # A line is one head of q or k in one row.
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)[:, None]
     row = (line // (2 * HEADS)).to(tl.int64)
@@ -110,5 +113,6 @@ def rope_(qkv: Tensor, table: Tensor, heads: int) -> None:
         HEAD=head,
         TAIL=tail,
         LINES=lines,
+        **overlapping(qkv),
         num_warps=4,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from encoder.kernels.flash import LOG2_E, MASKED
 from encoder.kernels.launch import parts
+from encoder.kernels.overlap import begin_after, overlapping
 
 # Patches of a window of Qwen2.5-VL.
 LONGEST = 64
@@ -58,7 +59,9 @@ def _short_attention_kernel(
     TAIL: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin_after(OVERLAP)
     # Heads of the same rows are neighbours in the grid: together they read whole rows, and one table.
     tile_ptr = tiles_ptr + 4 * tl.program_id(1)
     first, start, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
@@ -121,6 +124,7 @@ def attend_turning(qkv: Tensor, table: Tensor, tiles: Tensor, heads: int, tile_r
         TAIL=tail,
         ROWS=tile_rows,
         KEYS=LONGEST,
+        **overlapping(out),
         num_warps=4,
     )
     return out

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from encoder.kernels.overlap import begin_after, overlapping
+
 
 @triton.jit
 def _swiglu_kernel(
@@ -15,7 +17,9 @@ def _swiglu_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin_after(OVERLAP)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(0) * COLUMNS
     start = row.to(tl.int64) * WIDTH
@@ -33,6 +37,13 @@ def swiglu(packed: Tensor) -> Tensor:
     columns, few = 128, rows <= 512
     rows_each = 2 if few else 16
     _swiglu_kernel[(triton.cdiv(width, columns), triton.cdiv(rows, rows_each))](
-        packed, out, rows, WIDTH=width, ROWS=rows_each, COLUMNS=columns, num_warps=2 if few else 4
+        packed,
+        out,
+        rows,
+        WIDTH=width,
+        ROWS=rows_each,
+        COLUMNS=columns,
+        **overlapping(packed),
+        num_warps=2 if few else 4,
     )
     return out

@@ -84,6 +84,20 @@ def test_norm_leaves_zeros_in_rows_that_do_not_count(rows: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(3, 160), (196, 1152), (600, 1280)])
+def test_norm_adds_the_parts_of_a_sum_to_the_stream_first(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (
+        random(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(rows, width), (width,), (width,)])
+    )
+    sums = random(3, rows, width, seed=4)
+    stream = (x.float() + sums.sum(0)).to(dtype)
+    found = norm(x, weight, bias, 1e-6, sums=sums)
+    assert relative_error(x, stream) < ROUNDED_ONCE[dtype] / 2
+    expected = F.layer_norm(x.float(), (width,), weight.float(), bias.float(), 1e-6)
+    assert relative_error(found, expected) < ROUNDED_ONCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 90), (600, 3456), (1000, 130)])
 def test_swiglu(rows: int, width: int, dtype: torch.dtype) -> None:
     packed = random(rows, 2 * width, dtype=dtype)

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="SwiGLU beside a product is a Triton kernel")
 
 from encoder.products import Affine, After, TorchProducts  # noqa: E402
+from encoder.rotation import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
 from tests.gpu.test_kernels import random  # noqa: E402
 from tests.parity.reference_towers import relative_error  # noqa: E402
 
@@ -93,3 +94,50 @@ def test_quack_writes_into_a_slice(quack: TorchProducts) -> None:
     assert relative_error(wide[:, 4096:8192], expected(affine, x)) < TOLERANCE[torch.bfloat16]
     assert not wide[:, :4096].any()
     assert not wide[:, 8192:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 196, 700, 3136, 4001])
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_quack_turns_q_and_k_and_leaves_v(quack: TorchProducts, rows: int, head_dim: int) -> None:
+    heads, width = 16, 16 * head_dim
+    affine, x = layer(width, 3 * width, torch.bfloat16), random(rows, width, dtype=torch.bfloat16)
+    positions = torch.randint(300, (rows, 2), generator=torch.Generator().manual_seed(5)).to(CUDA, torch.int32)
+    frequencies = 1 / 10000 ** (torch.arange(0, head_dim // 2, 2, device=CUDA) / (head_dim // 2))
+    turning = rotation(positions, pair_frequencies(frequencies, heads))
+    found = quack.turned(adjacent_pairs(affine, heads), x, turning).view(rows, 3, heads, head_dim)
+    plain = expected(affine, x).view(rows, 3, heads, head_dim)
+    angles = (positions.unsqueeze(-1).double() * frequencies.double()).flatten(1)[:, None, None]
+    first, second = plain[:, :2].chunk(2, dim=-1)
+    pairs = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+    assert relative_error(found[:, :2], torch.stack(pairs, -1).flatten(-2)) < TOLERANCE[torch.bfloat16]
+    assert relative_error(found[:, 2], plain[:, 2]) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("rows", [1, 196, 256, 512])
+@pytest.mark.parametrize(("outputs", "depth"), [(1152, 4304), (1280, 3456)])
+def test_quack_leaves_deep_sums_of_few_rows_in_parts(quack: TorchProducts, rows: int, outputs: int, depth: int) -> None:
+    affine, x = layer(depth, outputs, torch.bfloat16), random(rows, depth, dtype=torch.bfloat16)
+    residual = random(rows, outputs, dtype=torch.bfloat16, seed=3)
+    before = residual.clone()
+    sums = quack.add_later(affine, x, residual)
+    added = expected(affine, x) - affine.bias.double()
+    if sums is None:
+        assert relative_error(residual, before.double() + added) < TOLERANCE[torch.bfloat16]
+        assert rows > 256
+    else:
+        assert sums.shape == (sums.shape[0], rows, outputs)
+        assert sums.shape[0] > 1
+        assert relative_error(sums.sum(0), added) < 1e-5
+        assert torch.equal(residual, before)
+
+
+def test_quack_adds_a_residual_where_that_fills_the_device(quack: TorchProducts) -> None:
+    from encoder.quack_products import _RESIDUAL, _RESIDUAL_BUSY_ENOUGH, QuackProducts
+
+    assert isinstance(quack, QuackProducts)
+    affine, x = layer(1152, 1280, torch.bfloat16), random(8192, 1152, dtype=torch.bfloat16)
+    assert quack._busy(_RESIDUAL, 8192, 1280) >= _RESIDUAL_BUSY_ENOUGH
+    residual = random(8192, 1280, dtype=torch.bfloat16, seed=3)
+    sum_of_both = residual.double() + expected(affine, x) - affine.bias.double()
+    quack.add_(affine, x, residual)
+    assert relative_error(residual, sum_of_both) < TOLERANCE[torch.bfloat16]

@@ -60,7 +60,15 @@ def test_attention(dim: int, rows: int) -> None:
     tile = attention_tile(rows, torch.bfloat16)
     head, tail = parts(dim, smallest_tail=16)
     integers = dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32") | {"tiles_ptr": "*i32", "scale": "fp32"}
-    constants = {"HEADS": HEADS, "DIM": dim, "HEAD": head, "TAIL": tail, "ROWS": tile.rows, "KEYS": tile.keys}
+    constants = {
+        "HEADS": HEADS,
+        "DIM": dim,
+        "HEAD": head,
+        "TAIL": tail,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "OVERLAP": False,
+    }
     fits(compile_for_a100(attention._attention_kernel, integers, constants, tile.warps, tile.stages))
 
 
@@ -69,13 +77,15 @@ def test_short_attention(dim: int) -> None:
     head, tail = parts(dim, smallest_tail=16)
     dtypes = {"table_ptr": "*fp16", "tiles_ptr": "*i32", "row_stride": "i32", "scale": "fp32"}
     constants = {"HEADS": HEADS, "DIM": dim, "HEAD": head, "TAIL": tail, "ROWS": short_rows(torch.bfloat16), "KEYS": 64}
+    constants["OVERLAP"] = False
     fits(compile_for_a100(short_attention._short_attention_kernel, dtypes, constants, warps=4))
 
 
 @pytest.mark.parametrize(("width", "rms", "warps"), [(1152, False, 1), (1280, True, 1), (4608, False, 8)])
-def test_norm(width: int, rms: bool, warps: int) -> None:
+@pytest.mark.parametrize("target", [A100, HOPPER], ids=["sm_80", "sm_90"])
+def test_norm(width: int, rms: bool, warps: int, target: GPUTarget) -> None:
     head, tail = parts(width)
-    dtypes = {"shift_ptr": "*fp32", "valid_ptr": "*i32", "rows": "i32", "eps": "fp32"}
+    dtypes = {"shift_ptr": "*fp32", "valid_ptr": "*i32", "sums_ptr": "*fp32", "rows": "i32", "eps": "fp32"}
     constants = {
         "WIDTH": width,
         "HEAD": head,
@@ -84,8 +94,13 @@ def test_norm(width: int, rms: bool, warps: int) -> None:
         "RMS": rms,
         "HAS_SHIFT": True,
         "HAS_VALID": True,
+        "SUMS": 2,
+        "OVERLAP": target is HOPPER,
     }
-    fits(compile_for_a100(norm._norm_kernel, dtypes, constants, warps))
+    compiled = compile_for_a100(norm._norm_kernel, dtypes, constants, warps, target=target)
+    fits(compiled, f"sm_{target.arch}")
+    # Waiting for the kernel before is Hopper's alone.
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (target is HOPPER)
 
 
 def test_the_others() -> None:
@@ -94,7 +109,7 @@ def test_the_others() -> None:
         compile_for_a100(
             rope._rope_kernel,
             {"table_ptr": "*fp16", "rows": "i32", "row_stride": "i32"},
-            {"HEADS": HEADS, "HALF": 36, "HEAD": half_head, "TAIL": half_tail, "LINES": 64},
+            {"HEADS": HEADS, "HALF": 36, "HEAD": half_head, "TAIL": half_tail, "LINES": 64, "OVERLAP": False},
             warps=4,
         )
     )
@@ -114,7 +129,14 @@ def test_the_others() -> None:
             warps=2,
         )
     )
-    fits(compile_for_a100(swiglu._swiglu_kernel, {"rows": "i32"}, {"WIDTH": 3456, "ROWS": 16, "COLUMNS": 128}, warps=4))
+    fits(
+        compile_for_a100(
+            swiglu._swiglu_kernel,
+            {"rows": "i32"},
+            {"WIDTH": 3456, "ROWS": 16, "COLUMNS": 128, "OVERLAP": False},
+            warps=4,
+        )
+    )
     fits(
         compile_for_a100(
             segments._tiles_kernel,
