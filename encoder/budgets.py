@@ -13,19 +13,17 @@ from encoder.graph_inputs import GraphKey
 EAGER_BUDGETS = (2048, 4096, 8192, 13824)
 """Bounds of batches where nothing is captured."""
 
-SMALLEST, LARGEST, RATIO, STEP = 64, 8672, 1.25, 16
+SMALLEST, LARGEST = 64, 8192
+# Up to so many tokens, steps of so many: finest where a batch is common, takes long enough for padding to show, and is
+# too short for its launches to hide behind it.
+_STEPS = ((128, 16), (256, 32), (512, 64), (1024, 64), (2048, 128), (4096, 512), (LARGEST, 2048))
 
 
 def default_budgets() -> tuple[int, ...]:
-    """23 from 64 to 8672 tokens, each 1.25 times the last, rounded to multiples of 16.
-
-    64 tokens are an image of 256² for Qwen3-VL, 8672 about eight of 1024².
-    """
-    found: list[int] = []
-    size = float(SMALLEST)
-    while not found or found[-1] < LARGEST:
-        found.append(round(size / STEP) * STEP)
-        size *= RATIO
+    """35 from 64 to 8192 tokens: an image of 256² for Qwen3-VL, and eight of 1024²."""
+    found = [SMALLEST]
+    for bound, step in _STEPS:
+        found += range(found[-1] + step, bound + 1, step)
     return tuple(found)
 
 

@@ -56,6 +56,8 @@ class TowerForward:
     """Bounds on an image's patches at which attention changes its kernel."""
     tolerance: float = TOLERANCES[torch.float32]
     """Of two correct ways to run it: ‖one - other‖ / ‖other‖ of an image."""
+    run_into: Callable[[Tensor, TowerMetadata, Tensor], None] | None = None
+    """As `run`, into memory of the caller's; None where it cannot."""
 
     @property
     def reads_borders(self) -> bool:
@@ -173,6 +175,7 @@ def _fused(tower: VisionTower, config: EncoderConfig) -> TowerForward:
         expand_in_one_launch,
         changes,
         tolerance,
+        fused.into,
     )
 
 

@@ -79,9 +79,16 @@ class FusedTower:
     @torch.inference_mode()
     def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
         """`patches`: `[num_patches, patch_dim]`, any float dtype. Returns `[num_tokens, width]`, the tower's dtype."""
+        out = patches.new_empty(metadata.num_tokens, self.config.width, dtype=self.dtype)
+        self.into(patches, metadata, out)
+        return out
+
+    @torch.inference_mode()
+    def into(self, patches: Tensor, metadata: TowerMetadata, out: Tensor) -> None:
+        """The same into `out`, contiguous."""
         metadata.check(patches, self.config.patch_dim)
         with torch.cuda.device(self.device):
-            return self._forward(patches.to(self.dtype), metadata)
+            self._forward(patches.to(self.dtype), metadata, out)
 
 
 def fuse(tower: VisionTower, plan: AttentionPlan | None = None, products: TorchProducts | None = None) -> FusedTower:

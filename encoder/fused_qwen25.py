@@ -69,8 +69,8 @@ class FusedQwen25Forward:
         name = tower.config.hidden_act
         self._activation = None if name == "silu" else activation(name)
 
-    def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
-        """`[num_patches, patch_dim]` to `[num_tokens, width]`, both in the weights' dtype, on the current device."""
+    def __call__(self, patches: Tensor, metadata: TowerMetadata, out: Tensor) -> None:
+        """`[num_patches, patch_dim]` to `out` `[num_tokens, width]`, in the weights' dtype, on the current device."""
         assert metadata.windows is not None
         assert metadata.window_order is not None
         assert metadata.window_inverse is not None
@@ -93,7 +93,7 @@ class FusedQwen25Forward:
             sums = product.add_later(layer.down, self._gated(layer, layer.norm2(x, sums=sums)), x)
         normed = self._merger_norm(x, sums=sums).view(rows // config.merge_unit, -1)
         merged = product(self._merger_second, product(self._merger_first, normed, After.GELU))
-        return merged.index_select(0, metadata.window_inverse)
+        torch.index_select(merged, 0, metadata.window_inverse, out=out)
 
     def _gated(self, layer: _Layer, normed: Tensor) -> Tensor:
         if self._activation is None:

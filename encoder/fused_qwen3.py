@@ -79,8 +79,8 @@ class FusedQwen3Forward:
         self._merger = _Merger(tower.merger, missing)
         self._beside = torch.cuda.Stream(tower.device)
 
-    def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
-        """`[num_patches, patch_dim]` to `[num_tokens, width]`, both in the weights' dtype, on the current device."""
+    def __call__(self, patches: Tensor, metadata: TowerMetadata, out: Tensor) -> None:
+        """`[num_patches, patch_dim]` to `out` `[num_tokens, width]`, in the weights' dtype, on the current device."""
         assert metadata.position_indices is not None
         assert metadata.position_weights is not None
         config, product, rows = self._config, self._products, patches.shape[0]
@@ -91,7 +91,6 @@ class FusedQwen3Forward:
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
         merged = config.hidden_size * config.merge_unit
-        out = x.new_empty(rows // config.merge_unit, config.width)
         slices = out.split(config.out_hidden_size, dim=1)
         main = torch.cuda.current_stream()
         beside = self._beside if rows <= _MOST_ROWS_BESIDE else main
@@ -108,14 +107,16 @@ class FusedQwen3Forward:
                 product.add_(layer.fc2, activated, x)
                 sums = None
                 level, merger = self._levels[index]
-                # Kept until the streams meet: only then may another tensor take its memory.
-                lent.append(merger.norm(x.view(-1, merged)))
-                beside.wait_stream(main)
+                normed = merger.norm(x.view(-1, merged))
+                if beside is not main:
+                    # Kept until the streams meet: only then may another tensor take its memory.
+                    lent.append(normed)
+                    beside.wait_stream(main)
                 with torch.cuda.stream(beside):
-                    self._merge(merger, lent[-1], slices[1 + level])
+                    self._merge(merger, normed, slices[1 + level])
+                del normed
         self._merge(self._merger, self._merger.norm(x, sums=sums).view(-1, merged), slices[0])
         main.wait_stream(beside)
-        return out
 
     def _merge(self, merger: _Merger, normed: Tensor, out: Tensor) -> None:
         """`normed`: `[num_tokens, merged]`; `out`: a level's slice of the output."""

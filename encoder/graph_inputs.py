@@ -96,9 +96,7 @@ class Graphs(Protocol):
 
 def smallest_fitting(captured: Mapping[GraphKey, Captured], layout: Layout, budget: int) -> GraphKey | None:
     """The smallest captured graph from `budget` up that holds the batch, with the tightest bound on its images."""
-    return min(
-        (key for key, graph in captured.items() if key.budget >= budget and graph.shape.holds(layout)), default=None
-    )
+    return next((key for key in sorted(captured) if key.budget >= budget and captured[key].shape.holds(layout)), None)
 
 
 class GraphBuffers:
@@ -139,9 +137,7 @@ class GraphBuffers:
 
     def describe(self, layout: Layout) -> None:
         """Copies all but the patches in."""
-        table = layout.on_host(self._max_images)
-        # From pageable memory the host would wait for the copy.
-        self.described.copy_(table.pin_memory() if self.described.is_cuda else table, non_blocking=True)
+        self.described.copy_(layout.described(self._max_images, self.described.device))
 
     def spoil_padding(self, layout: Layout, graph: GraphClass) -> None:
         """Fills the patches past the batch with NaN; a graph's real rows must not change."""

@@ -132,7 +132,8 @@ class EncoderGraphs:
             if captured_ms < _SHORT_MS and key == whole(key.budget, config):
                 captured_ms = self._median_ms(graph.replay)
         captured = CapturedGraph(shape, graph, tuple(grids), captured_ms, grown, time.perf_counter() - started)
-        self._graphs[key] = captured
+        # Ascending, as they are looked through.
+        self._graphs = dict(sorted({**self._graphs, key: captured}.items()))
         return captured
 
     def fitting(self, layout: Layout, budget: int) -> GraphKey | None:
@@ -181,7 +182,7 @@ class EncoderGraphs:
     def _forward_in_place(self, shape: GraphClass) -> None:
         """What is captured: description to metadata, the forward over the whole budget, its output kept apart.
 
-        The output is copied, so that its memory in the pool is free for the next capture.
+        The output lies in the buffers, so that the pool is free for the next capture.
         """
         forward, budget, described = self._forward, shape.key.budget, self._buffers.described
         laid_out = forward.metadata(
@@ -193,7 +194,11 @@ class EncoderGraphs:
             max_seqlen=shape.key.max_seqlen,
             image_tokens=(budget,),
         )
-        self._buffers.output(budget).copy_(forward.run(self._buffers.patches(budget), laid_out))
+        patches, out = self._buffers.patches(budget), self._buffers.output(budget)
+        if forward.run_into is None:
+            out.copy_(forward.run(patches, laid_out))
+        else:
+            forward.run_into(patches, laid_out, out)
 
     def _record(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
         """The graph, and by how many bytes the pool grew."""

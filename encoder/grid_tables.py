@@ -9,7 +9,7 @@ many patches it has. It must not know towers or graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -21,6 +21,7 @@ from encoder.vision_config import VisionConfig
 
 ARENA_BYTES = 64 * 2**20
 """Holds about 400 grids of 4096 patches for Qwen3-VL, 1,600 for Qwen2.5-VL."""
+_MOST_LAYOUTS = 4096
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Layout:
     table: tuple[tuple[int, ...], ...]
     """Per image its place in the arena, then per image with the end its first patch, and its first window; then the
     frames' borders in patches."""
+    _on_device: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def on_host(self, slots: int) -> Tensor:
         """int32 `[4, described_width(slots)]`: the table, each row padded so that images past the batch have no rows.
@@ -48,8 +50,11 @@ class Layout:
         return torch.tensor(rows, dtype=torch.int32)
 
     def described(self, slots: int, device: torch.device) -> Tensor:
-        """The same on the device. No synchronisation."""
-        return to_device(self.on_host(slots), device)
+        """The same on the device, copied there once. No synchronisation."""
+        key = slots, device
+        if key not in self._on_device:
+            self._on_device[key] = to_device(self.on_host(slots), device)
+        return self._on_device[key]
 
     @property
     def slots(self) -> int:
@@ -88,6 +93,7 @@ class GridTables:
         self.hits = 0
         self.misses = 0
         self._placed: dict[Grid, _Placed] = {}
+        self._layouts: dict[tuple[Grid, ...], Layout] = {}
         self._end = 0
 
     def layout(self, grid_thw: Sequence[Grid]) -> Layout | None:
@@ -97,9 +103,19 @@ class GridTables:
         """
         if not grid_thw:
             raise ValueError("grid_thw is empty: a tower needs at least one image")
+        key = tuple(grid_thw)
+        if key in self._layouts:
+            self.hits += len(key)
+            return self._layouts[key]
         images = self._place_all(grid_thw)
         if images is None:
             return None
+        if len(self._layouts) == _MOST_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[key] = self._layout(images)
+        return self._layouts[key]
+
+    def _layout(self, images: Sequence[_Placed]) -> Layout:
         image_tokens = tuple(image.num_tokens for image in images)
         first_patch = (0, *accumulate(tokens * self.config.merge_unit for tokens in image_tokens))
         first_window = (0, *accumulate(image.num_windows for image in images))
@@ -125,11 +141,14 @@ class GridTables:
         self.misses += len(missing)
         self.hits += len(grid_thw) - len(missing)
         if not all(self._place(grid) for grid in missing):
-            self._placed, self._end = {}, 0
+            self._forget()
             if not all(self._place(grid) for grid in set(grid_thw)):
-                self._placed, self._end = {}, 0
+                self._forget()
                 return None
         return [self._placed[grid] for grid in grid_thw]
+
+    def _forget(self) -> None:
+        self._placed, self._layouts, self._end = {}, {}, 0
 
     def _place(self, grid: Grid) -> bool:
         geometry = image_geometry(grid, self.config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from encoder.packing import Batch, pack
 
@@ -47,25 +48,59 @@ class CostTable:
         if self.work_ms < 0:
             raise ValueError(f"work_ms is {self.work_ms}; it must not be negative")
 
-    @property
+    @cached_property
     def budgets(self) -> tuple[int, ...]:
         return tuple(budget for budget, _ in self.replay_ms)
 
     def batch_ms(self, images: Sequence[ImageCost], budget: int | None) -> float:
         """The time of one batch, padded to `budget`, or eagerly at its own size where that is None."""
         tokens = sum(image.num_tokens for image in images)
-        base = self.eager(tokens) if budget is None else dict(self.replay_ms)[budget]
-        return base + self.work_ms * sum(image.work for image in images)
+        return self.base_ms(tokens, budget) + self.work_ms * sum(image.work for image in images)
 
     def total_ms(self, images: Sequence[ImageCost], batches: Sequence[Batch]) -> float:
         return sum(self.batch_ms([images[index] for index in batch.indices], batch.budget) for batch in batches)
+
+    def base_ms(self, tokens: int, budget: int | None) -> float:
+        """Of a batch without its attention work, which is the same however images are put together."""
+        return self.eager(tokens) if budget is None else self._replays[budget]
+
+    def cheapest(self, tokens: int) -> int | None:
+        """The budget that holds so many tokens in the least time; None where an eager run takes no longer."""
+        at = bisect_left(self.budgets, tokens)
+        if at == len(self.budgets):
+            return None
+        budget = self._fastest_from[at]
+        return None if self.eager(tokens) <= self._replays[budget] else budget
+
+    @cached_property
+    def _replays(self) -> dict[int, float]:
+        return dict(self.replay_ms)
+
+    @cached_property
+    def _fastest_from(self) -> tuple[int, ...]:
+        """For each budget, the fastest of it and all larger ones."""
+        found: list[int] = []
+        for budget, ms in reversed(self.replay_ms):
+            found.append(budget if not found or ms <= self._replays[found[-1]] else found[-1])
+        return tuple(reversed(found))
+
+    @cached_property
+    def _eager_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size, _ in self.eager_ms)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.replay_ms, self.eager_ms, self.work_ms))
 
     def eager(self, tokens: int) -> float:
         """Of an eager run without attention work, by interpolation.
 
         Under the smallest measurement launches dominate, over the largest time is proportional.
         """
-        sizes = [size for size, _ in self.eager_ms]
+        sizes = self._eager_sizes
         at = bisect_left(sizes, tokens)
         if at == 0:
             return self.eager_ms[0][1]
@@ -81,36 +116,38 @@ def plan(images: Sequence[ImageCost], *, table: CostTable, max_images: int, max_
 
     The candidates are: filling budgets, the seed's rule (`pack`), and eager runs; the one with the least measured time
     is taken, so no plan is slower by the table than any of them. `max_images` bounds a batch; `max_tokens` bounds an
-    eager batch of several images, since its activations take memory.
+    eager batch of several images, since its activations take memory. What was planned lately is remembered.
     """
-    if not images:
-        return []
-    candidates = [_eager(images, max_images, max_tokens)]
+    # Attention work is the same in every plan, so that tokens are all there is to choose by.
+    return list(_plan(tuple(image.num_tokens for image in images), table, max_images, max_tokens))
+
+
+@lru_cache(maxsize=4096)
+def _plan(counts: tuple[int, ...], table: CostTable, max_images: int, max_tokens: int) -> tuple[Batch, ...]:
+    if not counts:
+        return ()
+    candidates = [_eager(counts, max_images, max_tokens)]
     if table.budgets:
-        candidates.append(_fill(images, table, max_images))
-        counts = [image.num_tokens for image in images]
+        candidates.append(_fill(counts, table, max_images))
         candidates.append(pack(counts, budgets=table.budgets, max_images=max_images))
-    improved = [[_cheapest(images, batch, table) for batch in batches] for batches in candidates]
-    return min(improved, key=lambda batches: table.total_ms(images, batches))
+
+    def tokens(batch: Batch) -> int:
+        return sum(counts[index] for index in batch.indices)
+
+    improved = [
+        tuple(Batch(batch.indices, table.cheapest(tokens(batch))) for batch in batches) for batches in candidates
+    ]
+    return min(improved, key=lambda batches: sum(table.base_ms(tokens(batch), batch.budget) for batch in batches))
 
 
-def _cheapest(images: Sequence[ImageCost], batch: Batch, table: CostTable) -> Batch:
-    """The same images in the budget that holds them or eagerly, whichever is faster."""
-    members = [images[index] for index in batch.indices]
-    tokens = sum(image.num_tokens for image in members)
-    fitting = [budget for budget in table.budgets if budget >= tokens]
-    choices: list[int | None] = [None, *fitting]
-    return Batch(batch.indices, min(choices, key=lambda budget: table.batch_ms(members, budget)))
-
-
-def _eager(images: Sequence[ImageCost], max_images: int, max_tokens: int) -> list[Batch]:
+def _eager(counts: Sequence[int], max_images: int, max_tokens: int) -> list[Batch]:
     """As few eager runs as the bounds allow; an image over `max_tokens` runs alone."""
-    order = sorted(range(len(images)), key=lambda index: (images[index].num_tokens, index))
+    order = sorted(range(len(counts)), key=lambda index: (counts[index], index))
     batches: list[Batch] = []
     taken: list[int] = []
     tokens = 0
     for index in order:
-        count = images[index].num_tokens
+        count = counts[index]
         if taken and (len(taken) == max_images or tokens + count > max_tokens):
             batches.append(Batch(tuple(taken), None))
             taken, tokens = [], 0
@@ -119,61 +156,77 @@ def _eager(images: Sequence[ImageCost], max_images: int, max_tokens: int) -> lis
     return [*batches, Batch(tuple(taken), None)]
 
 
-def _fill(images: Sequence[ImageCost], table: CostTable, max_images: int) -> list[Batch]:
+def _fill(counts: Sequence[int], table: CostTable, max_images: int) -> list[Batch]:
     """Batch by batch: the largest image left, with the others that fill a budget best; the budget by time per token."""
-    left = sorted(range(len(images)), key=lambda index: (images[index].num_tokens, index))
+    left = sorted(range(len(counts)), key=lambda index: (counts[index], index))
     batches: list[Batch] = []
     while left:
-        first = images[left[-1]].num_tokens
+        first = counts[left[-1]]
         others = left[:-1]
-        counts = [images[index].num_tokens for index in others]
-        all_tokens = first + sum(counts)
-        best: tuple[float, int, list[int]] | None = None
-        for budget, ms in table.replay_ms:
-            if budget < first:
-                continue
-            chosen = fullest(counts, budget - first, max_images - 1)
-            tokens = first + sum(counts[position] for position in chosen)
-            if best is None or ms / tokens < best[0]:
-                best = (ms / tokens, budget, [others[position] for position in chosen])
-            if tokens == all_tokens:
-                break  # a larger budget would only add padding
-        if best is None:  # over the largest budget
+        rest = [counts[index] for index in others]
+        if first > table.budgets[-1]:
             batches.append(Batch((left[-1],), None))
             left = others
             continue
-        members = [*best[2], left[-1]]
+        all_tokens = first + sum(rest)
+        sums = Sums(rest, min(table.budgets[-1], all_tokens) - first, max_images - 1)
+        best: tuple[float, int, int] | None = None
+        for budget, ms in table.replay_ms:
+            if budget < first:
+                continue
+            tokens = first + sums.largest(budget - first)
+            if best is None or ms / tokens < best[0]:
+                best = (ms / tokens, budget, tokens - first)
+            if tokens == all_tokens:
+                break  # a larger budget would only add padding
+        assert best is not None
+        members = [*(others[position] for position in sums.positions(best[2])), left[-1]]
         batches.append(Batch(tuple(sorted(members)), best[1]))
         left = [index for index in left if index not in set(members)]
     return batches
 
 
-def fullest(counts: Sequence[int], capacity: int, most: int) -> list[int]:
-    """Positions of at most `most` of the `counts`, whose sum is the largest that does not pass `capacity`.
+class Sums:
+    """The sums that at most `most` of the counts can have, up to a capacity.
 
     Exact. One integer serves as the set of the sums that can be reached with a given number of items, so that an item
     is a shift and an or.
     """
-    if most < 1 or capacity < 1:
-        return []
-    usable = [position for position, count in enumerate(counts) if count <= capacity]
-    if len(usable) <= most and sum(counts[position] for position in usable) <= capacity:
-        return usable
-    mask = (1 << (capacity + 1)) - 1
-    most = min(most, len(usable))
-    # reached[k]: the sums of exactly k items; steps keeps the state before each item, to walk back.
-    reached = [1] + [0] * most
-    steps: list[list[int]] = []
-    for position in usable:
-        steps.append(reached)
-        shifted = [0, *((sums << counts[position]) & mask for sums in reached[:-1])]
-        reached = [old | new for old, new in zip(reached, shifted, strict=True)]
-    total, number = max((sums.bit_length() - 1, -k) for k, sums in enumerate(reached) if sums)
-    number = -number
-    chosen: list[int] = []
-    for position, before in zip(reversed(usable), reversed(steps), strict=True):
-        if not (before[number] >> total) & 1:
-            chosen.append(position)
-            total -= counts[position]
-            number -= 1
-    return sorted(chosen)
+
+    def __init__(self, counts: Sequence[int], capacity: int, most: int) -> None:
+        self._counts = counts
+        self._usable = [position for position, count in enumerate(counts) if count <= capacity]
+        most = min(max(most, 0), len(self._usable))
+        mask = (1 << (max(capacity, 0) + 1)) - 1
+        # reached[k]: the sums of exactly k items; steps keeps the state before each item, to walk back.
+        reached = [1] + [0] * most
+        self._steps: list[list[int]] = []
+        for position in self._usable:
+            self._steps.append(reached)
+            shifted = [0, *((sums << counts[position]) & mask for sums in reached[:-1])]
+            reached = [old | new for old, new in zip(reached, shifted, strict=True)]
+        self._reached = reached
+        self._any = 0
+        for sums in reached:
+            self._any |= sums
+
+    def largest(self, capacity: int) -> int:
+        """The largest sum that does not pass `capacity`."""
+        return (self._any & ((1 << (max(capacity, 0) + 1)) - 1)).bit_length() - 1
+
+    def positions(self, total: int) -> list[int]:
+        """Positions of the fewest counts with this sum, which can be reached."""
+        number = next(number for number, sums in enumerate(self._reached) if (sums >> total) & 1)
+        chosen: list[int] = []
+        for position, before in zip(reversed(self._usable), reversed(self._steps), strict=True):
+            if not (before[number] >> total) & 1:
+                chosen.append(position)
+                total -= self._counts[position]
+                number -= 1
+        return sorted(chosen)
+
+
+def fullest(counts: Sequence[int], capacity: int, most: int) -> list[int]:
+    """Positions of at most `most` of the `counts`, whose sum is the largest that does not pass `capacity`."""
+    sums = Sums(counts, capacity, most)
+    return sums.positions(sums.largest(capacity))

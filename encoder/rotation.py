@@ -53,4 +53,7 @@ def pair_frequencies(frequencies: Tensor, heads: int) -> Tensor:
 
 def rotation(rope_positions: Tensor, frequencies: Tensor) -> Rotation:
     """`rope_positions`: int32 `[rows, 2]`; `frequencies`: of `pair_frequencies`."""
-    return Rotation(rope_positions.t().to(torch.float32, memory_format=torch.contiguous_format), frequencies)
+    rows = rope_positions.shape[0]
+    # Each of the two begins on 16 bytes.
+    positions = torch.empty(2, -(-rows // 4) * 4, device=rope_positions.device)[:, :rows]
+    return Rotation(positions.copy_(rope_positions.t()), frequencies)

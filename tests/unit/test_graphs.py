@@ -95,7 +95,7 @@ def test_a_forward_that_fails_while_it_is_captured_is_refused(tower: VisionTower
 
 def test_trial_batches_fit_leave_padding_and_use_several_images(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CPU, 2**22)
-    for key in (whole(64, tower.config), whole(1024, tower.config), whole(8672, tower.config), GraphKey(1024, 256)):
+    for key in (whole(64, tower.config), whole(1024, tower.config), whole(8192, tower.config), GraphKey(1024, 256)):
         shape = GraphClass.of(key, 16, tower.config)
         layout = tables.layout(trial_batch(shape, tower.config))
         assert layout is not None

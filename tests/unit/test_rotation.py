@@ -33,7 +33,7 @@ def test_scores_and_values_are_those_of_heads_cut_in_halves() -> None:
     paired = adjacent_pairs(affine, HEADS)
     turning = rotation(positions, pair_frequencies(frequencies, HEADS))
     assert turning.positions.shape == (2, ROWS)
-    assert turning.positions.is_contiguous()
+    assert turning.positions.stride() == (8, 1)  # rows on 16 bytes
     by_row, by_column = turning.frequencies.view(-1, 2).unbind(1)
     angle = turning.positions[0, :, None] * by_row + turning.positions[1, :, None] * by_column
     first, second = F.linear(x, paired.weight, paired.bias).view(ROWS, -1, 2).unbind(-1)
