@@ -15,7 +15,7 @@ from encoder.fused_rotary import RotaryAttention
 from encoder.kernels.norm import norm
 from encoder.layers import NORM_EPS, Block, GatedMLP, RMSNorm, activation
 from encoder.metadata import TowerMetadata
-from encoder.products import Affine, After, TorchProducts, aligned_width
+from encoder.products import Affine, After, TorchProducts
 from encoder.qwen2_5_vl import Qwen25VisionTower
 
 
@@ -31,12 +31,14 @@ class _Norm:
 
 
 class _Layer:
-    def __init__(self, block: Block, missing: Tensor, attend: RotaryAttention, longest: int | None) -> None:
+    def __init__(
+        self, block: Block, missing: Tensor, products: TorchProducts, attend: RotaryAttention, longest: int | None
+    ) -> None:
         mlp = block.mlp
         assert isinstance(mlp, GatedMLP)
         self.qkv, self.proj = attend.product(Affine.of(block.attn.qkv), longest), Affine.of(block.attn.proj)
         gate, up, down = Affine.of(mlp.gate_proj), Affine.of(mlp.up_proj), Affine.of(mlp.down_proj)
-        width = aligned_width(gate.weight.shape[0], gate.weight.dtype)
+        width = products.inner_width(gate.weight.shape[0], gate.weight.dtype)
         # Exact: what is gated is 0 in the features added, and so are the weights that follow.
         self.gate_up = Affine.paired(gate.padded(outputs=width), up.padded(outputs=width))
         self.down = down.padded(inputs=width)
@@ -59,7 +61,7 @@ class FusedQwen25Forward:
         for index, block in enumerate(tower.blocks):
             assert isinstance(block, Block)
             longest = None if index in tower.config.fullatt_block_indexes else window
-            self._layers.append(_Layer(block, missing, self._attend, longest))
+            self._layers.append(_Layer(block, missing, products, self._attend, longest))
             missing = self._layers[-1].missing
         self._merger_norm = _Norm(tower.merger.ln_q, missing)
         first, second = tower.merger.mlp[0], tower.merger.mlp[2]

@@ -15,7 +15,7 @@ from encoder.kernels.norm import norm
 from encoder.kernels.positions import add_positions_
 from encoder.layers import MLP, NORM_EPS, Block
 from encoder.metadata import TowerMetadata
-from encoder.products import Affine, After, TorchProducts, aligned_width
+from encoder.products import Affine, After, TorchProducts
 from encoder.qwen3_vl import PatchMerger, Qwen3VisionTower
 
 # Up to here a merger leaves most of the chip idle, and the blocks do too: they run side by side.
@@ -35,12 +35,12 @@ class _Norm:
 
 
 class _Layer:
-    def __init__(self, block: Block, missing: Tensor, attend: RotaryAttention) -> None:
+    def __init__(self, block: Block, missing: Tensor, products: TorchProducts, attend: RotaryAttention) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
         self.qkv, self.proj = attend.product(Affine.of(block.attn.qkv)), Affine.of(block.attn.proj)
         first, second = Affine.of(mlp.linear_fc1), Affine.of(mlp.linear_fc2)
-        width = aligned_width(first.weight.shape[0], first.weight.dtype)
+        width = products.inner_width(first.weight.shape[0], first.weight.dtype)
         # Exact: whatever the activation makes of the features added, weights of 0 follow.
         self.fc1, self.fc2 = first.padded(outputs=width), second.padded(inputs=width)
         self.norm1 = _Norm(block.norm1, missing)
@@ -69,7 +69,7 @@ class FusedQwen3Forward:
         self._levels: dict[int, tuple[int, _Merger]] = {}
         for index, block in enumerate(tower.blocks):
             assert isinstance(block, Block)
-            self._layers.append(_Layer(block, missing, self._attend))
+            self._layers.append(_Layer(block, missing, products, self._attend))
             missing = self._layers[-1].missing
             if index in tower.config.deepstack_visual_indexes:
                 level = tower.config.deepstack_visual_indexes.index(index)

@@ -99,6 +99,10 @@ class TorchProducts:
             return F.silu(product)
         return F.gelu(product, approximate="tanh" if after is After.GELU_TANH else "none")
 
+    def inner_width(self, width: int, dtype: torch.dtype) -> int:
+        """What to pad a width to that one product makes and the next one takes."""
+        return aligned_width(width, dtype)
+
     def turned(self, layer: Affine, x: Tensor, rotation: Rotation) -> Tensor:
         """The packed q, k, v with rotary positions turned; `layer`: of `rotation.adjacent_pairs`."""
         raise NotImplementedError(f"{type(self).__name__} does not turn q and k")

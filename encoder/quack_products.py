@@ -50,9 +50,11 @@ _RESIDUAL, _RESIDUAL_BUSY_ENOUGH = _Tile(128, 128), 0.95
 # q and k are turned in every product; which tile is fastest follows from the waves, and from what a tile costs beside
 # its columns.
 _TURNING, _TILE_OVERHEAD = (_Tile(128, 192), _Tile(128, 160), _Tile(128, 128)), 16
-_FEW_ROWS, _FEW = 512, _Tile(64, 128)
-# Deep products of few rows: so many columns and parts of the depth a tile, and no less than so deep.
-_PARTS_TILE, _LEAST_DEPTH = _Tile(64, 128, pingpong=False, cluster=1), 1024
+_FEW_TURNING_ROWS, _FEW_TURNING = 512, _Tile(64, 128)
+# Sums of so few rows are left to the norm: it overlaps with the product, and a deep sum may come in parts, each of whole
+# 16 bytes, that fill the device.
+_FEW_ROWS, _PARTS, _LEAST_DEPTH = 256, 3, 1024
+_IN_PARTS, _IN_ONE = _Tile(64, 128, pingpong=False), _Tile(64, 96, cluster=1)
 
 
 class QuackProducts(TorchProducts):
@@ -99,28 +101,25 @@ class QuackProducts(TorchProducts):
     def add_later(self, layer: Affine, x: Tensor, residual: Tensor) -> Tensor | None:
         """See `TorchProducts`."""
         rows, (columns, depth) = x.shape[0], layer.weight.shape
-        parts = self._parts(rows, columns, depth)
-        if parts == 1:
+        if rows > _FEW_ROWS:
             self.add_(layer, x, residual)
             return None
+        parts = _PARTS if depth % (8 * _PARTS) == 0 and depth >= _PARTS * _LEAST_DEPTH else 1
         sums = x.new_empty(parts, rows, columns, dtype=torch.float32)
         # Each part of the depth is a product of its own in one launch.
         cut_x = x.view(rows, parts, -1).transpose(0, 1)
         cut_weight = layer.weight.view(columns, parts, -1).transpose(0, 1)
-        _multiply(quack_epilogues.keep, cut_x, cut_weight, sums, _PARTS_TILE, {})
+        _multiply(quack_epilogues.keep, cut_x, cut_weight, sums, _IN_ONE if parts == 1 else _IN_PARTS, {})
         return sums
 
-    def _parts(self, rows: int, columns: int, depth: int) -> int:
-        """As many as fill the multiprocessors once, each of whole 16 bytes and deep enough to be worth it."""
-        if rows > _FEW_ROWS:
-            return 1
-        room = int(1 / _PARTS_TILE.waves(rows, columns, self._multiprocessors))
-        fit = [parts for parts in range(1, room + 1) if depth % (8 * parts) == 0 and depth // parts >= _LEAST_DEPTH]
-        return max(fit, default=1)
+    def inner_width(self, width: int, dtype: torch.dtype) -> int:
+        """See `TorchProducts`; parts of it begin on 16 bytes."""
+        step = 8 * _PARTS
+        return -(-super().inner_width(width, dtype) // step) * step
 
     def _turning_tile(self, rows: int, columns: int) -> _Tile:
-        if rows <= _FEW_ROWS:
-            return _FEW
+        if rows <= _FEW_TURNING_ROWS:
+            return _FEW_TURNING
 
         def cost(tile: _Tile) -> float:
             return -(-tile.waves(rows, columns, self._multiprocessors) // 1) * (tile.columns + _TILE_OVERHEAD)
