@@ -48,7 +48,7 @@ class EncoderConfig:
     """Which images run together. "cost": by measured time, graph or not; "greedy": ascending, as many as fit the
     largest budget. Without measured times it is "greedy" either way."""
     encoder_cudagraph_token_budgets: Literal["auto"] | tuple[int, ...] = "auto"
-    """Batch capacities in merged tokens, ascending. "auto": 35 from 64 to 8192, finest up to 2048; without
+    """Batch capacities in merged tokens, ascending. "auto": 29 from 64 to 8192, four an octave; without
     graphs 2048, 4096, 8192, 13824. An image over the largest runs alone, without a graph."""
     encoder_cudagraph_max_images_per_batch: int = 16
     """Images that one batch may hold."""

@@ -14,17 +14,16 @@ EAGER_BUDGETS = (2048, 4096, 8192, 13824)
 """Bounds of batches where nothing is captured."""
 
 SMALLEST, LARGEST = 64, 8192
-# Up to so many tokens, steps of so many: finest where a batch is common, takes long enough for padding to show, and is
-# too short for its launches to hide behind it.
-_STEPS = ((128, 16), (256, 32), (512, 64), (1024, 64), (2048, 128), (4096, 512), (LARGEST, 2048))
+# Four steps an octave, of which the third is the one that images of 224² and 448² fill with patches
+# of 16, merged by twos (49 tokens and 196); with patches of 14 they fill the first (64 and 256).
+_STEPS = (64, 80, 98, 112)
 
 
 def default_budgets() -> tuple[int, ...]:
-    """35 from 64 to 8192 tokens: an image of 256² for Qwen3-VL, and eight of 1024²."""
-    found = [SMALLEST]
-    for bound, step in _STEPS:
-        found += range(found[-1] + step, bound + 1, step)
-    return tuple(found)
+    """29 from 64 to 8192 tokens, four an octave: 64, 80, 98, 112, 128, 160, 196, ..."""
+    octaves = range((LARGEST // SMALLEST).bit_length())
+    sizes = [step * 2**octave * SMALLEST // 64 for octave in octaves for step in _STEPS]
+    return tuple(size for size in sizes if size <= LARGEST)
 
 
 def resolved_budgets(chosen: Literal["auto"] | tuple[int, ...], *, graphs: bool) -> tuple[int, ...]:

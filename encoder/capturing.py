@@ -76,7 +76,8 @@ class Capturing:
         self._memory = MemoryModel(activation_bytes)
         self._refused: set[GraphKey] = set()
         self._no_room: set[GraphKey] = set()
-        self._eager_sizes: list[int] = []
+        self._eager_batches: dict[int, tuple[tuple[Grid, ...], float]] = {}
+        self._timed = 0
         self._learnt: tuple[int, ...] = ()
         self._learnt_from = 0
         self._looked_at = self._look_again_at = 0
@@ -98,6 +99,7 @@ class Capturing:
                 logger.warning("%d encoder graphs were refused and none captured: running without", len(self._refused))
                 break
             self._capture(key)
+        self._time_under_load()
         self.graphs.trim()
         logger.info(
             "captured %d encoder graphs in %.1f s, %.2f GiB; refused %d, no room for %d",
@@ -118,6 +120,9 @@ class Capturing:
                 return True
             # Looking takes a while itself: not again before the traffic has grown by a tenth (or was halved).
             self._looked_at, self._look_again_at = total, int(1.1 * total) + 1
+            if self._timed != len(self.graphs.captured):
+                self._time_under_load()
+                return True
         if self.wanted.total != self._saved_total and self._clock() - self._saved_at >= _SAVE_EVERY_S:
             self.save()
             return self._state_file is not None
@@ -224,11 +229,25 @@ class Capturing:
     def _time(self, key: GraphKey, captured: Captured) -> None:
         self.costs.add_replay(key.budget, captured.replay_ms, work(captured.grids))
         tokens = sum(t * h * w for t, h, w in captured.grids) // self._vision.merge_unit
-        if all(not 1 / _EAGER_RATIO < tokens / size < _EAGER_RATIO for size in self._eager_sizes):
-            self._eager_sizes.append(tokens)
-            self.costs.add_eager(tokens, self.graphs.eager_ms(captured.grids), work(captured.grids))
+        if all(not 1 / _EAGER_RATIO < tokens / size < _EAGER_RATIO for size in self._eager_batches):
+            alone = self.graphs.eager_ms(captured.grids)
+            self._eager_batches[tokens] = captured.grids, alone
+            self.costs.add_eager(tokens, alone, work(captured.grids))
         if key.budget <= max(_WORK_BUDGET, min(self.budgets)) and not self.costs.knows_work:
             self._time_work(key, captured)
+
+    def _time_under_load(self) -> None:
+        """All once more, one after the other, so that they can be compared; an eager run takes its launches too."""
+        captured = self.graphs.captured
+        keys = [key for key in sorted(captured, reverse=True) if key == whole(key.budget, self._vision)]
+        if keys:
+            batches = list(self._eager_batches.items())
+            replays, eager = self.graphs.sustained_ms(keys, [grids for _, (grids, _) in batches])
+            for key, milliseconds in zip(keys, replays, strict=True):
+                self.costs.add_replay(key.budget, milliseconds, work(captured[key].grids))
+            for (tokens, (grids, alone)), milliseconds in zip(batches, eager, strict=True):
+                self.costs.add_eager(tokens, max(alone, milliseconds), work(grids))
+        self._timed = len(captured)
 
     def _time_work(self, key: GraphKey, captured: Captured) -> None:
         """The same tokens as one image and as many: what differs is attention."""

@@ -91,6 +91,9 @@ class Graphs(Protocol):
     def replay(self, key: GraphKey, patches: Tensor, layout: Layout) -> Tensor: ...
     def replay_ms(self, key: GraphKey, grids: Sequence[Grid]) -> float: ...
     def eager_ms(self, grids: Sequence[Grid]) -> float: ...
+    def sustained_ms(
+        self, keys: Sequence[GraphKey], batches: Sequence[Sequence[Grid]]
+    ) -> tuple[list[float], list[float]]: ...
     def trim(self) -> None: ...
 
 
@@ -142,6 +145,10 @@ class GraphBuffers:
     def spoil_padding(self, layout: Layout, graph: GraphClass) -> None:
         """Fills the patches past the batch with NaN; a graph's real rows must not change."""
         self._patches[layout.num_patches : graph.key.budget * self._config.merge_unit] = float("nan")
+
+    def randomize(self) -> Tensor:
+        """Fills the patches with random values and returns all of them."""
+        return self._patches.normal_()
 
     def clear(self) -> None:
         """Zeroes the patches."""

@@ -169,6 +169,36 @@ class EncoderGraphs:
         with torch.cuda.device(self._forward.device):
             return min(self._milliseconds(run), self._milliseconds(run))
 
+    @torch.inference_mode()
+    def sustained_ms(
+        self, keys: Sequence[GraphKey], batches: Sequence[Sequence[Grid]]
+    ) -> tuple[list[float], list[float]]:
+        """Milliseconds of a replay of each graph, then of each batch without one, without a pause between them.
+
+        A device that is busy for long runs slower than one that is measured now and then. Launches of the batches
+        hide behind the replays. Waits for the device.
+        """
+        pairs = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (len(keys) + len(batches)))]
+        begins, ends = pairs[::2], pairs[1::2]
+        with torch.cuda.device(self._forward.device):
+            layouts = [self._layout(grids) for grids in batches]
+            # Random values, since zeros take less power.
+            patches = self._buffers.randomize()
+            for key, begin, end in zip(keys, begins, ends, strict=False):
+                captured = self._graphs[key]
+                self._buffers.describe(self._layout(captured.grids))
+                begin.record()
+                captured.graph.replay()
+                end.record()
+            for layout, begin, end in zip(layouts, begins[len(keys) :], ends[len(keys) :], strict=True):
+                begin.record()
+                self._forward.run(patches[: layout.num_patches], self._forward.exact_metadata(self._tables, layout))
+                end.record()
+            torch.cuda.synchronize()
+            self._buffers.clear()
+        times = [float(begin.elapsed_time(end)) for begin, end in zip(begins, ends, strict=True)]
+        return times[: len(keys)], times[len(keys) :]
+
     def trim(self) -> None:
         """Gives memory back that eager runs took for their checks, and that no run needs now."""
         torch.cuda.empty_cache()

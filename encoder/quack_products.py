@@ -25,22 +25,26 @@ class _Tile:
     pingpong: bool = True
     cluster: int = 2
 
+    @property
+    def config(self) -> GemmConfig:
+        """The same for `gemm_act`, which remembers plans by a configuration's identity: keep it."""
+        return GemmConfig(
+            tile_m=self.rows,
+            tile_n=self.columns,
+            pingpong=self.pingpong,
+            is_dynamic_persistent=False,
+            cluster_m=self.cluster,
+            cluster_n=1,
+            device_capacity=9,
+        )
+
     def waves(self, rows: int, columns: int, places: int) -> float:
         """How often all multiprocessors have a tile each; the last wave is seldom full."""
         return -(-rows // self.rows) * -(-columns // self.columns) / places
 
 
 _LARGE = _Tile(128, 192)
-# QuACK remembers plans by the identity of a configuration, so there is one object for each.
-_CONFIG = GemmConfig(
-    tile_m=_LARGE.rows,
-    tile_n=_LARGE.columns,
-    pingpong=True,
-    is_dynamic_persistent=False,
-    cluster_m=2,
-    cluster_n=1,
-    device_capacity=9,
-)
+_CONFIG = _LARGE.config
 _NAMES = {After.NOTHING: None, After.GELU_TANH: "gelu_tanh_approx", After.SILU: "silu", After.SWIGLU: "swiglu"}
 
 # From this share of busy places on QuACK was faster than cuBLAS on an H200, where cuBLAS needs a pass more for the
@@ -51,10 +55,17 @@ _RESIDUAL, _RESIDUAL_BUSY_ENOUGH = _Tile(128, 128), 0.95
 # its columns.
 _TURNING, _TILE_OVERHEAD = (_Tile(128, 192), _Tile(128, 160), _Tile(128, 128)), 16
 _FEW_TURNING_ROWS, _FEW_TURNING = 512, _Tile(64, 128)
-# Sums of so few rows are left to the norm: it overlaps with the product, and a deep sum may come in parts, each of whole
-# 16 bytes, that fill the device.
+# Products of so few rows are launched while what comes before still runs, which makes QuACK's the faster ones. Sums are
+# left to the norm, and deep ones in parts, each of whole 16 bytes, that fill the device.
 _FEW_ROWS, _PARTS, _LEAST_DEPTH = 256, 3, 1024
 _IN_PARTS, _IN_ONE = _Tile(64, 128, pingpong=False), _Tile(64, 96, cluster=1)
+# Mergers' products are deeper than a layer's, and run beside the layers.
+_MOST_FEW_DEPTH = 2048
+_FEW = {
+    After.NOTHING: _Tile(64, 128).config,
+    After.GELU_TANH: _Tile(128, 96, pingpong=False).config,
+    After.SWIGLU: _Tile(128, 128, pingpong=False, cluster=1).config,
+}
 
 
 class QuackProducts(TorchProducts):
@@ -67,7 +78,8 @@ class QuackProducts(TorchProducts):
 
     def __call__(self, layer: Affine, x: Tensor, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
         """See `TorchProducts`."""
-        if after not in _NAMES or self._busy(_LARGE, x.shape[0], layer.weight.shape[0]) < _BUSY_ENOUGH[after]:
+        config = self._config(after, x.shape[0], layer)
+        if config is None:
             return super().__call__(layer, x, after, out)
         _, result = gemm_act(
             x,
@@ -77,10 +89,18 @@ class QuackProducts(TorchProducts):
             postact_out=out,
             store_preact=False,
             tuned=False,
-            config=_CONFIG,
+            config=config,
         )
         assert isinstance(result, Tensor)
         return result
+
+    def _config(self, after: After, rows: int, layer: Affine) -> GemmConfig | None:
+        """None where cuBLAS is faster."""
+        if rows <= _FEW_ROWS and layer.weight.shape[1] <= _MOST_FEW_DEPTH and after in _FEW:
+            return _FEW[after]
+        if after not in _NAMES or self._busy(_LARGE, rows, layer.weight.shape[0]) < _BUSY_ENOUGH[after]:
+            return None
+        return _CONFIG
 
     def turned(self, layer: Affine, x: Tensor, rotation: Rotation) -> Tensor:
         """See `TorchProducts`."""

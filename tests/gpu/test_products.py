@@ -80,9 +80,11 @@ def quack(monkeypatch: pytest.MonkeyPatch) -> TorchProducts:
 
 
 @pytest.mark.parametrize("after", [After.NOTHING, After.GELU_TANH, After.SILU, After.SWIGLU])
-@pytest.mark.parametrize("rows", [4001, 6272])
+@pytest.mark.parametrize("rows", [4, 196, 4001, 6272])
 def test_quack_products(quack: TorchProducts, rows: int, after: After) -> None:
     affine, x = layer(1152, 3456, torch.bfloat16), random(rows, 1152, dtype=torch.bfloat16)
+    if after is After.SILU and rows < 1000:
+        pytest.skip("SiLU alone is the merger's, which is left to cuBLAS for few rows")
     found = quack(affine, x, after)
     assert relative_error(found, AFTER[after](expected(affine, x))) < TOLERANCE[torch.bfloat16]
 
@@ -113,9 +115,11 @@ def test_quack_turns_q_and_k_and_leaves_v(quack: TorchProducts, rows: int, head_
     assert relative_error(found[:, 2], plain[:, 2]) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("rows", [1, 196, 256, 512])
-@pytest.mark.parametrize(("outputs", "depth"), [(1152, 4304), (1280, 3456)])
-def test_quack_leaves_deep_sums_of_few_rows_in_parts(quack: TorchProducts, rows: int, outputs: int, depth: int) -> None:
+@pytest.mark.parametrize("rows", [4, 196, 256, 512])
+@pytest.mark.parametrize(("outputs", "depth", "parts"), [(1152, 4320, 3), (1280, 3456, 3), (1280, 1280, 1)])
+def test_quack_leaves_sums_of_few_rows_in_parts(
+    quack: TorchProducts, rows: int, outputs: int, depth: int, parts: int
+) -> None:
     affine, x = layer(depth, outputs, torch.bfloat16), random(rows, depth, dtype=torch.bfloat16)
     residual = random(rows, outputs, dtype=torch.bfloat16, seed=3)
     before = residual.clone()

@@ -75,6 +75,8 @@ class FakeGraphs:
         self.bad: set[int] = set()
         self.free_bytes = 2**40
         self.replayed: list[GraphKey] = []
+        self.sweeps = 0
+        self.slower = 1.0
 
     @property
     def buffer_bytes(self) -> int:
@@ -120,3 +122,10 @@ class FakeGraphs:
     def eager_ms(self, grids: Sequence[Grid]) -> float:
         unit = self._forward.config.merge_unit
         return self._eager(sum(t * h * w for t, h, w in grids) // unit)
+
+    def sustained_ms(
+        self, keys: Sequence[GraphKey], batches: Sequence[Sequence[Grid]]
+    ) -> tuple[list[float], list[float]]:
+        self.sweeps += 1
+        replays = [self.slower * self.replay_ms(key, ()) for key in keys]
+        return replays, [self.slower * self.eager_ms(grids) for grids in batches]

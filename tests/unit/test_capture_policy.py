@@ -115,10 +115,14 @@ def test_lazy_captures_what_is_wanted_and_nothing_else() -> None:
     capturing.wanted.add(60, 240, 10)
     assert capturing.step()
     assert list(graphs.captured) == keys(64)
+    assert capturing.step(), "all times once more, under load"
+    assert graphs.sweeps == 1
     assert not capturing.step()
     capturing.wanted.add(500, 2000, 10)
     assert capturing.step()
     assert set(graphs.captured) == set(keys(64, 512))
+    assert capturing.step()
+    assert graphs.sweeps == 2
     assert not capturing.step()
     assert tally.captures == 2
     table = capturing.costs.table()
@@ -156,16 +160,34 @@ def test_traffic_between_budgets_gets_a_graph_of_its_own() -> None:
 def test_short_images_get_graphs_of_their_own_last() -> None:
     capturing, graphs, _ = made(lengths=(256,))
     capturing.wanted.add(250, 196, 50)
-    captured = []
     while capturing.step():
-        captured.append(list(graphs.captured)[-1])
-    assert captured == [GraphKey(256, 1024), GraphKey(256, 256)]
+        pass
+    assert list(graphs.captured) == [GraphKey(256, 1024), GraphKey(256, 256)]
 
 
 @pytest.mark.parametrize(("capture", "expected"), [("eager", (512, 256, 128, 64)), ("hybrid", (512, 64)), ("lazy", ())])
 def test_what_is_captured_at_the_start(capture: str, expected: tuple[int, ...]) -> None:
     _, graphs, _ = made(dataclasses.replace(CONFIG, capture=capture))  # type: ignore[arg-type]
     assert list(graphs.captured) == keys(*expected), "the largest first"
+
+
+def test_times_under_load_are_what_is_chosen_by() -> None:
+    """Alone, a short run sees a faster clock than a long one: all are timed again without a pause between them."""
+    capturing, graphs, _ = made(dataclasses.replace(CONFIG, capture="eager"))
+    before = capturing.costs.table()
+    graphs.slower = 2.0
+    capturing._time_under_load()
+    after = capturing.costs.table()
+    assert before is not None
+    assert after is not None
+    assert after.replay_ms == tuple((budget, 2 * ms) for budget, ms in before.replay_ms)
+    assert after.eager_ms == tuple((tokens, 2 * ms) for tokens, ms in before.eager_ms)
+    # An eager run takes at least what it took with its launches.
+    graphs.slower = 0.5
+    capturing._time_under_load()
+    last = capturing.costs.table()
+    assert last is not None
+    assert last.eager_ms == before.eager_ms
 
 
 def test_eager_captures_nothing_later() -> None:
