@@ -177,7 +177,7 @@ def test_vllms_rows_are_like_the_others() -> None:
 
 @pytest.mark.parametrize("arch", sorted(SECTIONS))
 def test_vllm_is_given_the_published_tower(arch: str, tmp_path: Path) -> None:
-    path = peer_vllm._checkpoint(arch, tmp_path / arch)
+    path = peer_vllm.published_files(arch, tmp_path / arch)
     assert VisionConfig.from_checkpoint(path) == config_of(arch, tiny=False, dtype="bfloat16")
     config = json.loads((path / "config.json").read_text())
     text = config.get("text_config", config)
