@@ -120,6 +120,7 @@ def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=CHILD_LIMIT_S,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             status = f"cut short after {CHILD_LIMIT_S:.0f} s"
@@ -127,7 +128,8 @@ def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -
         if status != 0 or not out.exists():
             last = (log.read().strip().splitlines() or ["no message"])[-1]
             return {"error": f"{status}: {last}"[:500]}
-    return json.loads(out.read_text()) | {"process_s": time.perf_counter() - began}
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found | {"process_s": time.perf_counter() - began}
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:

@@ -44,9 +44,7 @@ def _against_vllm(record: Record, names: Sequence[str]) -> list[list[str]]:
     made = [[PEER_BEST, *(f"{best[name]['ms']:.2f}" if name in best else "-" for name in names)]]
     labels = {row["name"]: row["label"] for row in record["rows"]}
     for rung, ratios in found["vllm_best_over"].items():
-        made.append(
-            [f"  over {labels[rung]}", *(f"{ratios[name]:.2f}" if name in ratios else "-" for name in names)]
-        )
+        made.append([f"  over {labels[rung]}", *(f"{ratios[name]:.2f}" if name in ratios else "-" for name in names)])
     return made
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_encoder, gpu_session
-from benchmarks.gpu_session import Step, run_all, shorten, steps, tail
+from benchmarks import steps as runner
+from benchmarks.gpu_session import steps
+from benchmarks.steps import MINUTES, ROOT, Step, run_all, shorten, tail
 
 HANG = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
 
@@ -51,7 +53,7 @@ def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
 
 
 def test_a_flooded_log_is_shortened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_session, "MOST_LOG_BYTES", 20)
+    monkeypatch.setattr(runner, "MOST_LOG_BYTES", 20)
     log = tmp_path / "x.log"
     log.write_bytes(b"begins" + b"-" * 100 + b"ends")
     shorten(log)
@@ -70,9 +72,9 @@ def test_the_steps_are_the_tests_and_the_ladder(tmp_path: Path, monkeypatch: pyt
     tests, ladder = steps(tmp_path, commit="abc")
     assert tests.command[1:6] == ("-m", "pytest", "tests/gpu", "-m", "gpu")
     assert ladder.command[1] == "benchmarks/bench_encoder.py"
-    assert Path(gpu_session.ROOT / ladder.command[1]).is_file()
-    assert {"--ladder", "--peers", "--commit", "abc", gpu_session.MINUTES} <= set(ladder.command)
-    bench_encoder.parse([part.replace(gpu_session.MINUTES, "1.5") for part in ladder.command[2:]])
+    assert Path(ROOT / ladder.command[1]).is_file()
+    assert {"--ladder", "--peers", "--commit", "abc", MINUTES} <= set(ladder.command)
+    bench_encoder.parse([part.replace(MINUTES, "1.5") for part in ladder.command[2:]])
 
 
 def test_a_ladder_without_hoppers_packages_where_there_are_some(
@@ -81,14 +83,14 @@ def test_a_ladder_without_hoppers_packages_where_there_are_some(
     monkeypatch.setattr(gpu_session, "HOPPER_PACKAGES", ("json.decoder",))
     planned = steps(tmp_path, commit=None)
     assert [step.name for step in planned] == ["tests", "ladder", "ladder_before_hopper"]
-    asked = bench_encoder.parse([part.replace(gpu_session.MINUTES, "1") for part in planned[2].command[2:]])
+    asked = bench_encoder.parse([part.replace(MINUTES, "1") for part in planned[2].command[2:]])
     assert asked.without_hopper
     assert asked.out == tmp_path / "ladder_before_hopper.json"
 
 
 def test_a_step_learns_how_long_it_may_begin_things(tmp_path: Path) -> None:
-    step = Step("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", gpu_session.MINUTES), 1.0)
-    gpu_session.run(step, tmp_path, 60.0)
+    step = Step("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", MINUTES), 1.0)
+    runner.run(step, tmp_path, 60.0)
     assert (tmp_path / "told.log").read_text().strip() == "0.80"
 
 
