@@ -1,8 +1,8 @@
 """Seconds until an encoder serves, in fresh processes: `python benchmarks/bench_start.py`.
 
-Each start is a process of its own on one checkpoint of a published tower's shape with random weights, as a replica's is,
-without Ray: lazy capture on an empty state folder, again on the same folder, and the default budgets captured at the
-start, again twice. Ready is when the first image's embedding is there; what is counted from the weights on leaves out
+Each start is a process of its own on one checkpoint of a published tower's shape with random weights, as a replica's
+is, without Ray: lazy capture on an empty state folder and on the same folder again, then the default budgets captured
+at the start, twice. Ready is when a first blank image has been encoded; what is counted from the weights on leaves out
 imports, the device's context and reading the checkpoint. The last line on stdout is JSON. Needs torch, transformers'
 tokenizers and safetensors, on a GPU triton; `--tiny` runs anywhere.
 """
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.child is not None:
         save(start(Path(asked.child["checkpoint"]), asked.child["switches"]), Path(asked.child["out"]))
         return 0
-    from benchmarks.rungs import switches_of
+    from benchmarks.rungs import LABELS, switches_of
     from benchmarks.serving_checkpoint import make_published
     from training.checkpoints import make_checkpoint
 
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 switches = {**switches_of(rung), "capture": capture}
                 found = _child(made, switches, Path(folder) / f"state-{rung}", Path(folder) / "found.json")
-                rows.append({"rung": rung, "capture": capture, "state": state, **found})
+                rows.append({"rung": rung, "label": LABELS[rung], "capture": capture, "state": state, **found})
                 print(f"{rung}, {capture}, {state} folder: {found.get('error', 'done')}", flush=True)
                 if asked.out is not None:
                     save(report, asked.out)

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.rungs import LABELS
-
 PEER_PREFIX = "vllm "
+OTHER_PEER = "transformers"
 PEER_BEST = "vLLM's best of its ways"
 EAGER = "eager"
 Record = Mapping[str, Any]
@@ -20,12 +19,14 @@ Record = Mapping[str, Any]
 def summary(record: Record) -> dict[str, Any]:
     """Of one tower.
 
+    `labels`: of our rungs.
     `vllm_best`: of each shape the least milliseconds of vLLM's rows, and which row; empty without such rows.
     `vllm_best_over`: of each of our rungs, for each shape that both have, vLLM's best over its own.
     `slower_than_eager`: of each rung but eager, the shapes that take longer than on eager, and of how many.
     """
-    ours = {row["name"]: row["cells"] for row in record["rows"] if row["name"] in LABELS}
     theirs = {row["name"]: row["cells"] for row in record["rows"] if row["name"].startswith(PEER_PREFIX)}
+    rows = [row for row in record["rows"] if row["name"] not in theirs and row["name"] != OTHER_PEER]
+    ours = {row["name"]: row["cells"] for row in rows}
     best: dict[str, dict[str, Any]] = {}
     for shape in (shape["name"] for shape in record["shapes"]):
         times = {name: cells[shape]["ms"] for name, cells in theirs.items() if shape in cells}
@@ -44,6 +45,7 @@ def summary(record: Record) -> dict[str, Any]:
                 late = [shape for shape in both if cells[shape]["ms"] > ours[EAGER][shape]["ms"]]
                 slower[rung] = {"shapes": late, "of": len(both)}
     return {
+        "labels": {row["name"]: row["label"] for row in rows},
         "vllm_best": best,
         "vllm_best_over": {rung: ratios for rung, ratios in over.items() if ratios},
         "slower_than_eager": slower,
@@ -52,18 +54,19 @@ def summary(record: Record) -> dict[str, Any]:
 
 def together(summaries: Sequence[Record]) -> dict[str, Any]:
     """Of all towers: of each rung the geometric mean over every shape, and how many cells are slower than eager."""
-    rungs = [rung for rung in LABELS if any(rung in one["vllm_best_over"] for one in summaries)]
+    labels = {rung: label for one in summaries for rung, label in one["labels"].items()}
     means = {}
-    for rung in rungs:
+    for rung in labels:
         ratios = [ratio for one in summaries for ratio in one["vllm_best_over"].get(rung, {}).values()]
-        means[rung] = {"geometric_mean": geometric_mean(ratios), "cells": len(ratios)}
+        if ratios:
+            means[rung] = {"geometric_mean": geometric_mean(ratios), "cells": len(ratios)}
     slower: dict[str, dict[str, int]] = {}
     for one in summaries:
         for rung, found in one["slower_than_eager"].items():
             counted = slower.setdefault(rung, {"cells": 0, "of": 0})
             counted["cells"] += len(found["shapes"])
             counted["of"] += found["of"]
-    return {"vllm_best_over": means, "slower_than_eager": slower}
+    return {"labels": labels, "vllm_best_over": means, "slower_than_eager": slower}
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -74,7 +77,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def sentences(total: Record) -> list[str]:
     """What `together` found, a line a rung."""
     lines = []
-    for rung, label in LABELS.items():
+    for rung, label in total["labels"].items():
         parts = []
         if mean := total["vllm_best_over"].get(rung):
             parts.append(

@@ -27,9 +27,10 @@ def steps(folder: Path, *, commit: str | None, rungs: str | None, tiny: bool) ->
 
     started = "eager" if tiny else "fusion"
     asked = ("--rungs", rungs) if rungs else ()
+    # The second keeps what it needs to end its servers itself.
     return [
         Step("start", program("start", "--rungs", started), share=0.25, shown_lines=12),
-        Step("serving", program("serving", *asked), share=1.0, shown_lines=70),
+        Step("serving", program("serving", *asked), share=1.0, shown_lines=70, begin_share=0.95),
     ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -63,19 +65,21 @@ class Servers:
     def wait(self, seconds: float) -> dict[str, float]:
         """Until all answer, or for so many seconds: of each that does, the seconds from the start of all."""
         ready: dict[str, float] = {}
-        until = time.monotonic() + seconds
-        with httpx.Client(timeout=5, trust_env=False) as client:
-            while len(ready) < len(self.urls) and time.monotonic() < until:
-                for name, url in self.urls.items():
-                    if name in ready or self.has_ended(name):
-                        continue
-                    with contextlib.suppress(httpx.TransportError):
-                        if client.get(f"{url}/health").status_code == 200:
-                            ready[name] = time.monotonic() - self.began
-                            print(f"{name} answers after {ready[name]:.0f} s", flush=True)
-                if all(name in ready or self.has_ended(name) for name in self.urls):
-                    break
-                time.sleep(LOOK_EVERY_S)
+
+        async def look(client: httpx.AsyncClient, name: str) -> None:
+            while name not in ready and not self.has_ended(name):
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(f"{self.urls[name]}/health")).status_code == 200:
+                        ready[name] = time.monotonic() - self.began
+                        print(f"{name} answers after {ready[name]:.0f} s", flush=True)
+                await asyncio.sleep(LOOK_EVERY_S)
+
+        async def look_at_all() -> None:
+            async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.gather(*(look(client, name) for name in self.urls)), seconds)
+
+        asyncio.run(look_at_all())
         return ready
 
     def has_ended(self, name: str) -> bool:
@@ -86,7 +90,7 @@ class Servers:
         """The last line of a log that tells of an error, for what did not answer."""
         log = self._app.log if self._app is not None and name not in self._peers else self._scratch / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        told = [line for line in lines if "Error" in line]
+        told = [line for line in lines if re.search(r"\w(Error|Exception)\b", line)]
         return (told or lines or ["no log"])[-1].strip()[:500]
 
     def stop(self) -> None:

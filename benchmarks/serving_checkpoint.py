@@ -16,7 +16,10 @@ NORM_SPREAD = 0.05
 
 
 def make_published(arch: str, folder: Path, *, seed: int = 0) -> Path:
-    """The files in `folder`, bfloat16. What lies there of the name is written over."""
+    """The files in `folder`, bfloat16. What lies there of the name is written over.
+
+    The language model says letters alone: a client that waits for text gets some with every token.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -31,6 +34,15 @@ def make_published(arch: str, folder: Path, *, seed: int = 0) -> Path:
             values = noise * (0.5 if "embed" in name and "patch" not in name else noise[0].numel() ** -0.5)
         else:
             values = NORM_SPREAD * noise + (0.0 if name.endswith(".bias") else 1.0)
+        if name == "lm_head.weight":
+            values[~torch.tensor(_plain_words(folder, shape[0]), device=device)] = 0.0
         tensors[name] = values.to(torch.bfloat16).cpu()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _plain_words(folder: Path, count: int) -> list[bool]:
+    """Of each token, whether it is made of letters of ASCII: neither special nor a part of a character."""
+    vocabulary: dict[str, int] = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    plain = {number for token, number in vocabulary.items() if token.isascii() and token.isalpha()}
+    return [number in plain for number in range(count)]

@@ -24,7 +24,6 @@ _GRACE_S = 10.0
 """What a step that is cut short has to end what it started itself."""
 MINUTES = "MINUTES"
 """In a command: what the step's own limit leaves it to begin new work in."""
-_BEGIN_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class Step:
     command: tuple[str, ...]
     share: float
     shown_lines: int = 60
+    begin_share: float = 0.8
+    """Of its limit, what it is told as MINUTES."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def run(step: Step, folder: Path, limit_s: float) -> Done:
     log = folder / f"{step.name}.log"
     timed_out = False
     with log.open("wb") as out:
-        minutes = f"{_BEGIN_SHARE * limit_s / 60:.2f}"
+        minutes = f"{step.begin_share * limit_s / 60:.2f}"
         command = [minutes if part == MINUTES else part for part in step.command]
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
