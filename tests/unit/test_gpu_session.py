@@ -107,3 +107,31 @@ def test_the_folder_holds_what_came_out(
     assert "===== a: status 0" in printed
     assert "from a" in printed
     assert json.loads(printed.splitlines()[-1]) == report
+
+
+def test_some_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the peers that are asked for reach the ladder."""
+    asked: list[str] = []
+
+    def make(*_: object, peers: str, **__: object) -> list[Step]:
+        asked.append(peers)
+        return [python("tests", "raise SystemExit(1)"), python("ladder", "print('up')")]
+
+    monkeypatch.setattr(gpu_session, "steps", make)
+    assert gpu_session.main([str(tmp_path), "--only", "ladder", "--peers", "transformers,vllm"]) == 0
+    assert asked == ["transformers,vllm"]
+    assert not (tmp_path / "tests.log").exists()
+    with pytest.raises(SystemExit):
+        gpu_session.main([str(tmp_path), "--only", "lader"])
+    assert "--only names lader; the steps here: tests, ladder" in capsys.readouterr().err
+
+
+def test_a_step_that_is_cut_short_may_end_what_it_started(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('ended', flush=True)))\n"
+        "print('begun', flush=True)\ntime.sleep(600)\n"
+    )
+    done = runner.run(python("polite", code), tmp_path, 5.0)
+    assert done.timed_out
+    assert (tmp_path / "polite.log").read_text().split() == ["begun", "ended"]
