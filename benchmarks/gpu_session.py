@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rungs import HOPPER_PACKAGES
-from benchmarks.steps import MINUTES, Step, session
+from benchmarks.steps import MINUTES, Step, chosen, session
 
 
 def steps(folder: Path, *, commit: str | None, peers: str = "transformers") -> list[Step]:
@@ -50,14 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help="some of the steps, by name, such as ladder; default: all")
     asked = parser.parse_args(arguments)
     folder: Path = asked.folder.resolve()
-    planned = steps(folder, commit=asked.commit, peers=asked.peers)
-    if asked.only:
-        named = asked.only.split(",")
-        if unknown := set(named) - {step.name for step in planned}:
-            parser.error(
-                f"--only names {', '.join(sorted(unknown))}; the steps here: {', '.join(s.name for s in planned)}"
-            )
-        planned = [step for step in planned if step.name in named]
+    try:
+        planned = chosen(steps(folder, commit=asked.commit, peers=asked.peers), asked.only)
+    except ValueError as error:
+        parser.error(str(error))
     return session("gpu_session", planned, folder, minutes=asked.minutes, commit=asked.commit, arguments=arguments)
 
 

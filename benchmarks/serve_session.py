@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.steps import MINUTES, Step, session
+from benchmarks.steps import MINUTES, Step, chosen, session
 
 
 def steps(folder: Path, *, commit: str | None, rungs: str | None, tiny: bool) -> list[Step]:
@@ -44,12 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="of the sources, where git is not there to say it")
     asked = parser.parse_args(arguments)
     folder: Path = asked.folder.resolve()
-    planned = steps(folder, commit=asked.commit, rungs=asked.rungs, tiny=asked.tiny)
-    if asked.only:
-        named = asked.only.split(",")
-        if unknown := set(named) - {step.name for step in planned}:
-            parser.error(f"--only names {', '.join(sorted(unknown))}; the steps: {', '.join(s.name for s in planned)}")
-        planned = [step for step in planned if step.name in named]
+    try:
+        planned = chosen(steps(folder, commit=asked.commit, rungs=asked.rungs, tiny=asked.tiny), asked.only)
+    except ValueError as error:
+        parser.error(str(error))
     return session("serve_session", planned, folder, minutes=asked.minutes, commit=asked.commit, arguments=arguments)
 
 

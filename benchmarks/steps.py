@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.record import ROOT, gpu, provenance, save, write
@@ -102,6 +102,21 @@ def tail(log: Path, lines: int) -> str:
         return ""
     text = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith('{"benchmark"')]
     return "\n".join(line[:300] for line in text[-lines:])
+
+
+def chosen(planned: Sequence[Step], only: str | None) -> list[Step]:
+    """The steps that `only` names, separated by commas, or all; the last may take all the time that is left.
+
+    Raises:
+        ValueError: there is no such step.
+    """
+    named = only.split(",") if only else [step.name for step in planned]
+    if unknown := sorted(set(named) - {step.name for step in planned}):
+        raise ValueError(
+            f"--only names {', '.join(unknown)}; the steps here: {', '.join(step.name for step in planned)}"
+        )
+    found = [step for step in planned if step.name in named]
+    return [*found[:-1], replace(found[-1], share=1.0)]
 
 
 def session(

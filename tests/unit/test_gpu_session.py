@@ -12,7 +12,7 @@ import pytest
 from benchmarks import bench_encoder, gpu_session
 from benchmarks import steps as runner
 from benchmarks.gpu_session import steps
-from benchmarks.steps import MINUTES, ROOT, Step, run_all, shorten, tail
+from benchmarks.steps import MINUTES, ROOT, Step, chosen, run_all, shorten, tail
 
 HANG = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
 
@@ -124,6 +124,12 @@ def test_some_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         gpu_session.main([str(tmp_path), "--only", "lader"])
     assert "--only names lader; the steps here: tests, ladder" in capsys.readouterr().err
+
+
+def test_a_step_alone_may_take_all_the_time() -> None:
+    planned = [python("a", "", share=0.3), python("b", "", share=0.5), python("c", "")]
+    assert [(step.name, step.share) for step in chosen(planned, "a,b")] == [("a", 0.3), ("b", 1.0)]
+    assert chosen(planned, None) == planned
 
 
 def test_a_step_that_is_cut_short_may_end_what_it_started(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_each_step_is_a_program_that_understands_its_options(tmp_path: Path, tin
 def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve_session.main([str(tmp_path), "--only", "serving,lunch"])
-    assert "--only names lunch; the steps: start, serving" in capsys.readouterr().err
+    assert "--only names lunch; the steps here: start, serving" in capsys.readouterr().err
 
 
 def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
