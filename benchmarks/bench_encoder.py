@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import peer_vllm
 from benchmarks.ladder import Asked, measure
+from benchmarks.ladder_summary import sentences, summary, together
 from benchmarks.ladder_text import ladder_table
 from benchmarks.measure import Deadline, product_tflops
 from benchmarks.record import gpu, provenance, save, write
@@ -43,6 +44,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="small towers and images, to try the program anywhere")
     parser.add_argument("--minutes", type=float, default=8.0, help="what does not begin within them is left out")
+    parser.add_argument(
+        "--peer-minutes", type=float, default=3.0, help="for vLLM beside each tower, if --minutes leaves less"
+    )
     parser.add_argument(
         "--without-hopper",
         action="store_true",
@@ -93,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     peak = product_tflops(device, TINY_PEAK_SIDE) if options.tiny else product_tflops(device)
     archs: dict[str, object] = {}
+    summaries: list[dict[str, Any]] = []
     report: dict[str, object] = {
         "benchmark": "encoder",
         "gpu": gpu() if device.type == "cuda" else None,
@@ -109,12 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for arch in options.arch:
         archs[arch] = result = measure(arch, asked, peak, deadline)
         if "vllm" in options.peers:
-            peer_vllm.add(result, arch, asked, deadline)
+            peer_vllm.add(result, arch, asked, Deadline(max(60 * options.peer_minutes, deadline.left)))
+        summaries.append(summary(result))
+        result["summary"], report["summary"] = summaries[-1], together(summaries)
         print(ladder_table(result), flush=True)
         if options.out is not None:
             save(report, options.out)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    print("\n".join(["", *sentences(together(summaries))]), flush=True)
     write(report, options.out)
     return 1 if failures(archs) else 0
 

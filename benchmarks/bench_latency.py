@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.latency_client import Answer, body, one_by_one, open_loop, served_model
-from benchmarks.latency_figures import ladder_text, serving_figures, serving_text, summary
+from benchmarks.latency_figures import figures, ladder_text, serving_text
 from benchmarks.record import provenance, write
 
 
@@ -67,28 +67,26 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
             model, asked.images, words=asked.words, output_tokens=tokens, picture_seed=seed, text_seed=asked.seed + text
         )
 
-    row: dict[str, Any] = {"model": model, "latency_ms": None, "serving": None}
     numbers = iter(range(10**6))
     warm = await one_by_one(
         asked.url, [request(next(numbers), asked.latency_tokens, 0) for _ in range(max(1, asked.warm_ups))]
     )
-    _complain(warm)
+    complain(warm)
+    latency: list[Answer] = []
     if asked.latency_requests:
         bodies = [request(next(numbers), asked.latency_tokens, 0) for _ in range(asked.latency_requests)]
-        answers = await one_by_one(asked.url, bodies)
-        _complain(answers)
-        row["latency_ms"] = summary([1e3 * answer.total_s for answer in answers if answer.ok])
-        row["latency_requests"] = sum(answer.ok for answer in answers)
-        row["latency_failed"] = sum(not answer.ok for answer in answers)
+        latency = await one_by_one(asked.url, bodies)
+        complain(latency)
+    serving: tuple[list[Answer], float] | None = None
     if asked.prompts:
         bodies = [request(next(numbers), asked.output_tokens, 1 + n) for n in range(asked.prompts)]
-        answers, seconds = await open_loop(asked.url, bodies, asked.rate, asked.seed)
-        _complain(answers)
-        row["serving"] = serving_figures(answers, seconds)
-    return row
+        serving = await open_loop(asked.url, bodies, asked.rate, asked.seed)
+        complain(serving[0])
+    return {"model": model, **figures(latency, serving)}
 
 
-def _complain(answers: Sequence[Answer]) -> None:
+def complain(answers: Sequence[Answer]) -> None:
+    """Tells of each that failed."""
     for answer in answers:
         if not answer.ok:
             print(f"failed: status {answer.status} {answer.error}", file=sys.stderr, flush=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.ladder_summary import PEER_BEST
+
 GIB = 2**30
 Record = Mapping[str, Any]
 
@@ -19,8 +21,11 @@ def ladder_table(record: Record) -> str:
         ("TFLOP/s (share of the product's peak)", _rate),
         ("relative error to transformers in float32, the worst image (over transformers' own)", _error),
     ]
-    for title, shown in blocks:
-        lines += ["", *columns([title, *names], [[r["label"], *(_cell(r, n, shown) for n in names)] for r in rows])]
+    for place, (title, shown) in enumerate(blocks):
+        cells = [[r["label"], *(_cell(r, n, shown) for n in names)] for r in rows]
+        if place == 0:
+            cells += _against_vllm(record, names)
+        lines += ["", *columns([title, *names], cells)]
     extra = [[row["label"], _memory(row), _seconds(row), *_unseen(row)] for row in rows]
     lines += [
         "",
@@ -28,6 +33,19 @@ def ladder_table(record: Record) -> str:
     ]
     lines += [f"left out: {entry['name']}: {entry['reason']}" for entry in record["skipped"]]
     return "\n".join(lines)
+
+
+def _against_vllm(record: Record, names: Sequence[str]) -> list[list[str]]:
+    """vLLM's best of its ways, and how many times as fast each of our rungs is; nothing where it was not measured."""
+    found = record.get("summary") or {}
+    best = found.get("vllm_best")
+    if not best:
+        return []
+    made = [[PEER_BEST, *(f"{best[name]['ms']:.2f}" if name in best else "-" for name in names)]]
+    labels = {row["name"]: row["label"] for row in record["rows"]}
+    for rung, ratios in found["vllm_best_over"].items():
+        made.append([f"  over {labels[rung]}", *(f"{ratios[name]:.2f}" if name in ratios else "-" for name in names)])
+    return made
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

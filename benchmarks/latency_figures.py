@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks.ladder_text import columns
 from benchmarks.latency_client import Answer
 
 WIDTH = 50
+_DURATION = re.compile(r"([\w-]+);dur=([\d.]+)")
 _GROUPS = (
     ("Time to First Token", "TTFT", "ttft"),
     ("Time per Output Token (excl. 1st token)", "TPOT", "tpot"),
     ("Inter-token Latency", "ITL", "itl"),
 )
+
+
+def figures(latency: Sequence[Answer], serving: tuple[Sequence[Answer], float] | None) -> dict[str, Any]:
+    """A label's figures: of requests one by one, and of an open loop with the seconds that all of it took."""
+    row: dict[str, Any] = {"latency_ms": None, "serving": None}
+    if latency:
+        good = [answer for answer in latency if answer.ok]
+        row["latency_ms"] = summary([1e3 * answer.total_s for answer in good])
+        row["latency_ttft_ms"] = summary([1e3 * answer.chunks_s[0] for answer in good])
+        row["latency_requests"] = len(good)
+        row["latency_failed"] = len(latency) - len(good)
+        row["stages_ms"] = stages([answer.server_timing for answer in good])
+    if serving is not None:
+        row["serving"] = serving_figures(*serving)
+    return row
+
+
+def stages(headers: Sequence[str]) -> dict[str, float]:
+    """The mean of each duration in Server-Timing headers, milliseconds; empty for a server that sends none."""
+    found: dict[str, list[float]] = {}
+    for header in headers:
+        for name, duration in _DURATION.findall(header):
+            found.setdefault(name, []).append(float(duration))
+    return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def serving_figures(answers: Sequence[Answer], duration_s: float) -> dict[str, Any]:
@@ -98,3 +125,27 @@ def ladder_text(rows: Mapping[str, Mapping[str, Any]]) -> str:
         first = mean if first is None else first
         lines += [label, f"Avg latency with prefix cache: {mean:.2f} ms ({first / mean:.2f}×)", ""]
     return "\n".join(lines)
+
+
+def latency_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line a label: the ladder's mean with its ratio to the first, stages, and the serving figures' means."""
+    header = ["mean ms", "latency", "(×)", "to first text", "encode", "preprocess", "transfer", "TTFT", "TPOT", "tok/s"]
+    header += ["ready s", "first answer s"]
+    lines: list[list[str]] = []
+    first: float | None = None
+    for label, row in rows.items():
+        mean = (row.get("latency_ms") or {}).get("mean")
+        first = first or mean
+        serving, took = row.get("serving") or {}, row.get("stages_ms") or {}
+        values = [
+            mean,
+            first / mean if first and mean else None,
+            (row.get("latency_ttft_ms") or {}).get("mean"),
+            *(took.get(name) for name in ("encode", "preprocess", "transfer")),
+            *((serving.get(f"{name}_ms") or {}).get("mean") for name in ("ttft", "tpot")),
+            serving.get("output_tokens_per_s"),
+            row.get("ready_s"),
+            row.get("first_answer_s"),
+        ]
+        lines.append([label, *("-" if value is None else f"{value:.2f}" for value in values)])
+    return "\n".join(columns(header, lines))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ladder_summary import PEER_BEST, sentences
 from benchmarks.record import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,11 +27,13 @@ Record = Mapping[str, Any]
 
 def results(folder: Path = RESULTS) -> dict[str, list[Record]]:
     """By `benchmark`, in order of file names; tiny runs and runs without a GPU are no figures."""
-    found: dict[str, list[Record]] = {"encoder": [], "latency": [], "fit_budgets": []}
+    found: dict[str, list[Record]] = {"encoder": [], "start": [], "latency": [], "fit_budgets": []}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         kind = result.get("benchmark")
-        if kind == "encoder" and (result["tiny"] or result["gpu"] is None):
+        if kind in ("encoder", "start") and (result["tiny"] or result["gpu"] is None):
+            continue
+        if kind == "latency" and result.get("tiny"):
             continue
         if kind in found:
             found[kind].append(result)
@@ -41,8 +45,10 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
     parts: list[str] = []
     for result in found["encoder"]:
         parts += [encoder_text(result, record) for record in result["archs"].values()]
+    parts += [totals_text(result) for result in found["encoder"] if result.get("summary", {}).get("vllm_best_over")]
     if any(record["rows"] for result in found["encoder"] for record in result["archs"].values()):
         parts.append(f"![How many times as fast as the first row each rung is, by shape](docs/{PLOT.name})")
+    parts += [start_text(result) for result in found["start"]]
     parts += [latency_text(result) for result in found["latency"]]
     parts += [budgets_text(result) for result in found["fit_budgets"]]
     return "\n\n".join(parts) or NOTHING
@@ -66,6 +72,8 @@ def encoder_text(result: Record, record: Record) -> str:
     ]
     for row in record["rows"]:
         lines.append(_row([row["label"], *(_cell(row, name, "{ms:.2f} ({speedup:.2f}×)") for name in names)]))
+    if best := record.get("summary", {}).get("vllm_best"):
+        lines.append(_row([PEER_BEST, *(f"{best[name]['ms']:.2f}" if name in best else "–" for name in names)]))
     lines += [
         "",
         f"Of the {result['product_tflops']:.0f} TFLOP/s that an 8192³ product reaches in the same run; the worst "
@@ -81,16 +89,80 @@ def encoder_text(result: Record, record: Record) -> str:
     return "\n".join(lines)
 
 
+def totals_text(result: Record) -> str:
+    """All towers of a run together, against vLLM and against our own eager rung."""
+    return "\n".join(f"- {line}" for line in sentences(result["summary"]))
+
+
+def start_text(result: Record) -> str:
+    """Seconds until an encoder serves."""
+    lines = [
+        f"Seconds until an encoder serves, each in a fresh process: {result['model']}, one {result['gpu']['name']}, "
+        f"commit {result['commit']}, {result['date'][:10]}:",
+        "",
+        _row(["", "forward", "graphs and tables", "ready after the weights", "with a first image", "graphs", "GiB"]),
+        _rule(7),
+    ]
+    for row in result["rows"]:
+        if "error" in row:
+            continue
+        took = row["seconds"]
+        parts = ("forward", "graphs_and_tables", "ready_after_weights", "first_image_after_weights")
+        name = f"{row['label']}, `capture: {row['capture']}`, {row['state']} state folder"
+        cells = [f"{took[part]:.1f}" for part in parts]
+        lines.append(_row([name, *cells, str(row["graphs"]), f"{row['graph_bytes'] / GIB:.2f}"]))
+    return "\n".join(lines)
+
+
 def latency_text(result: Record) -> str:
     """The application's labels: the ladder end to end, and the serving figures."""
     kinds = ("ttft", "tpot", "itl")
-    lines = ["Through the running application, milliseconds:", ""]
-    lines += [_row(["", "GPU", "latency", *(f"{k.upper()} mean / median / p99" for k in kinds)]), _rule(3 + len(kinds))]
+    lines = [*_latency_head(result), ""]
+    titles = ["", "GPU", "latency", "encode", *(f"{k.upper()} mean / median / p99" for k in kinds), "tokens/s"]
+    lines += [_row(titles), _rule(len(titles))]
+    first: float | None = None
     for label, row in result["rows"].items():
-        latency = "–" if row["latency_ms"] is None else f"{row['latency_ms']['mean']:.1f}"
-        serving = row["serving"] or {}
-        lines.append(_row([label, str(row["gpu"] or "–"), latency, *(_three(serving.get(f"{k}_ms")) for k in kinds)]))
+        latency = "–"
+        if row["latency_ms"] is not None:
+            mean = row["latency_ms"]["mean"]
+            first = first or mean
+            latency = f"{mean:.1f} ({first / mean:.2f}×)"
+        serving, stages = row["serving"] or {}, row.get("stages_ms") or {}
+        lines.append(
+            _row(
+                [
+                    label,
+                    str(row["gpu"] or "–"),
+                    latency,
+                    f"{stages['encode']:.1f}" if "encode" in stages else "–",
+                    *(_three(serving.get(f"{k}_ms")) for k in kinds),
+                    f"{serving['output_tokens_per_s']:.0f}" if "output_tokens_per_s" in serving else "–",
+                ]
+            )
+        )
     return "\n".join(lines)
+
+
+def _latency_head(result: Record) -> list[str]:
+    """What was asked of what, as far as all labels agree."""
+    rows = list(result["rows"].values())
+    said = (
+        {key: rows[0][key] for key in ("images", "words", "latency_tokens", "commit") if key in rows[0]} if rows else {}
+    )
+    if len(said) < 4 or any(row.get(key) != value for row in rows for key, value in said.items()):
+        return ["Through the running application, milliseconds:"]
+    images = ", ".join(f"{count} × {w}×{h}" for (w, h), count in Counter(map(tuple, said["images"])).items())
+    head = (
+        f"Through the running application, milliseconds, and how many times as fast as the first row; requests of "
+        f"{said['words']} words and new pictures ({images}), {said['latency_tokens']} tokens an answer one by one with "
+        f"a warm prefix cache, then an open loop; commit {said['commit']}"
+    )
+    if "side_by_side" in result:
+        head += (
+            ". A small language model and the tower of Qwen3-VL-8B, random weights; all rows were up side by side on "
+            "one GPU and were asked in turn"
+        )
+    return [head + ":"]
 
 
 def budgets_text(result: Record) -> str:

@@ -53,16 +53,21 @@ class Rung:
     """What the rung chose and has counted so far, for the record."""
 
 
+def switches_of(name: str) -> dict[str, object]:
+    """The encoder's settings of a rung. Raises RungUnavailableError where the encoder lacks one."""
+    known = {field.name for field in fields(EncoderConfig)}
+    if unknown := set(_SWITCHES[name]) - known:
+        raise RungUnavailableError(f"the encoder has no switch {', '.join(sorted(unknown))}")
+    return dict(_SWITCHES[name])
+
+
 def make_rung(name: str, tower: VisionTower) -> Rung:
     """Builds a rung on a loaded eager tower, whose weights it shares where it can.
 
     Raises:
         RungUnavailableError: it needs a device, a package or a switch that is not there.
     """
-    known = {field.name for field in fields(EncoderConfig)}
-    if unknown := set(_SWITCHES[name]) - known:
-        raise RungUnavailableError(f"the encoder has no switch {', '.join(sorted(unknown))}")
-    config = EncoderConfig(warm_grids=(), **_SWITCHES[name])  # type: ignore[arg-type]
+    config = EncoderConfig(warm_grids=(), **switches_of(name))  # type: ignore[arg-type]
     began = time.perf_counter()
     try:
         runner = TowerRunner.build(tower, config, progress=False)

@@ -42,7 +42,7 @@ class LLM:
         self._shape = vllm_compat.embedding_shape(self._engine)
         self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
         await self._lifespan.__aenter__()
-        await self._warm_up(config.model)
+        await self._warm_up(args.model)  # the first name that it serves under
 
     async def _warm_up(self, model: str) -> None:
         """Answers a request, so that the first client does not wait for what vLLM does at its first one."""

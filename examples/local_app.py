@@ -20,7 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,17 @@ def free_port(wanted: int, host: str) -> int:
 class LocalApp:
     """One application, from `start` to `stop`; as a context manager it stops whatever happens inside."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        """`config` is a parsed serve_config.yaml; its HTTP port is replaced where it is taken."""
+    def __init__(self, config: dict[str, Any], environment: Mapping[str, str] | None = None) -> None:
+        """`config` is a parsed serve_config.yaml; its HTTP port is replaced where it is taken.
+
+        `environment`: variables for the application beside those of this process, and before the ones set here.
+        """
         http = {"host": "127.0.0.1", "port": 8000, **(config.get("http_options") or {})}
         http["port"] = free_port(http["port"], http["host"])
         here = "127.0.0.1" if http["host"] in ("0.0.0.0", "::") else http["host"]
         self.base_url = f"http://{here}:{http['port']}/v1"
         self.log = Path()
+        self._environment = dict(environment or {})
         self._config = {**config, "http_options": http}
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,11 +98,14 @@ class LocalApp:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
             "PYTHONUNBUFFERED": "1",
+            **self._environment,
         }
         serve = Path(sys.executable).with_name("serve")
+        # Where Ray lies in a folder of PYTHONPATH, its programs are not beside Python.
+        program = [str(serve)] if serve.exists() else [sys.executable, "-m", "ray.serve.scripts"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [serve, "run", "--address", "local", "--app-dir", str(ROOT), str(config)],
+                [*program, "run", "--address", "local", "--app-dir", str(ROOT), str(config)],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,

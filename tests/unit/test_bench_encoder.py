@@ -40,6 +40,13 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+def test_the_record_says_what_is_slower_than_eager(record: dict[str, Any]) -> None:
+    for result in record["archs"].values():
+        assert result["summary"]["labels"] == {"eager": "eager"}
+        assert result["summary"]["vllm_best"] == {}
+    assert record["summary"]["slower_than_eager"] == {}
+
+
 def test_record_says_where_it_comes_from(record: dict[str, Any]) -> None:
     assert record["commit"] == "abc"
     assert record["command"][:2] == ["benchmarks/bench_encoder.py", "--device"]
@@ -175,9 +182,24 @@ def test_vllms_rows_are_like_the_others() -> None:
     assert row["cells"]["x"] == {"ms": 5.0, "speedup": 2.0, "tflops": 400.0, "peak_share": 0.5}
 
 
+def test_of_vllm_the_shapes_are_kept_that_it_got_to() -> None:
+    record = {"shapes": [{"name": "x", "tflop": 2.0}, {"name": "y", "tflop": 1.0}], "rows": []}
+    (row,) = peer_vllm.rows({"eager": {"x": {"ms": 5.0}}, "graphs": {}}, "launched", record)
+    assert row["label"] == "vLLM, eager"
+    assert list(row["cells"]) == ["x"]
+
+
+def test_what_a_process_of_vllm_died_of_is_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    fails = "raise RuntimeError('out of memory')"
+    assert peer_vllm._run([sys.executable, "-c", fails], 60.0) == "RuntimeError: out of memory"
+    assert "Traceback" in capfd.readouterr().err
+    assert peer_vllm._run([sys.executable, "-c", "print('ok')"], 60.0) is None
+    assert peer_vllm._run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == "cut short after 0 s"
+
+
 @pytest.mark.parametrize("arch", sorted(SECTIONS))
 def test_vllm_is_given_the_published_tower(arch: str, tmp_path: Path) -> None:
-    path = peer_vllm._checkpoint(arch, tmp_path / arch)
+    path = peer_vllm.published_files(arch, tmp_path / arch)
     assert VisionConfig.from_checkpoint(path) == config_of(arch, tiny=False, dtype="bfloat16")
     config = json.loads((path / "config.json").read_text())
     text = config.get("text_config", config)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_encoder, gpu_session
-from benchmarks.gpu_session import Step, run_all, shorten, steps, tail
+from benchmarks import steps as runner
+from benchmarks.gpu_session import steps
+from benchmarks.steps import MINUTES, ROOT, Step, chosen, run_all, shorten, tail
 
 HANG = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
 
@@ -51,7 +53,7 @@ def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
 
 
 def test_a_flooded_log_is_shortened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_session, "MOST_LOG_BYTES", 20)
+    monkeypatch.setattr(runner, "MOST_LOG_BYTES", 20)
     log = tmp_path / "x.log"
     log.write_bytes(b"begins" + b"-" * 100 + b"ends")
     shorten(log)
@@ -70,9 +72,9 @@ def test_the_steps_are_the_tests_and_the_ladder(tmp_path: Path, monkeypatch: pyt
     tests, ladder = steps(tmp_path, commit="abc")
     assert tests.command[1:6] == ("-m", "pytest", "tests/gpu", "-m", "gpu")
     assert ladder.command[1] == "benchmarks/bench_encoder.py"
-    assert Path(gpu_session.ROOT / ladder.command[1]).is_file()
-    assert {"--ladder", "--peers", "--commit", "abc", gpu_session.MINUTES} <= set(ladder.command)
-    bench_encoder.parse([part.replace(gpu_session.MINUTES, "1.5") for part in ladder.command[2:]])
+    assert Path(ROOT / ladder.command[1]).is_file()
+    assert {"--ladder", "--peers", "--commit", "abc", MINUTES} <= set(ladder.command)
+    bench_encoder.parse([part.replace(MINUTES, "1.5") for part in ladder.command[2:]])
 
 
 def test_a_ladder_without_hoppers_packages_where_there_are_some(
@@ -81,14 +83,14 @@ def test_a_ladder_without_hoppers_packages_where_there_are_some(
     monkeypatch.setattr(gpu_session, "HOPPER_PACKAGES", ("json.decoder",))
     planned = steps(tmp_path, commit=None)
     assert [step.name for step in planned] == ["tests", "ladder", "ladder_before_hopper"]
-    asked = bench_encoder.parse([part.replace(gpu_session.MINUTES, "1") for part in planned[2].command[2:]])
+    asked = bench_encoder.parse([part.replace(MINUTES, "1") for part in planned[2].command[2:]])
     assert asked.without_hopper
     assert asked.out == tmp_path / "ladder_before_hopper.json"
 
 
 def test_a_step_learns_how_long_it_may_begin_things(tmp_path: Path) -> None:
-    step = Step("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", gpu_session.MINUTES), 1.0)
-    gpu_session.run(step, tmp_path, 60.0)
+    step = Step("told", (sys.executable, "-c", "import sys; print(sys.argv[1])", MINUTES), 1.0)
+    runner.run(step, tmp_path, 60.0)
     assert (tmp_path / "told.log").read_text().strip() == "0.80"
 
 
@@ -105,3 +107,37 @@ def test_the_folder_holds_what_came_out(
     assert "===== a: status 0" in printed
     assert "from a" in printed
     assert json.loads(printed.splitlines()[-1]) == report
+
+
+def test_some_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the peers that are asked for reach the ladder."""
+    asked: list[str] = []
+
+    def make(*_: object, peers: str, **__: object) -> list[Step]:
+        asked.append(peers)
+        return [python("tests", "raise SystemExit(1)"), python("ladder", "print('up')")]
+
+    monkeypatch.setattr(gpu_session, "steps", make)
+    assert gpu_session.main([str(tmp_path), "--only", "ladder", "--peers", "transformers,vllm"]) == 0
+    assert asked == ["transformers,vllm"]
+    assert not (tmp_path / "tests.log").exists()
+    with pytest.raises(SystemExit):
+        gpu_session.main([str(tmp_path), "--only", "lader"])
+    assert "--only names lader; the steps here: tests, ladder" in capsys.readouterr().err
+
+
+def test_a_step_alone_may_take_all_the_time() -> None:
+    planned = [python("a", "", share=0.3), python("b", "", share=0.5), python("c", "")]
+    assert [(step.name, step.share) for step in chosen(planned, "a,b")] == [("a", 0.3), ("b", 1.0)]
+    assert chosen(planned, None) == planned
+
+
+def test_a_step_that_is_cut_short_may_end_what_it_started(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('ended', flush=True)))\n"
+        "print('begun', flush=True)\ntime.sleep(600)\n"
+    )
+    done = runner.run(python("polite", code), tmp_path, 5.0)
+    assert done.timed_out
+    assert (tmp_path / "polite.log").read_text().split() == ["begun", "ended"]

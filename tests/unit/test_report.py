@@ -29,7 +29,12 @@ def folder(tmp_path: Path) -> Path:
         "versions": {"torch": "9.9", "numpy": "1"}, "rounds": 20, "product_tflops": 800.0, "commit": "abc",
         "date": "2030-01-02T00:00:00+00:00",
         "archs": {
-            "a": {"model": "A tower", "dtype": "bfloat16", "shapes": [{"name": "x"}, {"name": "y"}], "rows": rows}
+            "a": {"model": "A tower", "dtype": "bfloat16", "shapes": [{"name": "x"}, {"name": "y"}], "rows": rows,
+                  "summary": {"vllm_best": {"x": {"ms": 5.0, "row": "vllm"}}}}
+        },
+        "summary": {
+            "labels": {"eager": "eager"}, "vllm_best_over": {"eager": {"geometric_mean": 0.5, "cells": 1}},
+            "slower_than_eager": {"fusion": {"cells": 0, "of": 1}},
         },
     }  # fmt: skip
     three = {"mean": 1.0, "median": 2.0, "p99": 3.0}
@@ -51,8 +56,41 @@ def folder(tmp_path: Path) -> Path:
         "benchmark": "fit_budgets", "arch": "qwen3_vl", "bounds": {"window": 16, "count": 8, "largest": 512},
         "costs": {"gpu": "A GPU", "file": "c.json"}, "traces": {"chat": trace},
     }  # fmt: skip
+    took = {"forward": 1.0, "graphs_and_tables": 2.0, "ready_after_weights": 3.5, "first_image_after_weights": 3.6}
+    starts = [
+        {"rung": "fusion", "label": "fused", "capture": "lazy", "state": "warm", "seconds": took, "graphs": 4,
+         "graph_bytes": 2**29},
+        {"rung": "fusion", "label": "fused", "capture": "eager", "state": "warm", "error": "no time was left"},
+    ]  # fmt: skip
+    start = {
+        "benchmark": "start", "tiny": False, "gpu": {"name": "A GPU"}, "model": "A tower", "commit": "abc",
+        "date": "2030-01-02T00:00:00+00:00", "rows": starts,
+    }  # fmt: skip
+    load = {"images": [[448, 448]] * 4, "words": 100, "latency_tokens": 16, "commit": "abc", "gpu": "A GPU"}
+    serving = {"ttft_ms": three, "tpot_ms": three, "itl_ms": three, "output_tokens_per_s": 99.6}
+    side_by_side = {
+        "benchmark": "latency", "tiny": False, "side_by_side": ["ours", "theirs"],
+        "rows": {
+            "ours": {**load, "latency_ms": {"mean": 20.0}, "serving": serving, "stages_ms": {"encode": 3.25}},
+            "theirs": {**load, "latency_ms": {"mean": 40.0}, "serving": serving, "stages_ms": {}},
+        },
+    }  # fmt: skip
+    tried = side_by_side | {"tiny": True}
     tiny, elsewhere = encoder | {"tiny": True}, encoder | {"gpu": None}
-    for number, result in enumerate((encoder, latency, budgets, tiny, elsewhere, {"gpu": "a cost table"})):
+    for number, result in enumerate(
+        (
+            encoder,
+            latency,
+            budgets,
+            tiny,
+            elsewhere,
+            {"gpu": "a cost table"},
+            start,
+            side_by_side,
+            tried,
+            start | {"tiny": True},
+        )
+    ):
         (tmp_path / f"{number}.json").write_text(json.dumps(result))
     return tmp_path
 
@@ -66,8 +104,18 @@ def test_every_figure_is_that_of_the_result(folder: Path) -> None:
     assert "| vLLM | 5.00 (2.00×) | – |" in lines
     assert "| eager | 50% | – | 1.1e-02 (0.97) | 3.00 | 12.00 | 10.50 |" in lines
     assert "| vLLM | 50% | – | – | – | – | – |" in lines
-    assert "| eager | A GPU | 50.0 | 1.0 / 2.0 / 3.0 | – | – |" in lines
-    assert "| none | – | – | – | – | – |" in lines
+    assert "| vLLM's best of its ways | 5.00 | – |" in lines
+    assert "- eager: 0.50 times as fast as vLLM's best of its ways (geometric mean of 1 cells)" in lines
+    assert "| eager | A GPU | 50.0 (1.00×) | – | 1.0 / 2.0 / 3.0 | – | – | – |" in lines
+    assert "| none | – | – | – | – | – | – | – |" in lines
+    assert "| fused, `capture: lazy`, warm state folder | 1.0 | 2.0 | 3.5 | 3.6 | 4 | 0.50 |" in lines
+    three = "1.0 / 2.0 / 3.0"
+    assert f"| ours | A GPU | 20.0 (1.00×) | 3.2 | {three} | {three} | {three} | 100 |" in lines
+    assert f"| theirs | A GPU | 40.0 (0.50×) | – | {three} | {three} | {three} | 100 |" in lines
+    (head,) = (line for line in lines if "side by side" in line)
+    assert "requests of 100 words and new pictures (4 × 448×448), 16 tokens an answer" in head
+    assert "commit abc" in head
+    assert sum(line.startswith("Seconds until an encoder serves") for line in lines) == 1
     assert "| chat | 1.010 | 1.200 | 95.5% | 0.990 | 1.250 |" in lines
     assert sum(line.startswith("A tower") for line in lines) == 1  # neither the tiny run nor the one without a GPU
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Coroutine
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from configs.schema import AppConfig
+from deployments import llm as llm_module
 from deployments import vllm_compat
 from deployments.media_keys import new_key
 from deployments.vllm_compat import AsgiApp
@@ -171,3 +173,29 @@ def test_requests_at_the_same_time_do_not_see_each_others_embeddings() -> None:
         assert llm.state()["keys"] == 0
 
     run(scenario())
+
+
+def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `served_model_name` set, vLLM knows the model by that name alone: any other is a 404 and warms nothing."""
+    asked: list[str] = []
+
+    async def chat(given: Request) -> Response:
+        asked.append((await given.json())["model"])
+        return JSONResponse({})
+
+    async def application(*_: object) -> Starlette:
+        return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
+
+    monkeypatch.setattr(vllm_compat, "start_engine", lambda *_, **__: (None, Namespace(model="scenes")))
+    monkeypatch.setattr(vllm_compat, "build_application", application)
+    monkeypatch.setattr(vllm_compat, "embedding_shape", lambda _: vllm_compat.EmbeddingShape(WIDTH, MERGE))
+    monkeypatch.setattr(llm_module, "guard_children", lambda: None)
+    monkeypatch.setattr(llm_module, "local_model", lambda model: model)
+
+    async def start() -> None:
+        llm = llm_module.LLM.__new__(llm_module.LLM)
+        await llm.__init__(AppConfig(model="/somewhere"))  # type: ignore[misc]
+        llm._engine = None  # type: ignore[assignment] # nothing to shut down
+
+    asyncio.run(start())
+    assert asked == ["scenes"]

@@ -1,0 +1,264 @@
+"""The ladder end to end: each rung behind the running application, beside vLLM alone, on one GPU.
+
+`python benchmarks/bench_serving.py --out serving.json`. All start side by side and are asked in turn, round by round in
+another order, with the same requests: one by one with the same text, which is in the prefix cache by then, and new
+pictures; and an open loop of streamed requests. What does not come up is left out with the reason. The last line on
+stdout is JSON, and `--out` has what was measured so far after every round. Needs Ray and vLLM; `--tiny` runs without a
+GPU, on a small checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench_latency import complain
+from benchmarks.latency_client import Answer, body, one_by_one, open_loop
+from benchmarks.latency_figures import figures, ladder_text, latency_table
+from benchmarks.measure import Deadline
+from benchmarks.record import gpu, provenance, save, write
+from benchmarks.rungs import RUNGS
+from benchmarks.servers import Servers
+from benchmarks.serving_checkpoint import make_published
+from benchmarks.serving_plan import DECODE_WORKERS, ENCODER_SHARE, LLM_SHARE, MODEL, Served, compared, engine_args
+from training.checkpoints import make_checkpoint
+
+START_SHARE = 0.5
+"""Of the time, at most, until what has not come up is left out."""
+STOP_S = 30.0
+"""Kept for the end."""
+FIRST_S = 150.0
+"""For the first answers of one server, which an encoder's start is part of."""
+WARM_UPS = 2
+Bodies = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked in one round."""
+
+    images: tuple[tuple[int, int], ...]
+    words: int
+    latency_requests: int
+    latency_tokens: int
+    prompts: int
+    output_tokens: int
+    rate: float
+
+
+@dataclass
+class Asked:
+    """What one of the servers answered so far."""
+
+    latency: list[Answer] = field(default_factory=list)
+    serving: list[Answer] = field(default_factory=list)
+    serving_s: float = 0.0
+    first_answer_s: float | None = None
+    """Of the first request with pictures, which starts an encoder of ours."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The ladder end to end, beside vLLM alone.")
+    parser.add_argument("--rungs", type=_rungs, default=RUNGS, help=f"some of {','.join(RUNGS)}")
+    parser.add_argument("--no-peers", action="store_true", help="without vLLM alone")
+    parser.add_argument("--tiny", action="store_true", help="a small checkpoint, on the CPU")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--images", type=int, default=4, help="of a request")
+    parser.add_argument("--side", type=int, default=448, help="of an image, in pixels")
+    parser.add_argument("--words", type=int, default=100, help="of each prompt's text")
+    parser.add_argument("--latency-requests", type=int, default=10, help="one by one, each round")
+    parser.add_argument("--latency-tokens", type=int, default=16, help="of each answer there")
+    parser.add_argument("--prompts", type=int, default=10, help="of the open loop, each round")
+    parser.add_argument("--rate", type=float, default=float("inf"), help="requests a second; default: all at once")
+    parser.add_argument("--output-tokens", type=int, default=128, help="of each answer of the open loop")
+    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    asked = parser.parse_args(arguments)
+    for name in ("rounds", "images", "side", "latency_requests", "prompts"):
+        if getattr(asked, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(asked, name)}; it must be at least 1")
+    return asked
+
+
+def _rungs(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in RUNGS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(RUNGS)}")
+    return names
+
+
+def requests(load: Load, number: int) -> Bodies:
+    """Of a round: those one by one, which share their text with all rounds, and those of the open loop, which do not.
+
+    Rounds count from 0; -1 is before the first. No picture comes twice.
+    """
+    per_round = load.latency_requests + load.prompts
+    first = (number + 1) * per_round
+
+    def one(place: int, tokens: int, text: int) -> dict[str, Any]:
+        return body(
+            MODEL, load.images, words=load.words, output_tokens=tokens, picture_seed=first + place, text_seed=text
+        )
+
+    latency = [one(place, load.latency_tokens, 0) for place in range(load.latency_requests)]
+    opened = [
+        one(load.latency_requests + place, load.output_tokens, 1 + first + place) for place in range(load.prompts)
+    ]
+    return latency, opened
+
+
+async def warm(url: str, asked: Asked, load: Load) -> bool:
+    """The first requests of a server; whether it answers."""
+    bodies, _ = requests(load, -1)
+    began = time.perf_counter()
+    answers = await one_by_one(url, bodies[:1])
+    asked.first_answer_s = time.perf_counter() - began
+    answers += await one_by_one(url, bodies[1 : 1 + WARM_UPS])
+    complain(answers)
+    return all(answer.ok for answer in answers)
+
+
+async def measure(url: str, asked: Asked, load: Load, number: int, bodies: Bodies) -> None:
+    """A round with one server."""
+    latency, opened = bodies
+    answers = await one_by_one(url, latency)
+    opened_answers, seconds = await open_loop(url, opened, load.rate, number)
+    complain([*answers, *opened_answers])
+    asked.latency += answers
+    asked.serving += opened_answers
+    asked.serving_s += seconds
+
+
+def within(work: Coroutine[Any, Any, T], seconds: float) -> T | None:
+    """What it comes to; None where it takes longer."""
+
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, max(1.0, seconds))
+
+    try:
+        return asyncio.run(bounded())
+    except TimeoutError:
+        return None
+
+
+def turned(names: list[str], number: int) -> list[str]:
+    """Another one first each round."""
+    shift = number % len(names) if names else 0
+    return names[shift:] + names[:shift]
+
+
+def rows(
+    served: Sequence[Served], found: Mapping[str, Asked], ready: Mapping[str, float], common: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A row for each that was measured, by label, in the order of `served`."""
+    made = {}
+    for one in served:
+        asked = found.get(one.name)
+        if asked is not None and asked.latency:
+            made[one.label] = {
+                "model": MODEL,
+                "rung": one.rung,
+                "llm_graphs": one.llm_graphs,
+                **figures(asked.latency, (asked.serving, asked.serving_s)),
+                "ready_s": ready.get(one.name),
+                "first_answer_s": asked.first_answer_s,
+                **common,
+            }
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
+    deadline = Deadline(60 * options.minutes - STOP_S)
+    device = None if options.tiny else gpu()
+    if device is None and not options.tiny:
+        raise SystemExit("there is no GPU here; --tiny runs without one")
+    load = Load(
+        ((options.side, options.side),) * options.images, options.words, options.latency_requests,
+        options.latency_tokens, options.prompts, options.output_tokens, options.rate,
+    )  # fmt: skip
+    served, skipped = compared(options.rungs, gpu=device is not None, peers=not options.no_peers)
+    common = {
+        "gpu": device and device["name"],
+        "images": [list(size) for size in load.images],
+        "words": load.words,
+        "latency_tokens": load.latency_tokens,
+        "output_tokens": load.output_tokens,
+        "rate": None if load.rate == float("inf") else load.rate,
+        **provenance(options.commit, arguments),
+    }
+    report: dict[str, Any] = {
+        "benchmark": "latency",
+        "tiny": options.tiny,
+        "gpu": device,
+        "side_by_side": [one.label for one in served],
+        "shares": {"encoder": ENCODER_SHARE, "llm": LLM_SHARE, "decode_workers": DECODE_WORKERS},
+        "engine_args": engine_args(served[0], gpu=device is not None) if served else {},
+        "skipped": skipped,
+        "rows": {},
+    }
+    found = {one.name: Asked() for one in served}
+    ready: dict[str, float] = {}
+    logs = options.logs or (options.out.parent if options.out else Path.cwd())
+
+    def keep() -> None:
+        report["rows"] = rows(served, found, ready, common)
+        if options.out is not None:
+            save(report, options.out)
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "qwen3_vl"
+        if options.tiny:
+            make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
+        else:
+            make_published("qwen3_vl", checkpoint)
+        print(f"the checkpoint is there; starting {', '.join(found)}", flush=True)
+        with Servers(served, checkpoint, gpu=device is not None, logs=logs) as servers:
+            ready = servers.wait(START_SHARE * deadline.left)
+            urls: dict[str, str] = {}
+            for one in served:
+                reason = None
+                if one.name not in ready:
+                    reason = f"did not come up: {servers.last_words(one.name)}"
+                elif deadline.over:
+                    reason = "no time was left"
+                elif not within(warm(servers.urls[one.name], found[one.name], load), min(FIRST_S, deadline.left)):
+                    reason = f"does not answer: {servers.last_words(one.name)}"
+                if reason is None:
+                    urls[one.name] = servers.urls[one.name]
+                    print(f"{one.name}: first answer after {found[one.name].first_answer_s:.1f} s", flush=True)
+                else:
+                    skipped.append({"name": one.name, "reason": reason})
+                    print(f"left out: {one.name}: {reason}", flush=True)
+            for number in range(options.rounds):
+                bodies = requests(load, number)
+                for name in turned(list(urls), number):
+                    if not deadline.over:
+                        within(measure(urls[name], found[name], load, number, bodies), deadline.left + STOP_S / 2)
+                keep()
+    keep()
+    print(f"\n{ladder_text(report['rows'])}\n{latency_table(report['rows'])}", flush=True)
+    for entry in skipped:
+        print(f"left out: {entry['name']}: {entry['reason']}", flush=True)
+    write(report, options.out)
+    failed = sum(row["latency_failed"] + row["serving"]["failed"] for row in report["rows"].values())
+    return 1 if failed or len(report["rows"]) < len(served) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

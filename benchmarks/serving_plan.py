@@ -1,0 +1,172 @@
+"""What is compared end to end: applications with one rung of the ladder each, and vLLM alone, on one checkpoint.
+
+All of them have the same language model with the same bounds, and all lie on one GPU at once, each with a share of it,
+so that they can be asked in turn. Pure: it starts nothing and must not know how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peer_vllm import BUDGETS, MAX_IMAGES
+from benchmarks.rungs import LABELS, RUNGS, RungUnavailableError, switches_of
+
+MODEL = "bench"
+"""The name under which every one serves, so that all take the same requests."""
+ENCODER_SHARE, LLM_SHARE = 0.04, 0.08
+DECODE_WORKERS = 4
+REQUEST_TIMEOUT_S = 240
+EAGER_LLM = "fusion"
+"""The rung that is served a second time with a language model without graphs."""
+_GPU_ENGINE: Mapping[str, Any] = {
+    "max_model_len": 16384,
+    "max_num_batched_tokens": 16384,
+    "max_num_seqs": 32,
+    "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
+    # Measuring what is free while others take memory goes wrong.
+    "kv_cache_memory_bytes": 2 * 1024**3,
+    # Graphs of whole decoding steps and nothing compiled: engines that start side by side would all compile at once.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
+    },
+}
+_CPU_ENGINE: Mapping[str, Any] = {
+    "enforce_eager": True,
+    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 128,
+    "dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One of what is compared. `rung`: of our ladder, None for vLLM alone."""
+
+    name: str
+    label: str
+    rung: str | None
+    llm_graphs: bool = True
+    encoder_graphs: bool = False
+    """Of vLLM alone: `cudagraph_mm_encoder`."""
+
+
+def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[list[Served], list[dict[str, str]]]:
+    """What is served, and with a reason each what is left out."""
+    made: list[Served] = []
+    skipped: list[dict[str, str]] = []
+    for rung in rungs:
+        try:
+            switches_of(rung)
+        except RungUnavailableError as error:
+            skipped.append({"name": rung, "reason": str(error)})
+        else:
+            made.append(Served(rung, LABELS[rung], rung))
+    if gpu and any(one.rung == EAGER_LLM for one in made):
+        label = f"{LABELS[EAGER_LLM]}, language model without graphs"
+        made.append(Served(f"{EAGER_LLM}-llm-eager", label, EAGER_LLM, llm_graphs=False))
+    if peers:
+        made.append(Served("vllm", "vLLM alone, encoder launched", None))
+        if gpu:
+            made.append(Served("vllm-graphs", "vLLM alone, encoder graphs", None, encoder_graphs=True))
+    return made, skipped
+
+
+def engine_args(served: Served, *, gpu: bool) -> dict[str, Any]:
+    """vLLM's own names, for the application's engine and for vLLM alone."""
+    args: dict[str, Any] = {"served_model_name": [MODEL], **(_GPU_ENGINE if gpu else _CPU_ENGINE)}
+    if not served.llm_graphs:
+        del args["compilation_config"]
+        args["enforce_eager"] = True
+    if served.encoder_graphs:
+        args["compilation_config"] = {
+            **args["compilation_config"],
+            "cudagraph_mm_encoder": True,
+            "encoder_cudagraph_token_budgets": BUDGETS,
+            "encoder_cudagraph_max_vision_items_per_batch": MAX_IMAGES,
+        }
+    return args
+
+
+def serve_config(all_served: Sequence[Served], checkpoint: Path, *, gpu: bool, port: int) -> dict[str, Any]:
+    """A serve_config of one application for each of ours.
+
+    No encoder runs until the first image comes, so that each starts on a GPU that nobody else uses at that moment: what
+    it measures at its start decides what it replays.
+    """
+    applications = []
+    for served in all_served:
+        if served.rung is None:
+            continue
+        switches = switches_of(served.rung)
+        applications.append(
+            {
+                "name": served.name,
+                "route_prefix": f"/{served.name}",
+                "import_path": "deployments.app:build_app",
+                "args": {
+                    "model": str(checkpoint),
+                    "encoder": switches if gpu else {**switches, "warm_grids": []},
+                    "encoder_replica": {
+                        "num_gpus": ENCODER_SHARE if gpu else 0,
+                        "num_cpus": 0.1,
+                        "decode_workers": DECODE_WORKERS if gpu else 1,
+                    },
+                    "llm": {
+                        "num_gpus": LLM_SHARE if gpu else 0,
+                        "num_cpus": 0.1,
+                        "engine_args": engine_args(served, gpu=gpu),
+                    },
+                    "ingress": {"num_cpus": 0.05, "request_timeout_s": REQUEST_TIMEOUT_S},
+                },
+                "deployments": [
+                    {"name": "Ingress", "num_replicas": 1, "max_ongoing_requests": 1024},
+                    {
+                        "name": "Encoder",
+                        "max_ongoing_requests": 512,
+                        "autoscaling_config": {
+                            "min_replicas": 0,
+                            "initial_replicas": 0,
+                            "max_replicas": 1,
+                            "target_ongoing_requests": 512,
+                            "upscale_delay_s": 0,
+                            "downscale_delay_s": 3600,
+                        },
+                    },
+                    {"name": "LLM", "num_replicas": 1, "max_ongoing_requests": 256},
+                ],
+            }
+        )
+    return {
+        "http_options": {"host": "127.0.0.1", "port": port, "request_timeout_s": REQUEST_TIMEOUT_S + 10},
+        "applications": applications,
+    }
+
+
+def vllm_command(served: Served, checkpoint: Path, *, gpu: bool, port: int) -> list[str]:
+    """vLLM's own server with its own tower."""
+    args = {**engine_args(served, gpu=gpu), "served_model_name": MODEL}
+    if gpu:
+        args["gpu_memory_utilization"] = LLM_SHARE
+    else:
+        args["skip_mm_profiling"] = True
+    # The module and not the `vllm` command, which is not there where vLLM lies in a folder of PYTHONPATH.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in {"model": checkpoint, "host": "127.0.0.1", "port": port, **args}.items():
+        command.append("--" + name.replace("_", "-"))
+        if value is not True:
+            command.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return command
+
+
+def vllm_environment(served: Served) -> dict[str, str]:
+    """Variables of vLLM alone. Its newer model runner, which it takes by itself, has no encoder graphs."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if served.encoder_graphs else {}

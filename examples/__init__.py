@@ -1,0 +1,1 @@
+"""Programs to try, and what starts the application for them."""
