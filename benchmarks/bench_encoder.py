@@ -27,6 +27,7 @@ from benchmarks.measure import Deadline, product_tflops
 from benchmarks.record import gpu, provenance, save, write
 from benchmarks.rungs import HOPPER_PACKAGES, RUNGS
 from benchmarks.towers import SECTIONS
+from benchmarks.trained_model import trained_agreement
 
 PEERS = ("transformers", "vllm")
 TINY_PEAK_SIDE = 256
@@ -123,6 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     print("\n".join(["", *sentences(together(summaries))]), flush=True)
+    if "fp8" in rungs and device.type == "cuda" and not deadline.over:
+        report["fp8_trained"] = found = trained_agreement(device)
+        print("\n8 bits on trained weights:", *(f"{name}: {value}" for name, value in found.items()), sep="\n  ")
     write(report, options.out)
     return 1 if failures(archs) else 0
 

@@ -31,6 +31,7 @@ def ladder_table(record: Record) -> str:
         "",
         *columns(["other", "peak GiB", "start s / first runs too", "unseen sizes, ms", "the same again, ms"], extra),
     ]
+    lines += [_agreement(row) for row in rows if (row.get("facts") or {}).get("fp8")]
     lines += [f"left out: {entry['name']}: {entry['reason']}" for entry in record["skipped"]]
     return "\n".join(lines)
 
@@ -84,6 +85,14 @@ def _memory(row: Record) -> str:
 def _unseen(row: Record) -> list[str]:
     grids = row.get("grids") or {}
     return [f"{grids[key]:.2f}" if grids.get(key) is not None else "-" for key in ("cold_ms", "warm_ms")]
+
+
+def _agreement(row: Record) -> str:
+    found = row["facts"]["fp8"]
+    return (
+        f"{row['label']} ({found['share']}), on trial images beside bfloat16: lowest cosine of a token "
+        f"{found['lowest_token_cosine']:.5f}, of an image {found['lowest_image_cosine']:.6f}"
+    )
 
 
 def _seconds(row: Record) -> str:

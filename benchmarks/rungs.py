@@ -24,7 +24,14 @@ _SWITCHES: Mapping[str, Mapping[str, object]] = {
     "cudagraph": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
     # Fused kernels leave nothing to compile.
     "fusion": {"fusion": True, "cudagraph_mm_encoder": True},
-    "fp8": {"fusion": True, "cudagraph_mm_encoder": True, "fp8": True},
+    # The cosines are recorded here, not judged: the weights are random.
+    "fp8": {
+        "fusion": True,
+        "cudagraph_mm_encoder": True,
+        "fp8": True,
+        "fp8_min_token_cosine": 0.0,
+        "fp8_min_image_cosine": 0.0,
+    },
 }
 RUNGS = tuple(_SWITCHES)
 LABELS = {
@@ -80,6 +87,7 @@ def make_rung(name: str, tower: VisionTower) -> Rung:
             "switches": dict(_SWITCHES[name]),
             "forward": runner.forward.name,
             "attention": runner.forward.attention,
+            "fp8": None if runner.forward.agreement is None else asdict(runner.forward.agreement),
             "budgets": list(runner.budgets) if runner.graph_bytes else [],
             "graph_bytes": runner.graph_bytes,
             "cost_table": None if runner.cost_table is None else asdict(runner.cost_table),

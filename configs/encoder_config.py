@@ -34,6 +34,15 @@ class EncoderConfig:
     fusion: Literal["auto"] | bool = False
     """Fused kernels. "auto": where the device is a GPU, Triton is there and the result equals the plain tower's, unless
     `compile_mm_encoder` is set; true fails where they cannot be had."""
+    fp8: bool = False
+    """Matrix products of large batches in 8 bits (e4m3): beside fused kernels, with dtype bfloat16, on GPUs of compute
+    capability 9.0 (Hopper) and newer. At the start the tower is compared with itself in bfloat16 on trial images: parts
+    that move the embeddings past the next two limits stay in bfloat16, and where all do, this is an error."""
+    fp8_min_token_cosine: float = 0.99
+    """Lowest cosine that a token's embedding may have with that in bfloat16; the main part and each deepstack level
+    count apart."""
+    fp8_min_image_cosine: float = 0.999
+    """The same for an image's embeddings as a whole."""
     compile_mm_encoder: bool = False
     """Run the tower's blocks through torch.compile. Of no effect beside fused kernels."""
     attention_backend: AttentionName = "auto"
@@ -79,6 +88,12 @@ class EncoderConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
+        if self.fp8 and (self.fusion is False or (self.fusion == "auto" and self.compile_mm_encoder)):
+            beside = " beside compile_mm_encoder" if self.compile_mm_encoder else ""
+            raise ValueError(f"fp8 is true, and fusion is {self.fusion!r}{beside}; 8 bits need fusion to be true")
+        for name in ("fp8_min_token_cosine", "fp8_min_image_cosine"):
+            if not -1 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; a cosine lies between -1 and 1")
         self._check_budgets(self.encoder_cudagraph_token_budgets)
         for size in self.warm_grids:
             if len(size) != 2 or min(size) < 1:

@@ -81,7 +81,7 @@ class Encoder:
         _check_agreement(vision, rules)
         dtype_name = vision.dtype if config.dtype == "auto" else config.dtype
         tower = load_tower(path, dtype=getattr(torch, dtype_name), device=resolved)
-        forward = choose_forward(tower, config)
+        forward = choose_forward(tower, config, rules)
         del tower  # what was repacked for the forward is kept once
         identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules, forward.name)
         runner = TowerRunner.of(forward, config, progress=progress, fingerprint=identity.fingerprint)

@@ -19,8 +19,11 @@ from configs.encoder_config import EncoderConfig
 from encoder.attention import AttentionBackend, choose_backend
 from encoder.attention_backends import BackendUnavailableError, load, unfit
 from encoder.expansion import Expand, expand, metadata
+from encoder.fp8_tower import check_fp8, narrowed
+from encoder.fp8_trial import Agreement
 from encoder.geometry import Grid
 from encoder.grid_tables import GridTables, Layout
+from encoder.image_rules import ImageRules
 from encoder.metadata import TowerMetadata
 from encoder.vision_config import VisionConfig
 from encoder.weights import VisionTower
@@ -33,6 +36,8 @@ Run = Callable[[Tensor, TowerMetadata], Tensor]
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
 # Weights that make much of roundings get more, up to here: by how much a change of the input by one rounding grows.
 _GROWN_ROUNDINGS, _MOST_TOLERANCE = 4.0, 0.2
+# The trial images' error with 8 bits is not the largest there is.
+_GROWN_FP8 = 2.0
 _TRIAL: list[Grid] = [(1, 16, 20), (1, 8, 8), (1, 4, 30), (2, 6, 8)]
 
 
@@ -41,7 +46,7 @@ class TowerForward:
     """A tower as it is run."""
 
     name: str
-    """"eager", "compiled" or "fused": embeddings of two of them differ by rounding."""
+    """"eager", "compiled", "fused" or "fp8": embeddings of two of them differ by rounding."""
     run: Run
     """`[num_patches, patch_dim]` and the metadata to `[num_tokens, width]`."""
     config: VisionConfig
@@ -58,6 +63,8 @@ class TowerForward:
     """Of two correct ways to run it: ‖one - other‖ / ‖other‖ of an image."""
     run_into: Callable[[Tensor, TowerMetadata, Tensor], None] | None = None
     """As `run`, into memory of the caller's; None where it cannot."""
+    agreement: Agreement | None = None
+    """Of one in 8 bits with the same in bfloat16, on trial images."""
 
     @property
     def reads_borders(self) -> bool:
@@ -101,23 +108,30 @@ class TowerForward:
         )
 
 
-def choose_forward(tower: VisionTower, config: EncoderConfig) -> TowerForward:
+def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None = None) -> TowerForward:
     """The forward that the settings ask for on the tower's device.
 
+    `rules`: of the checkpoint's images, for what is tried on images; None takes the processor's defaults.
+
     Raises:
-        ValueError: fused kernels are asked for on a device that has none. FusionError: they are, and do not give what
-            the eager tower gives. BackendUnavailableError: an attention backend is asked for and cannot be had.
+        ValueError: fused kernels or 8-bit products are asked for on a device that has none. FusionError: fused kernels
+            are, and do not give what the eager tower gives. Fp8RefusedError: 8 bits are, and differ by too much.
+            BackendUnavailableError: an attention backend is asked for and cannot be had.
     """
+    if config.fp8:
+        check_fp8(tower.device, tower.dtype)
     if config.fusion is True or (config.fusion == "auto" and not config.compile_mm_encoder and _can_fuse(tower)):
         if tower.device.type != "cuda":
             raise ValueError(f"fusion is true, and the device is {tower.device}: fused kernels need a GPU")
         try:
-            return _fused(tower, config)
+            return _fused(tower, config, rules)
         except (FusionError, RuntimeError, ImportError) as error:
             asked_for = isinstance(error, BackendUnavailableError) and config.attention_backend != "auto"
-            if config.fusion is True or asked_for:
+            if config.fusion is True or config.fp8 or asked_for:
                 raise
             logger.warning("no fused kernels: %s", error)
+    if config.fp8:
+        raise ValueError("fp8 is true, and fused kernels, which it needs, cannot be had for this tower")
     backend = _eager_backend(tower, config)
     run: Run = _compiled(tower) if config.compile_mm_encoder else tower
     name = "compiled" if config.compile_mm_encoder else "eager"
@@ -141,7 +155,7 @@ def _can_fuse(tower: VisionTower) -> bool:
     )
 
 
-def _fused(tower: VisionTower, config: EncoderConfig) -> TowerForward:
+def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
     from encoder.fused import fuse
     from encoder.fused_attention import AttentionPlan, Way
     from encoder.kernels.expand import expand as expand_in_one_launch
@@ -161,11 +175,16 @@ def _fused(tower: VisionTower, config: EncoderConfig) -> TowerForward:
         error = largest_error(fused(patches, fused.prepare(_TRIAL)), tower(patches, eager), eager.image_tokens)
     if not error <= tolerance:
         raise FusionError(f"they differ from the eager tower by {error:.2e}, the limit is {tolerance:.2e}")
+    agreement = None
+    if config.fp8:
+        fused, agreement = narrowed(tower, fused, config, rules)
+        # A graph and an eager run of fewer rows may fall on two sides of the rows from which on 8 bits are used.
+        tolerance = min(max(tolerance, _GROWN_FP8 * agreement.largest_error), _MOST_TOLERANCE)
     ways = fused.attention_plan.ways
     bounds = fused.attention_plan.lengths[: len(ways) - 1]
     changes = tuple(bound for bound, way, following in zip(bounds, ways, ways[1:], strict=False) if way != following)
     return TowerForward(
-        "fused",
+        "fused" if agreement is None else "fp8",
         fused,
         tower.config,
         tower.dtype,
@@ -176,6 +195,7 @@ def _fused(tower: VisionTower, config: EncoderConfig) -> TowerForward:
         changes,
         tolerance,
         fused.into,
+        agreement,
     )
 
 

@@ -44,7 +44,7 @@ class FusedTower:
             self._forward = FusedQwen3Forward(tower, plan, products)
         else:
             self._forward = FusedQwen25Forward(tower, plan, products)
-        self.attention_plan = plan
+        self.attention_plan, self.products = plan, products
 
     @property
     def config(self) -> VisionConfig:

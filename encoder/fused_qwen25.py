@@ -11,39 +11,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.fused_attention import AttentionPlan, CutRows
+from encoder.fused_norm import FusedNorm
 from encoder.fused_rotary import RotaryAttention
-from encoder.kernels.norm import norm
-from encoder.layers import NORM_EPS, Block, GatedMLP, RMSNorm, activation
+from encoder.layers import Block, GatedMLP, RMSNorm, activation
 from encoder.metadata import TowerMetadata
-from encoder.products import Affine, After, TorchProducts
+from encoder.products import Affine, After, Part, TorchProducts
 from encoder.qwen2_5_vl import Qwen25VisionTower
 
 
-class _Norm:
-    """A norm and the biases that the stream lacks where it reads: float32, `[width]`."""
-
-    def __init__(self, layer: nn.Module, missing: Tensor) -> None:
-        assert isinstance(layer, RMSNorm)
-        self._weight, self._missing = layer.weight.detach(), missing
-
-    def __call__(self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-        return norm(x, self._weight, None, NORM_EPS, shift=self._missing, valid=valid, sums=sums)
+def _norm(layer: nn.Module, missing: Tensor) -> FusedNorm:
+    assert isinstance(layer, RMSNorm)
+    return FusedNorm(layer.weight, None, missing)
 
 
 class _Layer:
     def __init__(
-        self, block: Block, missing: Tensor, products: TorchProducts, attend: RotaryAttention, longest: int | None
+        self,
+        block: Block,
+        index: int,
+        missing: Tensor,
+        attend: RotaryAttention,
+        products: TorchProducts,
+        longest: int | None,
     ) -> None:
         mlp = block.mlp
         assert isinstance(mlp, GatedMLP)
-        self.qkv, self.proj = attend.product(Affine.of(block.attn.qkv), longest), Affine.of(block.attn.proj)
+        self.qkv = attend.product(Affine.of(block.attn.qkv), index, longest)
+        self.proj = products.load(Affine.of(block.attn.proj), Part.PROJ, index)
         gate, up, down = Affine.of(mlp.gate_proj), Affine.of(mlp.up_proj), Affine.of(mlp.down_proj)
         width = products.inner_width(gate.weight.shape[0], gate.weight.dtype)
         # Exact: what is gated is 0 in the features added, and so are the weights that follow.
-        self.gate_up = Affine.paired(gate.padded(outputs=width), up.padded(outputs=width))
-        self.down = down.padded(inputs=width)
-        self.norm1 = _Norm(block.norm1, missing)
-        self.norm2 = _Norm(block.norm2, missing + self.proj.bias.float())
+        paired = Affine.paired(gate.padded(outputs=width), up.padded(outputs=width))
+        self.gate_up = products.load(paired, Part.MLP, index)
+        self.down = products.load(down.padded(inputs=width), Part.MLP, index)
+        self.norm1 = _norm(block.norm1, missing)
+        self.norm2 = _norm(block.norm2, missing + self.proj.bias.float())
         self.missing = missing + self.proj.bias.float() + self.down.bias.float()
 
 
@@ -61,9 +63,9 @@ class FusedQwen25Forward:
         for index, block in enumerate(tower.blocks):
             assert isinstance(block, Block)
             longest = None if index in tower.config.fullatt_block_indexes else window
-            self._layers.append(_Layer(block, missing, products, self._attend, longest))
+            self._layers.append(_Layer(block, index, missing, self._attend, products, longest))
             missing = self._layers[-1].missing
-        self._merger_norm = _Norm(tower.merger.ln_q, missing)
+        self._merger_norm = _norm(tower.merger.ln_q, missing)
         first, second = tower.merger.mlp[0], tower.merger.mlp[2]
         assert isinstance(first, nn.Linear)
         assert isinstance(second, nn.Linear)
@@ -81,24 +83,25 @@ class FusedQwen25Forward:
         tokens = F.linear(patches, self._embed.weight).view(rows // config.merge_unit, -1)
         x = tokens.index_select(0, metadata.window_order).view(rows, -1)
         angles = self._attend.angles(metadata.rope_positions, x.dtype)
-        cuts: dict[bool, CutRows] = {}
+        cuts: dict[tuple[bool, bool], CutRows] = {}
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
         sums: Tensor | None = None
         for index, layer in enumerate(self._layers):
             whole = index in config.fullatt_block_indexes
-            if whole not in cuts:
+            qkv = self._attend.of_rows(layer.qkv, rows)
+            kind = whole, qkv.turned
+            if kind not in cuts:
                 segments = metadata.frames if whole else metadata.windows
-                cuts[whole] = self._attend.cut(segments, layer.qkv, rows, x.dtype)
-            attended = self._attend(layer.qkv, layer.norm1(x, valid, sums), angles, cuts[whole])
-            sums = product.add_later(layer.proj, attended, x)
-            sums = product.add_later(layer.down, self._gated(layer, layer.norm2(x, sums=sums)), x)
-        normed = self._merger_norm(x, sums=sums).view(rows // config.merge_unit, -1)
-        merged = product(self._merger_second, product(self._merger_first, normed, After.GELU))
+                cuts[kind] = self._attend.cut(segments, qkv, rows, x.dtype)
+            normed = layer.norm1.before(qkv.affine, product, x, valid, sums)
+            sums = product.add_later(layer.proj, self._attend(qkv, normed, angles, cuts[kind]), x)
+            normed = layer.norm2.before(layer.gate_up, product, x, sums=sums)
+            if self._activation is None:
+                sums = product.add_both_later(layer.gate_up, layer.down, normed, After.SWIGLU, x)
+            else:
+                pairs = product(layer.gate_up, normed)
+                sums = product.add_later(layer.down, self._activation(pairs[:, 0::2]) * pairs[:, 1::2], x)
+        joined = self._merger_norm(x, sums=sums).view(rows // config.merge_unit, -1)
+        merged = product(self._merger_second, product(self._merger_first, joined, After.GELU))
         torch.index_select(merged, 0, metadata.window_inverse, out=out)
-
-    def _gated(self, layer: _Layer, normed: Tensor) -> Tensor:
-        if self._activation is None:
-            return self._products(layer.gate_up, normed, After.SWIGLU)
-        pairs = self._products(layer.gate_up, normed)
-        return self._activation(pairs[:, 0::2]) * pairs[:, 1::2]

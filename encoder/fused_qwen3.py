@@ -9,48 +9,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from encoder.fused_attention import AttentionPlan
+from encoder.fused_attention import AttentionPlan, CutRows
+from encoder.fused_norm import FusedNorm
 from encoder.fused_rotary import RotaryAttention
-from encoder.kernels.norm import norm
 from encoder.kernels.positions import add_positions_
-from encoder.layers import MLP, NORM_EPS, Block
+from encoder.layers import MLP, Block
 from encoder.metadata import TowerMetadata
-from encoder.products import Affine, After, TorchProducts
+from encoder.products import Affine, After, Part, TorchProducts
 from encoder.qwen3_vl import PatchMerger, Qwen3VisionTower
 
 # Up to here a merger leaves most of the chip idle, and the blocks do too: they run side by side.
 _MOST_ROWS_BESIDE = 1024
 
 
-class _Norm:
-    """A norm and the biases that the stream lacks where it reads: float32, `[width]`."""
-
-    def __init__(self, layer: nn.Module, missing: Tensor) -> None:
-        assert isinstance(layer, nn.LayerNorm)
-        self._weight, self._bias = layer.weight.detach(), layer.bias.detach()
-        self._missing = missing.repeat(self._weight.shape[0] // missing.shape[0])
-
-    def __call__(self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-        return norm(x, self._weight, self._bias, NORM_EPS, shift=self._missing, valid=valid, sums=sums)
+def _norm(layer: nn.Module, missing: Tensor) -> FusedNorm:
+    assert isinstance(layer, nn.LayerNorm)
+    return FusedNorm(layer.weight, layer.bias, missing)
 
 
 class _Layer:
-    def __init__(self, block: Block, missing: Tensor, products: TorchProducts, attend: RotaryAttention) -> None:
+    def __init__(
+        self, block: Block, index: int, missing: Tensor, attend: RotaryAttention, products: TorchProducts
+    ) -> None:
         mlp = block.mlp
         assert isinstance(mlp, MLP)
-        self.qkv, self.proj = attend.product(Affine.of(block.attn.qkv)), Affine.of(block.attn.proj)
+        self.qkv = attend.product(Affine.of(block.attn.qkv), index)
+        self.proj = products.load(Affine.of(block.attn.proj), Part.PROJ, index)
         first, second = Affine.of(mlp.linear_fc1), Affine.of(mlp.linear_fc2)
         width = products.inner_width(first.weight.shape[0], first.weight.dtype)
         # Exact: whatever the activation makes of the features added, weights of 0 follow.
-        self.fc1, self.fc2 = first.padded(outputs=width), second.padded(inputs=width)
-        self.norm1 = _Norm(block.norm1, missing)
-        self.norm2 = _Norm(block.norm2, missing + self.proj.bias.float())
+        self.fc1 = products.load(first.padded(outputs=width), Part.MLP, index)
+        self.fc2 = products.load(second.padded(inputs=width), Part.MLP, index)
+        self.norm1 = _norm(block.norm1, missing)
+        self.norm2 = _norm(block.norm2, missing + self.proj.bias.float())
         self.missing = missing + self.proj.bias.float() + self.fc2.bias.float()
 
 
 class _Merger:
     def __init__(self, merger: PatchMerger, missing: Tensor) -> None:
-        self.norm = _Norm(merger.norm, missing)
+        self.norm = _norm(merger.norm, missing)
         self.fc1, self.fc2 = Affine.of(merger.linear_fc1), Affine.of(merger.linear_fc2)
 
 
@@ -69,7 +66,7 @@ class FusedQwen3Forward:
         self._levels: dict[int, tuple[int, _Merger]] = {}
         for index, block in enumerate(tower.blocks):
             assert isinstance(block, Block)
-            self._layers.append(_Layer(block, missing, products, self._attend))
+            self._layers.append(_Layer(block, index, missing, self._attend, products))
             missing = self._layers[-1].missing
             if index in tower.config.deepstack_visual_indexes:
                 level = tower.config.deepstack_visual_indexes.index(index)
@@ -87,7 +84,7 @@ class FusedQwen3Forward:
         x = product(self._embed, patches)
         add_positions_(x, self._places, metadata.position_indices, metadata.position_weights)
         angles = self._attend.angles(metadata.rope_positions, x.dtype)
-        frames = self._attend.cut(metadata.frames, self._layers[0].qkv, rows, x.dtype)
+        cuts: dict[bool, CutRows] = {}
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
         merged = config.hidden_size * config.merge_unit
@@ -97,17 +94,17 @@ class FusedQwen3Forward:
         lent: list[Tensor] = []
         sums: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            attended = self._attend(layer.qkv, layer.norm1(x, valid, sums), angles, frames)
-            sums = product.add_later(layer.proj, attended, x)
-            activated = product(layer.fc1, layer.norm2(x, sums=sums), self._after)
-            if index not in self._levels:
-                sums = product.add_later(layer.fc2, activated, x)
-            else:
-                # A level's merger reads the stream as it is.
-                product.add_(layer.fc2, activated, x)
-                sums = None
+            qkv = self._attend.of_rows(layer.qkv, rows)
+            if qkv.turned not in cuts:
+                cuts[qkv.turned] = self._attend.cut(metadata.frames, qkv, rows, x.dtype)
+            normed = layer.norm1.before(qkv.affine, product, x, valid, sums)
+            sums = product.add_later(layer.proj, self._attend(qkv, normed, angles, cuts[qkv.turned]), x)
+            normed = layer.norm2.before(layer.fc1, product, x, sums=sums)
+            sums = product.add_both_later(layer.fc1, layer.fc2, normed, self._after, x)
+            if index in self._levels:
                 level, merger = self._levels[index]
-                normed = merger.norm(x.view(-1, merged))
+                normed = merger.norm(x, sums=sums)
+                sums = None
                 if beside is not main:
                     # Kept until the streams meet: only then may another tensor take its memory.
                     lent.append(normed)

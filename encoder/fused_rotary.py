@@ -14,7 +14,7 @@ from torch import Tensor
 from encoder.attention import Segments
 from encoder.fused_attention import AttentionPlan, CutRows, cut_rows, rotary_attention, table_dtype, turned_attention
 from encoder.kernels.rope import rope_table
-from encoder.products import Affine, TorchProducts
+from encoder.products import Affine, Part, Rows, TorchProducts
 from encoder.rotation import Rotation, adjacent_pairs, pair_frequencies, rotation
 
 
@@ -24,6 +24,8 @@ class RotaryProduct:
 
     affine: Affine
     turned: bool
+    scaled: Affine | None = None
+    """Where there is one in 8 bits, which turns nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,23 @@ class RotaryAttention:
         self._pair_frequencies = pair_frequencies(frequencies, heads)
         self._forms: set[bool] = set()
 
-    def product(self, qkv: Affine, longest: int | None = None) -> RotaryProduct:
-        """For a layer that attends over segments of at most `longest` patches, None if they may be any.
+    def product(self, qkv: Affine, block: int, longest: int | None = None) -> RotaryProduct:
+        """For a layer of block `block` with segments of at most `longest` patches, None if they may be any.
 
         Attention that turns as it reads is left to it: that costs less than an epilogue.
         """
         by_attention = longest is not None and self._plan.way(longest).turns
         turned = self._products.turns and not by_attention
-        self._forms.add(turned)
-        return RotaryProduct(adjacent_pairs(qkv, self._heads) if turned else qkv, turned)
+        loaded = self._products.load(qkv, Part.QKV, block)
+        scaled = None if loaded.scaled is None else loaded
+        self._forms |= {turned} if scaled is None else {turned, False}
+        return RotaryProduct(adjacent_pairs(qkv, self._heads) if turned else qkv, turned, scaled)
+
+    def of_rows(self, qkv: RotaryProduct, rows: int) -> RotaryProduct:
+        """The one that a batch of so many rows goes through."""
+        if qkv.scaled is None or not self._products.takes_scaled(qkv.scaled, rows):
+            return qkv
+        return RotaryProduct(qkv.scaled, turned=False)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """`positions`: int32 `[num_patches, 2]`; `dtype`: of the heads. Once a forward, after all `product` calls."""
@@ -65,7 +75,7 @@ class RotaryAttention:
         """Of the layers whose product is like `qkv`, once a forward."""
         return cut_rows(segments, rows, dtype, self._plan, turned=qkv.turned)
 
-    def __call__(self, qkv: RotaryProduct, normed: Tensor, angles: Angles, cut: CutRows) -> Tensor:
+    def __call__(self, qkv: RotaryProduct, normed: Rows, angles: Angles, cut: CutRows) -> Tensor:
         """`[rows, in]` to attended rows `[rows, width]`. Rows of no segment come out as anything."""
         if qkv.turned:
             assert angles.rotation is not None

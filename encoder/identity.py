@@ -31,7 +31,7 @@ class EncoderIdentity:
     rules: ImageRules
     """How the checkpoint wants images resized and normalised."""
     forward: str = "eager"
-    """Which form of the tower computes, "eager", "compiled" or "fused": they round in different places."""
+    """Which form of the tower computes, "eager", "compiled", "fused" or "fp8": they round in different places."""
 
     @cached_property
     def fingerprint(self) -> str:

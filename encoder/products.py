@@ -5,7 +5,7 @@ The seam between the fused towers and whatever multiplies matrices. It must not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -33,12 +33,37 @@ class After(StrEnum):
     SWIGLU = "swiglu"
 
 
+class Part(StrEnum):
+    """Of a block: the layers before and after attention, and those of the MLP."""
+
+    QKV = "qkv"
+    PROJ = "proj"
+    MLP = "mlp"
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """Rows in 8 bits: `values * scales` is what they stand for."""
+
+    values: Tensor
+    """float8_e4m3fn `[rows, width]`."""
+    scales: Tensor
+    """float32 `[rows, 1]`."""
+
+
+Rows = Tensor | ScaledRows
+
+
 @dataclass(frozen=True)
 class Affine:
     """`x @ weight.T + bias`. `weight`: `[out, in]`; `bias`: `[out]`, zeros where the layer has none."""
 
     weight: Tensor
     bias: Tensor
+    scaled: ScaledRows | None = None
+    """The weight in 8 bits, a scale for each feature that comes out, where there are products for it."""
+    fewest_scaled_rows: int = 0
+    """Rows of a batch from which on those are used."""
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Affine:
@@ -56,7 +81,7 @@ class Affine:
                 F.pad(weight, (0, 0, 0, outputs - weight.shape[0])),
                 F.pad(bias, (0, outputs - bias.shape[0])),
             )
-        return Affine(weight, bias)
+        return replace(self, weight=weight, bias=bias)
 
     @classmethod
     def paired(cls, gate: Affine, up: Affine) -> Affine:
@@ -79,11 +104,24 @@ class TorchProducts:
     turns = False
     """Whether there is `turned`."""
 
-    def __call__(self, layer: Affine, x: Tensor, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
+    def inner_width(self, width: int, dtype: torch.dtype) -> int:
+        """What to pad a width to that one product makes and the next one takes."""
+        return aligned_width(width, dtype)
+
+    def load(self, layer: Affine, part: Part, block: int) -> Affine:
+        """A layer of the tower's block `block`, from 0, as it is kept."""
+        return layer
+
+    def takes_scaled(self, layer: Affine, rows: int) -> bool:
+        """Whether `layer` wants a batch of so many rows as `ScaledRows`."""
+        return False
+
+    def __call__(self, layer: Affine, x: Rows, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
         """`[rows, in]` to `[rows, out]` (`SWIGLU`: half as many), into `out` if given, whose rows may be parts of rows.
 
         `out` is for `After.NOTHING` alone.
         """
+        assert isinstance(x, Tensor)
         if out is not None:
             assert after is After.NOTHING
             return torch.addmm(layer.bias, x, layer.weight.t(), out=out)
@@ -99,19 +137,20 @@ class TorchProducts:
             return F.silu(product)
         return F.gelu(product, approximate="tanh" if after is After.GELU_TANH else "none")
 
-    def inner_width(self, width: int, dtype: torch.dtype) -> int:
-        """What to pad a width to that one product makes and the next one takes."""
-        return aligned_width(width, dtype)
-
-    def turned(self, layer: Affine, x: Tensor, rotation: Rotation) -> Tensor:
+    def turned(self, layer: Affine, x: Rows, rotation: Rotation) -> Tensor:
         """The packed q, k, v with rotary positions turned; `layer`: of `rotation.adjacent_pairs`."""
         raise NotImplementedError(f"{type(self).__name__} does not turn q and k")
 
-    def add_(self, layer: Affine, x: Tensor, residual: Tensor) -> None:
+    def add_(self, layer: Affine, x: Rows, residual: Tensor) -> None:
         """Adds `x @ weight.T`, without the bias, to `residual` `[rows, out]`, rounded once."""
+        assert isinstance(x, Tensor)
         torch.addmm(residual, x, layer.weight.t(), out=residual)
 
-    def add_later(self, layer: Affine, x: Tensor, residual: Tensor) -> Tensor | None:
-        """As `add_`, or leaves it to the next norm: float32 `[parts, rows, out]`, whose sum is to be added."""
+    def add_later(self, layer: Affine, x: Rows, residual: Tensor) -> Tensor | None:
+        """As `add_`, or leaves it to the next norm: `[parts, rows, out]`, whose sum is to be added."""
         self.add_(layer, x, residual)
         return None
+
+    def add_both_later(self, first: Affine, second: Affine, x: Rows, after: After, residual: Tensor) -> Tensor | None:
+        """As `add_later`, of `second`'s product of `after` of `first`'s."""
+        return self.add_later(second, self(first, x, after), residual)

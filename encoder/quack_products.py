@@ -14,7 +14,7 @@ from quack.gemm_interface import gemm_act
 from torch import Tensor
 
 from encoder import quack_epilogues
-from encoder.products import Affine, After, TorchProducts
+from encoder.products import Affine, After, Rows, TorchProducts
 from encoder.rotation import Rotation
 
 
@@ -76,8 +76,9 @@ class QuackProducts(TorchProducts):
     def __init__(self, device: torch.device) -> None:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def __call__(self, layer: Affine, x: Tensor, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: Affine, x: Rows, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
         """See `TorchProducts`."""
+        assert isinstance(x, Tensor)
         config = self._config(after, x.shape[0], layer)
         if config is None:
             return super().__call__(layer, x, after, out)
@@ -102,8 +103,9 @@ class QuackProducts(TorchProducts):
             return None
         return _CONFIG
 
-    def turned(self, layer: Affine, x: Tensor, rotation: Rotation) -> Tensor:
+    def turned(self, layer: Affine, x: Rows, rotation: Rotation) -> Tensor:
         """See `TorchProducts`."""
+        assert isinstance(x, Tensor)
         rows, columns = x.shape[0], layer.weight.shape[0]
         out = x.new_empty(rows, columns)
         row, column = rotation.positions.split(1)
@@ -111,15 +113,17 @@ class QuackProducts(TorchProducts):
         _multiply(quack_epilogues.turn, x, layer.weight, out, self._turning_tile(rows, columns), values)
         return out
 
-    def add_(self, layer: Affine, x: Tensor, residual: Tensor) -> None:
+    def add_(self, layer: Affine, x: Rows, residual: Tensor) -> None:
         """See `TorchProducts`."""
+        assert isinstance(x, Tensor)
         if self._busy(_RESIDUAL, x.shape[0], layer.weight.shape[0]) < _RESIDUAL_BUSY_ENOUGH:
             super().add_(layer, x, residual)
         else:
             _multiply(quack_epilogues.add, x, layer.weight, residual, _RESIDUAL, {}, residual)
 
-    def add_later(self, layer: Affine, x: Tensor, residual: Tensor) -> Tensor | None:
+    def add_later(self, layer: Affine, x: Rows, residual: Tensor) -> Tensor | None:
         """See `TorchProducts`."""
+        assert isinstance(x, Tensor)
         rows, (columns, depth) = x.shape[0], layer.weight.shape
         if rows > _FEW_ROWS:
             self.add_(layer, x, residual)

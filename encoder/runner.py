@@ -101,7 +101,7 @@ class TowerRunner:
             forward.config,
             tally,
             activation_bytes=activation_bytes_per_token(
-                forward.config, forward.dtype.itemsize, fused=forward.name == "fused"
+                forward.config, forward.dtype.itemsize, fused=forward.name in ("fused", "fp8")
             ),
             length_classes=forward.length_classes,
             state_file=None if folder is None else Path(folder) / f"wanted-{fingerprint[:16] or 'any'}.json",

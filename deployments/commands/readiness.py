@@ -156,10 +156,12 @@ def _backends(facts: Facts, config: AppConfig) -> Iterator[Line]:
 def _switches(facts: Facts, config: AppConfig) -> Iterator[Line]:
     for name, value in (
         ("fusion", config.encoder.fusion),
+        ("fp8", config.encoder.fp8),
         ("cudagraph_mm_encoder", config.encoder.cudagraph_mm_encoder),
     ):
         if value is True and not facts.torch_sees_gpus:
-            yield Line(f"encoder.{name}", "problem", "true, and torch has no GPU here", 'set it to "auto" or false')
+            fix = "set it to false" if name == "fp8" else 'set it to "auto" or false'
+            yield Line(f"encoder.{name}", "problem", "true, and torch has no GPU here", fix)
 
 
 def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:

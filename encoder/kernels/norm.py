@@ -1,8 +1,9 @@
 """LayerNorm or RMSNorm of a residual stream in one pass: each row is read once and its norm written once.
 
 Residuals are added by the products that make them, in their epilogues, and the biases of those products by this norm:
-the stream holds everything but the biases. A product of few rows leaves its sum in parts, which this norm adds to the
-stream first. It must not know what the rows are; a row that does not count comes out as zeros.
+the stream holds everything but the biases. A product that cannot add leaves its sum, maybe in parts, which this norm
+adds to the stream first. What an 8-bit product takes is written as such, with its scales. It must not know what the
+rows are; a row that does not count comes out as zeros.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from encoder.kernels.launch import parts
 from encoder.kernels.overlap import begin_after, overlapping
+from encoder.kernels.scaled import LARGEST, SMALLEST_MAXIMUM
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def _with_sums(
 ) -> tl.tensor:
     """The stream's values with the parts of a sum added, which are stored, and go on as they were stored."""
     for part in tl.static_range(SUMS):
-        x += tl.load(sums_ptr + tl.cast(rows, tl.int64) * (part * WIDTH) + place, mask=mask, other=0.0)
+        x += _load(sums_ptr + tl.cast(rows, tl.int64) * (part * WIDTH) + place, mask)
     rounded = x.to(x_ptr.dtype.element_ty)
     # Where a block has fewer elements than threads, several threads load the same one: all before any stores.
     tl.debug_barrier()
@@ -51,6 +53,7 @@ def _norm_kernel(
     out_ptr: tl.tensor,
     valid_ptr: tl.tensor,
     sums_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     rows: int,
     eps: float,
     WIDTH: tl.constexpr,
@@ -61,6 +64,7 @@ def _norm_kernel(
     HAS_SHIFT: tl.constexpr,
     HAS_VALID: tl.constexpr,
     SUMS: tl.constexpr,
+    SCALED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     begin_after(OVERLAP)
@@ -97,12 +101,24 @@ def _norm_kernel(
     if not RMS:
         x += tl.load(bias_ptr + head).to(tl.float32)
     # Selected, not multiplied: a row that does not count may hold NaN.
-    tl.store(out_ptr + start + head, tl.where(counts, x, 0.0), mask=inside)
+    x = tl.where(counts, x, 0.0)
     if TAIL:
         y = y * scale * _load(weight_ptr + tail, within)
         if not RMS:
             y += _load(bias_ptr + tail, within)
-        tl.store(out_ptr + start + tail, tl.where(counts, y, 0.0), mask=inside & within)
+        y = tl.where(counts, y, 0.0)
+    if SCALED:
+        largest = tl.max(tl.abs(x), axis=1, keep_dims=True)
+        if TAIL:
+            largest = tl.maximum(largest, tl.max(tl.abs(y), axis=1, keep_dims=True))
+        largest = tl.maximum(largest, SMALLEST_MAXIMUM)
+        tl.store(scales_ptr + row, largest / LARGEST, mask=inside)
+        x *= LARGEST / largest
+        if TAIL:
+            y *= LARGEST / largest
+    tl.store(out_ptr + start + head, x.to(out_ptr.dtype.element_ty), mask=inside)
+    if TAIL:
+        tl.store(out_ptr + start + tail, y.to(out_ptr.dtype.element_ty), mask=inside & within)
 
 
 def norm(
@@ -118,11 +134,43 @@ def norm(
     """LayerNorm with a `bias`, RMSNorm without, of `x + shift`, computed in float32 and rounded once.
 
     `x`, result: `[rows, width]`, contiguous; `weight`, `bias`: `[width]`; `shift`: float32 `[width]`. `valid`: int32
-    `[1]` on the device or None: rows from `valid` on come out as zeros, whatever is in them. `sums`: float32
+    `[1]` on the device or None: rows from `valid` on come out as zeros, whatever is in them. `sums`: float32 or as `x`,
     `[parts, rows, width]`, contiguous, or None: is added to `x` in place first, rounded once.
     """
-    rows, width = x.shape
     out = torch.empty_like(x)
+    _launch(x, weight, bias, eps, shift, valid, sums, out, None)
+    return out
+
+
+def norm_scaled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    shift: Tensor | None = None,
+    valid: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `norm`, to float8_e4m3fn `[rows, width]` and a float32 scale for each row `[rows, 1]`."""
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    _launch(x, weight, bias, eps, shift, valid, sums, out, scales)
+    return out, scales
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None,
+    valid: Tensor | None,
+    sums: Tensor | None,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    rows, width = x.shape
     head, tail = parts(width)
     # Many narrow rows: a warp each, so that sums need no exchange between warps. Few: spread over the chip.
     a_warp_each = rows > 512 and width <= 2048
@@ -135,6 +183,7 @@ def norm(
         out,
         x if valid is None else valid,
         x if sums is None else sums,
+        x if scales is None else scales,
         rows,
         eps,
         WIDTH=width,
@@ -145,7 +194,7 @@ def norm(
         HAS_SHIFT=shift is not None,
         HAS_VALID=valid is not None,
         SUMS=0 if sums is None else sums.shape[0],
+        SCALED=scales is not None,
         **overlapping(x),
         num_warps=1 if a_warp_each else 4 if width <= 2048 else 8,
     )
-    return out

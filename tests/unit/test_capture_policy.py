@@ -227,7 +227,7 @@ def test_a_refused_graph_is_not_tried_again() -> None:
     steps = 0
     while capturing.step():
         steps += 1
-    assert (steps, tally.refusals, list(graphs.captured)) == (3, 2, keys(256))
+    assert (steps, tally.refusals, list(graphs.captured)) == (4, 2, keys(256))
 
 
 def test_a_capture_that_takes_long_is_for_the_start_alone() -> None:

@@ -14,7 +14,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from encoder.kernels import attention, expand, norm, pixels, positions, rope, segments, short_attention, swiglu
+from encoder.kernels import (
+    attention,
+    expand,
+    norm,
+    pixels,
+    positions,
+    rope,
+    scaled,
+    segments,
+    short_attention,
+    swiglu,
+)
 from encoder.kernels.launch import parts
 from encoder.kernels.tiles import attention_tile, short_rows
 from encoder.pixel_plan import PATCH_FIELDS, ROWS_FIELDS
@@ -25,6 +36,8 @@ A100, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 # Of the 164 KiB of a multiprocessor, a block gets 163.
 A100_SHARED_BYTES = 163 * 1024
 HEADS = 16
+# 8-bit floats are written where there are products for them.
+E4M3_OUT = {"out_ptr": "*fp8e4nv"}
 
 
 def compile_for_a100(
@@ -85,7 +98,8 @@ def test_short_attention(dim: int) -> None:
 @pytest.mark.parametrize("target", [A100, HOPPER], ids=["sm_80", "sm_90"])
 def test_norm(width: int, rms: bool, warps: int, target: GPUTarget) -> None:
     head, tail = parts(width)
-    dtypes = {"shift_ptr": "*fp32", "valid_ptr": "*i32", "sums_ptr": "*fp32", "rows": "i32", "eps": "fp32"}
+    dtypes = dict.fromkeys(("shift_ptr", "sums_ptr", "scales_ptr"), "*fp32")
+    dtypes |= {"valid_ptr": "*i32", "rows": "i32", "eps": "fp32"}
     constants = {
         "WIDTH": width,
         "HEAD": head,
@@ -95,12 +109,42 @@ def test_norm(width: int, rms: bool, warps: int, target: GPUTarget) -> None:
         "HAS_SHIFT": True,
         "HAS_VALID": True,
         "SUMS": 2,
+        "SCALED": False,
         "OVERLAP": target is HOPPER,
     }
     compiled = compile_for_a100(norm._norm_kernel, dtypes, constants, warps, target=target)
     fits(compiled, f"sm_{target.arch}")
     # Waiting for the kernel before is Hopper's alone.
     assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (target is HOPPER)
+    if target is HOPPER:
+        in_8_bits = constants | {"SUMS": 1, "SCALED": True}
+        narrow = compile_for_a100(
+            norm._norm_kernel, dtypes | E4M3_OUT | {"sums_ptr": "*bf16"}, in_8_bits, warps, target=HOPPER
+        )
+        fits(narrow, "sm_90")
+        assert "e4m3x2" in narrow.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("width", "activation"),
+    [
+        (1152, "nothing"),
+        (1280, "nothing"),
+        (4304, "gelu_pytorch_tanh"),
+        (4304, "gelu"),
+        (3456, "silu"),
+        (3456, "swiglu"),
+    ],
+)
+def test_rows_in_8_bits(width: int, activation: str) -> None:
+    head, tail = parts(width)
+    narrow = width <= 2048
+    constants = {"WIDTH": width, "HEAD": head, "TAIL": tail, "ROWS": 2 if narrow else 1, "ACTIVATION": activation}
+    constants["OVERLAP"] = True
+    dtypes = E4M3_OUT | {"scales_ptr": "*fp32", "rows": "i32"}
+    compiled = compile_for_a100(scaled._scaled_kernel, dtypes, constants, 1 if narrow else 8, target=HOPPER)
+    fits(compiled, "sm_90")
+    assert "e4m3x2" in compiled.asm["ptx"]
 
 
 def test_the_others() -> None:

@@ -1,0 +1,238 @@
+"""8 bits on a GPU that has them: products, towers, graphs, the trained model, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from configs.encoder_config import EncoderConfig  # noqa: E402
+from encoder.attention import AttentionBackend  # noqa: E402
+from encoder.encoder import Encoder  # noqa: E402
+from encoder.forwards import choose_forward  # noqa: E402
+from encoder.fp8_products import FEWEST_ROWS, FEWEST_ROWS_OF_ATTENTION, Fp8Products, scaled  # noqa: E402
+from encoder.fp8_tower import CAPABILITY  # noqa: E402
+from encoder.fp8_trial import Agreement, Fp8RefusedError, agreement  # noqa: E402
+from encoder.fused import FusedTower, best_products, fuse  # noqa: E402
+from encoder.fused_attention import AttentionPlan, Way  # noqa: E402
+from encoder.image_rules import ImageRules  # noqa: E402
+from encoder.products import Affine, After, Part, TorchProducts  # noqa: E402
+from encoder.trial_images import trial_batch, trial_images  # noqa: E402
+from encoder.weights import VisionTower, load_tower  # noqa: E402
+from tests.gpu.test_kernels import random  # noqa: E402
+from tests.gpu.test_products import AFTER, expected, layer  # noqa: E402
+from tests.gpu.test_towers_gpu import synchronisation_is_an_error  # noqa: E402
+from tests.parity.reference_towers import Reference, make_reference, relative_error  # noqa: E402
+
+CUDA, BFLOAT16 = torch.device("cuda"), torch.bfloat16
+SCENES = Path(__file__).parents[2] / "models" / "scenes-8m"
+FP8 = EncoderConfig(fusion=True, fp8=True)
+PLAN = AttentionPlan.single(Way(AttentionBackend.TRITON, turns=True))
+# e4m3 keeps 4 bits: a factor is off by 1/16 at most and 0.026 on average, so a product of two is off by 0.037. It gets
+# no better in long sums, which grow as the errors do.
+FP8_ERROR = 0.05
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip(f"8-bit products with a scale for each row need compute capability {CAPABILITY}")
+
+
+@pytest.fixture(params=["cuBLAS beside", "the fastest beside"])
+def products(request: pytest.FixtureRequest) -> Fp8Products:
+    wide = TorchProducts() if request.param == "cuBLAS beside" else best_products(BFLOAT16, CUDA)
+    return Fp8Products(wide, fewest_rows=0)
+
+
+def dequantised(x: Tensor) -> Tensor:
+    rows = scaled(x)
+    return rows.values.double() * rows.scales
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(144, 432), (1152, 3456), (4304, 1152), (3456, 1280)])
+@pytest.mark.parametrize("rows", [1, 196, 1031, 3136])
+def test_a_product_is_that_of_the_rounded_factors(products: Fp8Products, rows: int, inputs: int, outputs: int) -> None:
+    affine, x = products.load(layer(inputs, outputs, BFLOAT16), Part.MLP, 0), random(rows, inputs, dtype=BFLOAT16)
+    # Rows and features of very different sizes: each has a scale of its own.
+    x *= torch.logspace(-3, 3, rows, device=CUDA).unsqueeze(1)
+    found = products(affine, x)
+    rounded = F.linear(dequantised(x), dequantised(affine.weight), affine.bias.double())
+    for ours, exact, true in zip(found, rounded, expected(affine, x), strict=True):
+        # Sums of fewer bits, and one rounding to bfloat16; less than what the factors' rounding does.
+        assert relative_error(ours, exact) < 2e-2
+        assert relative_error(ours, true) < FP8_ERROR
+
+
+@pytest.mark.parametrize("after", [After.GELU_TANH, After.GELU, After.SILU, After.SWIGLU])
+@pytest.mark.parametrize("rows", [77, 3136])
+def test_two_products_with_an_activation_between_are_added(products: Fp8Products, rows: int, after: After) -> None:
+    width = 1152
+    first, second = layer(width, 4608, BFLOAT16), layer(2304 if after is After.SWIGLU else 4608, width, BFLOAT16)
+    x, stream = random(rows, width, dtype=BFLOAT16), random(rows, width, dtype=BFLOAT16, seed=3)
+    plain = F.linear(AFTER[after](expected(first, x)), second.weight.double())
+    residual = stream.clone()
+    sums = products.add_both_later(
+        products.load(first, Part.MLP, 0), products.load(second, Part.MLP, 0), scaled(x), after, residual
+    )
+    assert torch.equal(residual, stream)
+    assert sums is not None
+    assert relative_error(sums.sum(0), plain) < 2 * FP8_ERROR
+
+
+def test_few_rows_and_odd_sides_stay_as_they_are() -> None:
+    products = Fp8Products(TorchProducts())
+    assert products.load(layer(144, 90, BFLOAT16), Part.MLP, 0).scaled is None
+    affine, attended = (
+        products.load(layer(144, 144, BFLOAT16), Part.QKV, 0),
+        products.load(layer(144, 144, BFLOAT16), Part.PROJ, 0),
+    )
+    assert [products.takes_scaled(affine, FEWEST_ROWS + n) for n in (-1, 0)] == [False, True]
+    assert [products.takes_scaled(attended, FEWEST_ROWS_OF_ATTENTION + n) for n in (-1, 0)] == [False, True]
+    x = random(FEWEST_ROWS - 1, 144, dtype=BFLOAT16)
+    assert torch.equal(products(affine, x), TorchProducts()(affine, x))
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@torch.inference_mode()
+def beside_bfloat16(tower: VisionTower, rules: ImageRules | None = None) -> Agreement:
+    """Of all layers in 8 bits with the eager tower, on the trial images."""
+    rules = rules or ImageRules(patch_size=tower.config.patch_size)
+    patches, grids = trial_batch(rules, CUDA, FEWEST_ROWS_OF_ATTENTION)
+    narrow = FusedTower(tower, PLAN, Fp8Products(TorchProducts()))
+    exact = tower(patches, tower.prepare(grids))
+    counts = [t * h * w // tower.config.merge_unit for t, h, w in grids]
+    return agreement(narrow(patches, narrow.prepare(grids)), exact, counts, tower.config.out_hidden_size)
+
+
+def test_a_tower_of_random_weights_is_near_the_eager_one(reference: Reference) -> None:
+    """These weights make much of every rounding: bfloat16 moves them by 1e-2, and 8 bits round 16 times coarser."""
+    found = beside_bfloat16(load_tower(reference.path, dtype=BFLOAT16, device=CUDA))
+    print(found)
+    assert found.lowest_image_cosine > 0.9
+    assert 0.01 < found.largest_error < 0.45
+
+
+def test_the_trained_model_is_taken_within_the_limits() -> None:
+    """With as much of it in 8 bits as agrees: it is so small that the whole of it does not, on checkers."""
+    tower = load_tower(SCENES, dtype=BFLOAT16, device=CUDA)
+    rules = ImageRules.from_checkpoint(SCENES)
+    whole = beside_bfloat16(tower, rules)
+    print("whole:", whole)
+    # A product alone is off by 0.037; on the CPU, with the same roundings, the tower was by 0.07.
+    assert whole.lowest_image_cosine > 0.99
+    assert 0.01 < whole.largest_error < 0.12
+    forward = choose_forward(tower, FP8, rules)
+    found = forward.agreement
+    print("taken:", found)
+    assert forward.name == "fp8"
+    assert found is not None
+    assert found.lowest_token_cosine >= FP8.fp8_min_token_cosine
+    assert found.lowest_image_cosine >= FP8.fp8_min_image_cosine
+    # What is equal would not have been computed in 8 bits.
+    assert 1e-3 < found.largest_error <= whole.largest_error
+
+
+def test_padding_of_nan_touches_no_row_of_an_image(reference: Reference) -> None:
+    from tests.gpu.test_fused import padded
+
+    tower = FusedTower(
+        load_tower(reference.path, dtype=BFLOAT16, device=CUDA), PLAN, Fp8Products(TorchProducts(), fewest_rows=0)
+    )
+    grids = [(1, 8, 8), (1, 6, 10), (1, 4, 18)]
+    metadata = tower.prepare(grids)
+    patches = random(metadata.num_patches, tower.config.patch_dim, dtype=BFLOAT16)
+    plain = tower(patches, metadata)
+    wide, sized = padded(patches, metadata, 512, 16, 128, float("nan"))
+    found = tower(wide, sized)[: metadata.num_tokens]
+    assert not found.isnan().any()
+    # Other blocks change single roundings, and 8 bits make more of them than bfloat16 does.
+    assert relative_error(found, plain) < 0.15
+
+
+def test_a_graph_replays_what_runs_eagerly_and_nothing_waits(reference: Reference) -> None:
+    tower = FusedTower(
+        load_tower(reference.path, dtype=BFLOAT16, device=CUDA), PLAN, Fp8Products(TorchProducts(), fewest_rows=0)
+    )
+    grids = [(1, 16, 20), (1, 8, 8)]
+    metadata = tower.prepare(grids)
+    patches = [random(metadata.num_patches, tower.config.patch_dim, dtype=BFLOAT16, seed=seed) for seed in range(3)]
+    plain = [tower(one, metadata).clone() for one in patches]
+    static = patches[0].clone()
+    torch.cuda.synchronize()
+    with synchronisation_is_an_error():
+        tower(static, metadata)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tower(static, metadata)
+    for one, exact in zip(patches[::-1], plain[::-1], strict=True):
+        static.copy_(one)
+        graph.replay()
+        assert torch.equal(out, exact)
+
+
+def test_an_encoder_serves_by_graphs_in_8_bits_under_a_name_of_its_own() -> None:
+    config = dataclasses.replace(FP8, cudagraph_mm_encoder=True, encoder_cudagraph_token_budgets=(256, 1024, 2048))
+    narrow = Encoder.from_checkpoint(SCENES, config, device="cuda")
+    wide = Encoder.from_checkpoint(SCENES, dataclasses.replace(config, fp8=False), device="cuda")
+    assert narrow.identity.forward == "fp8"
+    assert narrow.identity.fingerprint != wide.identity.fingerprint
+    assert narrow.runner.graph_bytes > 0
+    images = trial_images() * 2
+    for ours, theirs in zip(narrow.encode(images), wide.encode(images), strict=True):
+        assert ours.digest != theirs.digest
+        assert float(F.cosine_similarity(ours.tokens.flatten().double(), theirs.tokens.flatten().double(), 0)) > 0.999
+
+
+def monster(tower: VisionTower) -> None:
+    """Some features leave the norms 2¹⁶ times as large, and their weights shrink by as much: exact in bfloat16.
+
+    In 8 bits the rest of a row vanishes beside them, and they beside the rest of a weight's row.
+    """
+    grown = slice(0, 8)
+    for block in tower.blocks:
+        for norm, following in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.linear_fc1)):
+            norm.weight.data[grown] *= 2.0**16
+            norm.bias.data[grown] *= 2.0**16
+            following.weight.data[:, grown] *= 2.0**-16
+
+
+def test_outliers_are_refused_and_nothing_else_is_run_in_their_place() -> None:
+    tower = load_tower(SCENES, dtype=BFLOAT16, device=CUDA)
+    rules = ImageRules.from_checkpoint(SCENES)
+    assert choose_forward(tower, FP8, rules).name == "fp8"
+    monster(tower)
+    for fusion in (True, "auto"):
+        with pytest.raises(Fp8RefusedError, match=r"fp8 is true, .* the limit is 0\.99"):
+            choose_forward(tower, dataclasses.replace(FP8, fusion=fusion), rules)  # type: ignore[arg-type]
+
+
+def test_before_hopper_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = load_tower(SCENES, dtype=BFLOAT16, device=CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.0: it needs 9\.0"):
+        choose_forward(tower, FP8)
+
+
+def test_float32_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs dtype to be bfloat16"):
+        choose_forward(load_tower(SCENES, dtype=torch.float32, device=CUDA), FP8)
+
+
+def test_the_fused_tower_in_bfloat16_is_as_before() -> None:
+    """8 bits took no part of it over: its products are not told of them."""
+    tower = load_tower(SCENES, dtype=BFLOAT16, device=CUDA)
+    assert not isinstance(fuse(tower, PLAN).products, Fp8Products)
+    affine = TorchProducts().load(Affine.of(torch.nn.Linear(32, 32)), Part.MLP, 0)
+    assert affine.scaled is None
