@@ -5,7 +5,7 @@ Pure Python. It must not know how times are measured.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -89,7 +89,18 @@ class Costs:
         return low_ms + (high_ms - low_ms) * (budget - low) / (high - low)
 
     def _rows(self, measured: dict[int, tuple[float, float]]) -> tuple[tuple[int, float], ...]:
-        rows: list[tuple[int, float]] = []
-        for size, (milliseconds, done) in measured.items():
-            insort(rows, (size, max(milliseconds - self._work_ms * done, _LEAST_SHARE * milliseconds)))
-        return tuple(rows)
+        sizes = sorted(measured)
+        bases = [max(ms - self._work_ms * done, _LEAST_SHARE * ms) for ms, done in (measured[size] for size in sizes)]
+        return tuple(zip(sizes, ascending(bases), strict=True))
+
+
+def ascending(times: Iterable[float]) -> list[float]:
+    """The nearest times that do not fall: neighbours that do were measured at different clocks, and get their mean."""
+    blocks: list[tuple[float, int]] = []
+    for time in times:
+        total, number = time, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / number:
+            before, count = blocks.pop()
+            total, number = total + before, number + count
+        blocks.append((total, number))
+    return [total / number for total, number in blocks for _ in range(number)]

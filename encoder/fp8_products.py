@@ -16,9 +16,9 @@ from encoder.kernels.scaled import scaled_rows
 from encoder.products import Affine, After, Part, Rows, ScaledRows, TorchProducts
 from encoder.rotation import Rotation
 
-# Fewer rows do not fill the chip, and the weights' bytes bound neither: 196 rows were no faster than in bfloat16 on an
-# H200, where 3136 and more were. Rows from attention pay for a pass that reads and writes them.
-FEWEST_ROWS, FEWEST_ROWS_OF_ATTENTION = 1024, 4096
+# From so many rows on 8 bits were faster on an H200 (benchmarks/LOG.md): by 5 to 35 %, and slower below. Rows from
+# attention pay for a pass that reads and writes them.
+FEWEST_ROWS, FEWEST_ROWS_OF_ATTENTION = 1024, 8192
 # Fast accumulation keeps fewer bits of a sum than float32 has, but many more than the factors' 4, whose rounding is
 # what limits the product; exact sums would move every partial sum out of the tensor cores.
 _FAST_ACCUMULATION = True

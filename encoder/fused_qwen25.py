@@ -83,19 +83,17 @@ class FusedQwen25Forward:
         tokens = F.linear(patches, self._embed.weight).view(rows // config.merge_unit, -1)
         x = tokens.index_select(0, metadata.window_order).view(rows, -1)
         angles = self._attend.angles(metadata.rope_positions, x.dtype)
-        cuts: dict[tuple[bool, bool], CutRows] = {}
+        cuts: dict[bool, CutRows] = {}
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
         sums: Tensor | None = None
         for index, layer in enumerate(self._layers):
             whole = index in config.fullatt_block_indexes
-            qkv = self._attend.of_rows(layer.qkv, rows)
-            kind = whole, qkv.turned
-            if kind not in cuts:
+            if whole not in cuts:
                 segments = metadata.frames if whole else metadata.windows
-                cuts[kind] = self._attend.cut(segments, qkv, rows, x.dtype)
-            normed = layer.norm1.before(qkv.affine, product, x, valid, sums)
-            sums = product.add_later(layer.proj, self._attend(qkv, normed, angles, cuts[kind]), x)
+                cuts[whole] = self._attend.cut(segments, layer.qkv, rows, x.dtype)
+            normed = layer.norm1.before(layer.qkv.affine, product, x, valid, sums)
+            sums = product.add_later(layer.proj, self._attend(layer.qkv, normed, angles, cuts[whole]), x)
             normed = layer.norm2.before(layer.gate_up, product, x, sums=sums)
             if self._activation is None:
                 sums = product.add_both_later(layer.gate_up, layer.down, normed, After.SWIGLU, x)

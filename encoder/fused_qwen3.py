@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from encoder.fused_attention import AttentionPlan, CutRows
+from encoder.fused_attention import AttentionPlan
 from encoder.fused_norm import FusedNorm
 from encoder.fused_rotary import RotaryAttention
 from encoder.kernels.positions import add_positions_
@@ -84,7 +84,7 @@ class FusedQwen3Forward:
         x = product(self._embed, patches)
         add_positions_(x, self._places, metadata.position_indices, metadata.position_weights)
         angles = self._attend.angles(metadata.rope_positions, x.dtype)
-        cuts: dict[bool, CutRows] = {}
+        frames = self._attend.cut(metadata.frames, self._layers[0].qkv, rows, x.dtype)
         # Rows of no segment leave the norm before attention as zeros, so that nothing in padding reaches real rows.
         valid = metadata.frames.cu_seqlens[-1:]
         merged = config.hidden_size * config.merge_unit
@@ -94,11 +94,8 @@ class FusedQwen3Forward:
         lent: list[Tensor] = []
         sums: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            qkv = self._attend.of_rows(layer.qkv, rows)
-            if qkv.turned not in cuts:
-                cuts[qkv.turned] = self._attend.cut(metadata.frames, qkv, rows, x.dtype)
-            normed = layer.norm1.before(qkv.affine, product, x, valid, sums)
-            sums = product.add_later(layer.proj, self._attend(qkv, normed, angles, cuts[qkv.turned]), x)
+            normed = layer.norm1.before(layer.qkv.affine, product, x, valid, sums)
+            sums = product.add_later(layer.proj, self._attend(layer.qkv, normed, angles, frames), x)
             normed = layer.norm2.before(layer.fc1, product, x, sums=sums)
             sums = product.add_both_later(layer.fc1, layer.fc2, normed, self._after, x)
             if index in self._levels:

@@ -24,8 +24,6 @@ class RotaryProduct:
 
     affine: Affine
     turned: bool
-    scaled: Affine | None = None
-    """Where there is one in 8 bits, which turns nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +51,11 @@ class RotaryAttention:
         """
         by_attention = longest is not None and self._plan.way(longest).turns
         turned = self._products.turns and not by_attention
-        loaded = self._products.load(qkv, Part.QKV, block)
-        scaled = None if loaded.scaled is None else loaded
-        self._forms |= {turned} if scaled is None else {turned, False}
-        return RotaryProduct(adjacent_pairs(qkv, self._heads) if turned else qkv, turned, scaled)
-
-    def of_rows(self, qkv: RotaryProduct, rows: int) -> RotaryProduct:
-        """The one that a batch of so many rows goes through."""
-        if qkv.scaled is None or not self._products.takes_scaled(qkv.scaled, rows):
-            return qkv
-        return RotaryProduct(qkv.scaled, turned=False)
+        self._forms.add(turned)
+        if turned:
+            # Not in 8 bits: a pass that turns q and k afterwards costs more than they save.
+            return RotaryProduct(adjacent_pairs(qkv, self._heads), turned)
+        return RotaryProduct(self._products.load(qkv, Part.QKV, block), turned)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """`positions`: int32 `[num_patches, 2]`; `dtype`: of the heads. Once a forward, after all `product` calls."""

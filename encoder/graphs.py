@@ -184,6 +184,9 @@ class EncoderGraphs:
             layouts = [self._layout(grids) for grids in batches]
             # Random values, since zeros take less power.
             patches = self._buffers.randomize()
+            if keys:
+                # Until it is busy the clock is another.
+                self._graphs[keys[0]].graph.replay()
             for key, begin, end in zip(keys, begins, ends, strict=False):
                 captured = self._graphs[key]
                 self._buffers.describe(self._layout(captured.grids))

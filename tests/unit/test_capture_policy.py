@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.encoder_config import EncoderConfig
 from encoder import capturing as capturing_module
 from encoder.capture_policy import MemoryModel, Prices, best_tight, best_whole, learnt_budgets
 from encoder.capturing import Capturing
-from encoder.costs import EAGER_MARGIN, Costs
+from encoder.costs import EAGER_MARGIN, Costs, ascending
 from encoder.graph_inputs import GraphKey
 from encoder.grid_tables import GridTables
 from encoder.run_counts import Tally
@@ -320,3 +322,13 @@ def test_attention_is_told_apart_from_the_rest() -> None:
     assert renewed is not None
     assert renewed.eager_ms == ((60, EAGER_MARGIN * 7.0),)
     assert [costs.replay_ms(budget) for budget in (32, 64, 96, 256)] == [1.5, 1.5, 2.25, 6.0]
+
+
+@given(st.lists(st.floats(0.1, 100), max_size=12))
+def test_times_that_fall_are_evened_out(times: list[float]) -> None:
+    found = ascending(times)
+    assert found == sorted(found)
+    assert sum(found) == pytest.approx(sum(times))
+    if times == sorted(times):
+        assert found == times
+    assert ascending([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
