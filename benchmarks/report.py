@@ -27,11 +27,11 @@ Record = Mapping[str, Any]
 
 def results(folder: Path = RESULTS) -> dict[str, list[Record]]:
     """By `benchmark`, in order of file names; tiny runs and runs without a GPU are no figures."""
-    found: dict[str, list[Record]] = {"encoder": [], "start": [], "latency": [], "fit_budgets": []}
+    found: dict[str, list[Record]] = {"encoder": [], "start": [], "latency": [], "decode": [], "fit_budgets": []}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         kind = result.get("benchmark")
-        if kind in ("encoder", "start") and (result["tiny"] or result["gpu"] is None):
+        if kind in ("encoder", "start", "decode") and (result["tiny"] or result["gpu"] is None):
             continue
         if kind == "latency" and result.get("tiny"):
             continue
@@ -50,6 +50,7 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
         parts.append(f"![How many times as fast as the first row each rung is, by shape](docs/{PLOT.name})")
     parts += [start_text(result) for result in found["start"]]
     parts += [latency_text(result) for result in found["latency"]]
+    parts += [decode_text(result) for result in found["decode"]]
     parts += [budgets_text(result) for result in found["fit_budgets"]]
     return "\n\n".join(parts) or NOTHING
 
@@ -111,6 +112,23 @@ def start_text(result: Record) -> str:
         name = f"{row['label']}, `capture: {row['capture']}`, {row['state']} state folder"
         cells = [f"{took[part]:.1f}" for part in parts]
         lines.append(_row([name, *cells, str(row["graphs"]), f"{row['graph_bytes'] / GIB:.2f}"]))
+    return "\n".join(lines)
+
+
+def decode_text(result: Record) -> str:
+    """Images a second from files."""
+    lines = [
+        f"Images a second from JPEG files of {result['side']}², one {result['gpu']['name']}, "
+        f"{result['workers']} decoder processes on {result['cores']} cores, commit {result['commit']}, "
+        f"{result['date'][:10]}:",
+        "",
+    ]
+    for arch, row in result["archs"].items():
+        lines.append(
+            f"- {arch}: {row['files_images_per_s']:.1f} from files to embeddings, {row['files_over_tower']:.1%} of "
+            f"the {row['tower_images_per_s']:.1f} of the tower alone; the decoders alone "
+            f"{row['decoders_images_per_s']:.0f}."
+        )
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ class EncoderConfig:
 
     dtype: Dtype = "auto"
     """ "auto" is the checkpoint's own dtype."""
-    fusion: Literal["auto"] | bool = False
+    fusion: Literal["auto"] | bool = "auto"
     """Fused kernels. "auto": where the device is a GPU, Triton is there and the result equals the plain tower's, unless
     `compile_mm_encoder` is set; true fails where they cannot be had."""
     fp8: bool = False
@@ -47,7 +47,7 @@ class EncoderConfig:
     """Run the tower's blocks through torch.compile. Of no effect beside fused kernels."""
     attention_backend: AttentionName = "auto"
     """ "auto" measures what is installed, for each class of lengths; one that is named and missing is an error."""
-    cudagraph_mm_encoder: Literal["auto"] | bool = False
+    cudagraph_mm_encoder: Literal["auto"] | bool = "auto"
     """Replay CUDA graphs. "auto": where the device is a GPU and attention reads its borders there; true fails where
     they cannot be had."""
     capture: Capture = "eager"

@@ -6,6 +6,7 @@ Device time alone counts, so calls are timed inside a captured graph. It must no
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,7 +24,7 @@ _CLASSES = {64: 64, 256: 196, 1024: 784, 4096: 3136}
 # Enough to fill a large device, not enough to take long.
 _ROWS = 8192
 _CALLS, _REPLAYS = 2, 3
-# A way that is not clearly better must not be preferred by chance: the first named wins.
+# A way that is not clearly better must not be preferred by chance.
 _MARGIN = 0.97
 
 _WAYS = (
@@ -46,22 +47,37 @@ def measure_backends(heads: int, head_dim: int, dtype: torch.dtype, device: torc
         raise BackendUnavailableError(f"no attention backend for {dtype}, head dimension {head_dim}, on {device}")
     # float32 is there for parity and has one way: measuring it at one length says which.
     classes = dict(_CLASSES) if dtype != torch.float32 else {64: 64}
-    best: list[Way] = []
-    for bound, length in classes.items():
-        fit = [way for way in ways if not way.turns or length <= LONGEST]
-        costs = {way: _microseconds(way, length, heads, head_dim, dtype, device) for way in fit}
-        chosen = fit[0]
-        for way in fit[1:]:
-            if costs[way] < _MARGIN * costs[chosen]:
-                chosen = way
-        best.append(chosen)
+    costs = {
+        bound: {
+            way: _microseconds(way, length, heads, head_dim, dtype, device)
+            for way in ways
+            if not way.turns or length <= LONGEST
+        }
+        for bound, length in classes.items()
+    }
+    best = chosen_ways(list(costs.values()))
+    for (bound, measured), chosen in zip(costs.items(), best, strict=True):
         logger.info(
             "attention over segments of up to %d patches: %s (%s)",
             bound,
             chosen,
-            ", ".join(f"{way} {cost:.0f} µs" for way, cost in costs.items()),
+            ", ".join(f"{way} {cost:.0f} µs" for way, cost in measured.items()),
         )
     return AttentionPlan(tuple(classes), tuple(best))
+
+
+def chosen_ways(costs: Sequence[Mapping[Way, float]]) -> list[Way]:
+    """The way of each class of lengths, ascending, by what each way costs there.
+
+    A draw goes to the way of the class before: each change of ways asks for graphs of its own.
+    """
+    best: list[Way] = []
+    for measured in costs:
+        fastest = min(measured, key=measured.__getitem__)
+        before = best[-1] if best else next(iter(measured))
+        draws = before in measured and _MARGIN * measured[before] <= measured[fastest]
+        best.append(before if draws else fastest)
+    return best
 
 
 def check_plan(plan: AttentionPlan, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:

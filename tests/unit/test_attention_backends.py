@@ -79,3 +79,21 @@ def test_a_plan_chooses_by_the_bound_on_the_length() -> None:
             AttentionPlan(lengths, ways)
     with pytest.raises(ValueError, match="'fa4' does not turn"):
         Way(AttentionBackend.FA4, turns=True)
+
+
+def test_a_draw_goes_to_the_way_of_the_class_before() -> None:
+    pytest.importorskip("triton", reason="plans are for fused towers, which are made of Triton's kernels")
+    from encoder.attention_plan import chosen_ways
+    from encoder.fused_attention import Way
+
+    ours, fa3, fa4 = (
+        Way(AttentionBackend.TRITON),
+        Way(AttentionBackend.FA3),
+        Way(AttentionBackend.FA4),
+    )
+    costs = [{ours: 92.0, fa3: 111.0, fa4: 133.0}, {ours: 170.0, fa3: 158.0, fa4: 147.0}]
+    assert chosen_ways([*costs, {ours: 367.0, fa3: 259.0, fa4: 262.0}]) == [ours, fa4, fa4]
+    assert chosen_ways([*costs, {ours: 367.0, fa3: 220.0, fa4: 262.0}]) == [ours, fa4, fa3]
+    turns = Way(AttentionBackend.TRITON, turns=True)
+    # A way that is not there for longer segments cannot be kept.
+    assert chosen_ways([{turns: 40.0, ours: 80.0}, {ours: 92.0, fa3: 91.0}]) == [turns, fa3]
