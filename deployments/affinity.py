@@ -10,6 +10,7 @@ with Bounded Loads" (Mirrokni, Thorup, Zadimoghaddam).
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Call:
     weight: int = 1
     """What it adds to its replica's load until it ends."""
     attempt: int = 0
-    """Over 0: tried before, and the replica it went to is the last to try."""
+    """Over 0: tried before, and the replica it went to is the last to try, unless it says that it holds the key."""
 
     def label(self) -> str:
         return f"{self.key or ''}:{self.weight}:{self.attempt}"
@@ -64,7 +65,7 @@ class Affinity:
     it. Raises ValueError for a `load_bound` under 1, with which there could be no replica left.
     """
 
-    def __init__(self, *, load_bound: float = 1.25, remembered_keys: int = REMEMBERED_KEYS) -> None:
+    def __init__(self, *, load_bound: float = 1.25) -> None:
         if not load_bound >= 1:
             raise ValueError(f"load_bound is {load_bound}; it must be at least 1")
         self._load_bound = load_bound
@@ -75,7 +76,7 @@ class Affinity:
         self._total = 0
         self._held: dict[str, frozenset[int]] = {}
         self._holders: dict[int, set[str]] = {}
-        self._sent: LRUCache[str, str] = LRUCache(remembered_keys)  # where a key went last: news before it is published
+        self._sent: LRUCache[str, str] = LRUCache(REMEMBERED_KEYS)  # where a key went last: news before it is published
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """The replicas that there are now. Those that stay keep their loads."""
@@ -106,18 +107,29 @@ class Affinity:
         """The replicas that may take the call, the best first; empty only where there is no replica."""
         if len(self._names) < 2:
             return list(self._names)
-        fitting = np.flatnonzero(self._loads <= self._most(call.weight))
+        ranked = self._ranked(call)
+        return [self._names[at] for at in ranked[self._loads[ranked] <= self._most(call.weight)]]
+
+    def _ranked(self, call: Call) -> npt.NDArray[np.int64]:
+        """All replicas, the best first, whatever they have under way."""
         if call.key is None:
-            chance = np.random.default_rng().random(len(fitting))
-            return [self._names[fitting[at]] for at in np.lexsort((chance, self._loads[fitting]))]
-        ranks = np.lexsort(
-            (~_mixed(self._points[fitting] ^ np.uint64(int(call.key[:16], 16))), self._tier(call)[fitting])
-        )
-        return [self._names[number] for number in fitting[ranks]]
+            chance = [random.random() for _ in self._names]
+            return np.asarray(np.lexsort((np.array(chance), self._loads)))
+        scores = _mixed(self._points ^ np.uint64(int(call.key[:16], 16)))
+        return np.asarray(np.lexsort((~scores, self._tier(call))))
 
     def may_take(self, name: str, weight: int) -> bool:
         """Whether `order` would name the replica for a call of this weight now."""
         return name in self._index and (len(self._names) < 2 or self.load(name) <= self._most(weight))
+
+    def passes_by(self, name: str, call: Call) -> bool:
+        """Whether the bound keeps the call from a replica that would be better than this one."""
+        if len(self._names) < 2 or int(self._loads.max()) <= self._most(call.weight):
+            return False
+        for at in self._ranked(call):
+            if self._names[at] == name or self._loads[at] > self._most(call.weight):
+                return self._names[int(at)] != name
+        return False
 
     def begin(self, name: str, call: Call) -> None:
         """The call has been sent there. Let `end` follow for each."""
@@ -150,10 +162,10 @@ class Affinity:
         last = self._index.get(self._sent.get(call.key, ""))
         if last is not None:
             tiers[last] = 1
-        for name in self._holders.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
-            tiers[self._index[name]] = 0
         if call.attempt and last is not None:
             tiers[last] = 3
+        for name in self._holders.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
+            tiers[self._index[name]] = 0
         return tiers
 
 
