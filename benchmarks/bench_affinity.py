@@ -12,6 +12,7 @@ import argparse
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from benchmarks.affinity_replay import (
 from benchmarks.record import provenance, write
 from benchmarks.simulate import tokens_per_s
 from benchmarks.traces import RULES
-from deployments.affinity import Affinity, Call
+from deployments.affinity import Affinity, Begun, Call, Work
 
 UNBOUNDED = 1e9
 NEVER_S = 1e9
@@ -53,16 +54,17 @@ class TwoChoices:
     def order(self, call: Call) -> list[str]:
         return sorted(self._random.sample(list(self._calls), min(2, len(self._calls))), key=self._calls.__getitem__)
 
-    def begin(self, name: str, call: Call) -> None:
+    def begin(self, name: str, call: Call) -> Begun:
         self._calls[name] += 1
+        return Begun(name, call.weight, Work.DO)
 
-    def end(self, name: str, weight: int) -> None:
-        self._calls[name] -= 1
+    def end(self, begun: Begun) -> None:
+        self._calls[begun.name] -= 1
 
 
-def affinity(scene: Scene, load_bound: float) -> Callable[[int], Router]:
+def affinity(scene: Scene, load_bound: float, *, giving_apart: bool = True) -> Callable[[int], Router]:
     def make(_: int) -> Router:
-        made = Affinity(load_bound=load_bound)
+        made = Affinity(load_bound=load_bound, giving_apart=giving_apart)
         made.set_replicas(scene.names)
         return made
 
@@ -75,6 +77,7 @@ def ways(scene: Scene, load_bound: float) -> dict[str, tuple[Scene, Callable[[in
     return {
         "affinity": (scene, affinity(scene, load_bound)),
         "affinity, nothing published": (silent, affinity(scene, load_bound)),
+        "one bound for all work": (scene, affinity(scene, load_bound, giving_apart=False)),
         "affinity without a bound": (scene, affinity(scene, UNBOUNDED)),
         "power of two choices": (scene, lambda seed: TwoChoices(scene.names, seed)),
     }
@@ -97,20 +100,21 @@ def compare(scene: Scene, load_bound: float) -> dict[str, Any]:
 
 
 def decision_us(replicas: int, load_bound: float) -> float:
-    """A choice and its accounting, with 64 calls under way."""
-    made = Affinity(load_bound=load_bound)
+    """Of processor time: a choice and its accounting, with 64 calls under way."""
+    made = Affinity(load_bound=load_bound, giving_apart=True)
     made.set_replicas([f"replica {number}" for number in range(replicas)])
     keys = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}" * 4 for number in range(DECISIONS)]
-    under_way: list[tuple[str, int]] = []
-    began = time.perf_counter()
+    under_way: deque[Begun] = deque()
+    began = time.thread_time()
     for key in keys:
         call = Call.from_label(Call(key, 100).label())
         name = made.order(call)[0]
-        made.begin(name, call)
-        under_way.append((name, call.weight))
+        begun = made.begin(name, call)
+        assert begun is not None
+        under_way.append(begun)
         if len(under_way) > 64:
-            made.end(*under_way.pop(0))
-    return (time.perf_counter() - began) / DECISIONS * 1e6
+            made.end(under_way.popleft())
+    return (time.thread_time() - began) / DECISIONS * 1e6
 
 
 def show(scene: Scene, busy: float, found: dict[str, Any]) -> None:

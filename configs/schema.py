@@ -88,8 +88,8 @@ class EncoderReplicaConfig(Options):
     """An image goes to the replica that holds its embedding, else always to the same one. Off: to the one with fewer
     calls of two by chance, as Serve does."""
     load_bound: LoadBound = 1.25
-    """What a replica has under way, in visual tokens, may be so many times the mean; an image that would go to one with
-    more goes to another. Counted by each ingress replica over what it has sent."""
+    """What a replica has to encode, in visual tokens, may be so many times the mean, and so may what it has to give of
+    its cache; an image that would go to one with more goes to another. Each ingress replica counts what it has sent."""
 
 
 class LLMConfig(Options):

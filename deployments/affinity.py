@@ -10,9 +10,11 @@ with Bounded Loads" (Mirrokni, Thorup, Zadimoghaddam).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,27 @@ PREFIX_BYTES = 4
 MAX_PUBLISHED = 1024
 """Digests that a replica publishes, those stored last: Serve sends all replicas' to every router, again and again."""
 REMEMBERED_KEYS = 8192
+Flags = npt.NDArray[np.bool_]
+
+SAYS_SO, SENT_LAST, OTHER, AVOIDED = range(4)
+"""What a replica is to a call's key, the best first."""
+
+
+class Work(IntEnum):
+    """What a call is to its replica."""
+
+    DO = 0
+    GIVE = 1
+    """The replica has what is asked for, or is about to."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A call that is under way."""
+
+    name: str
+    weight: int
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -61,31 +84,34 @@ class Affinity:
     """One router's view: the replicas there are, what they hold, and what this router has under way at each.
 
     A replica takes a call only if what it has under way is at most `load_bound` times the mean over all replicas, the
-    call itself counted in the mean. Each router keeps the bound over what it has sent itself, and so their sum keeps
-    it. Raises ValueError for a `load_bound` under 1, with which there could be no replica left.
+    call itself counted in the mean. With `giving_apart`, work is of two kinds, each bounded by itself: a replica that
+    holds what a call asks for only gives it, and takes the call unless it has too much to give, whatever else it has to
+    do. Each router keeps the bound over what it has sent itself, and so their sum keeps it.
+
+    Raises ValueError for a `load_bound` under 1, with which there could be no replica left.
     """
 
-    def __init__(self, *, load_bound: float = 1.25) -> None:
+    def __init__(self, *, load_bound: float = 1.25, giving_apart: bool = False) -> None:
         if not load_bound >= 1:
             raise ValueError(f"load_bound is {load_bound}; it must be at least 1")
         self._load_bound = load_bound
+        self._giving_apart = giving_apart
         self._names: list[str] = []
         self._index: dict[str, int] = {}
         self._points = np.zeros(0, np.uint64)
-        self._loads = np.zeros(0, np.int64)
-        self._total = 0
+        self._loads = np.zeros((len(Work), 0), np.int64)
         self._held: dict[str, frozenset[int]] = {}
         self._holders: dict[int, set[str]] = {}
         self._sent: LRUCache[str, str] = LRUCache(REMEMBERED_KEYS)  # where a key went last: news before it is published
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """The replicas that there are now. Those that stay keep their loads."""
-        loads = dict(zip(self._names, self._loads.tolist(), strict=True))
+        loads = {name: self._loads[:, at].tolist() for name, at in self._index.items()}
         self._names = sorted(set(names))
         self._index = {name: number for number, name in enumerate(self._names)}
         self._points = np.array([_point_of(name) for name in self._names], np.uint64)
-        self._loads = np.array([loads.get(name, 0) for name in self._names], np.int64)
-        self._total = int(self._loads.sum())
+        kept = [loads.get(name, [0] * len(Work)) for name in self._names]
+        self._loads = np.array(kept, np.int64).reshape(-1, len(Work)).T.copy()
         for gone in self._held.keys() - self._index.keys():
             self.publish(gone, b"")
             del self._held[gone]
@@ -107,66 +133,69 @@ class Affinity:
         """The replicas that may take the call, the best first; empty only where there is no replica."""
         if len(self._names) < 2:
             return list(self._names)
-        ranked = self._ranked(call)
-        return [self._names[at] for at in ranked[self._loads[ranked] <= self._most(call.weight)]]
-
-    def _ranked(self, call: Call) -> npt.NDArray[np.int64]:
-        """All replicas, the best first, whatever they have under way."""
-        if call.key is None:
-            chance = [random.random() for _ in self._names]
-            return np.asarray(np.lexsort((np.array(chance), self._loads)))
-        scores = _mixed(self._points ^ np.uint64(int(call.key[:16], 16)))
-        return np.asarray(np.lexsort((~scores, self._tier(call))))
-
-    def may_take(self, name: str, weight: int) -> bool:
-        """Whether `order` would name the replica for a call of this weight now."""
-        return name in self._index and (len(self._names) < 2 or self.load(name) <= self._most(weight))
+        tiers = self._tiers(call)
+        gives, does = self._room(call, tiers)
+        ranked = self._ranked(call, tiers)
+        return [self._names[at] for at in ranked[(gives | does)[ranked]]]
 
     def passes_by(self, name: str, call: Call) -> bool:
         """Whether the bound keeps the call from a replica that would be better than this one."""
-        if len(self._names) < 2 or int(self._loads.max()) <= self._most(call.weight):
+        tiers = self._tiers(call)
+        gives, does = self._room(call, tiers)
+        takes = gives | does
+        if takes.all():
             return False
-        for at in self._ranked(call):
-            if self._names[at] == name or self._loads[at] > self._most(call.weight):
-                return self._names[int(at)] != name
-        return False
+        better = itertools.takewhile(lambda at: self._names[at] != name, self._ranked(call, tiers).tolist())
+        return any(not takes[at] for at in better)
 
-    def begin(self, name: str, call: Call) -> None:
-        """The call has been sent there. Let `end` follow for each."""
-        self._add(name, call.weight)
+    def begin(self, name: str, call: Call) -> Begun | None:
+        """The call goes there, until `end`; None where the replica may not take it, as `order` says."""
+        at = self._index.get(name)
+        if at is None:
+            return None
+        gives, does = self._room(call, self._tiers(call))
+        if len(self._names) > 1 and not (gives[at] or does[at]):
+            return None
+        begun = Begun(name, call.weight, Work.GIVE if gives[at] else Work.DO)
+        self._loads[begun.work, at] += call.weight
         if call.key is not None:
             self._sent[call.key] = name
+        return begun
 
-    def end(self, name: str, weight: int) -> None:
-        """A call of this weight is over, however it went; of no effect for a replica that is gone."""
-        self._add(name, -weight)
+    def end(self, begun: Begun) -> None:
+        """The call is over, however it went; of no effect for a replica that is gone."""
+        at = self._index.get(begun.name)
+        if at is not None:
+            self._loads[begun.work, at] -= begun.weight
 
-    def load(self, name: str) -> int:
+    def load(self, name: str, work: Work = Work.DO) -> int:
         """The weights under way there, of this router's."""
-        return int(self._loads[self._index[name]])
+        return int(self._loads[work, self._index[name]])
 
-    def _add(self, name: str, weight: int) -> None:
-        number = self._index.get(name)
-        if number is not None:
-            self._loads[number] += weight
-            self._total += weight
+    def _room(self, call: Call, tiers: npt.NDArray[np.int64]) -> tuple[Flags, Flags]:
+        """For each replica, whether it can give what the call asks for, and whether it can do the work."""
+        fits = self._loads * len(self._names) <= self._load_bound * (self._loads.sum(1, keepdims=True) + call.weight)
+        gives = fits[Work.GIVE] & (tiers <= SENT_LAST) if self._giving_apart else np.zeros(len(self._names), bool)
+        return gives, fits[Work.DO]
 
-    def _most(self, weight: int) -> float:
-        """What a replica that takes a call of this weight may have under way."""
-        return self._load_bound * (self._total + weight) / len(self._names)
-
-    def _tier(self, call: Call) -> npt.NDArray[np.int64]:
-        """0 for replicas that say they hold the key, 1 for where it was sent last, 2 for others, 3 for one to avoid."""
-        assert call.key is not None
-        tiers = np.full(len(self._names), 2)
+    def _tiers(self, call: Call) -> npt.NDArray[np.int64]:
+        tiers = np.full(len(self._names), OTHER)
+        if call.key is None:
+            return tiers
         last = self._index.get(self._sent.get(call.key, ""))
         if last is not None:
-            tiers[last] = 1
-        if call.attempt and last is not None:
-            tiers[last] = 3
+            tiers[last] = AVOIDED if call.attempt else SENT_LAST
         for name in self._holders.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
-            tiers[self._index[name]] = 0
+            tiers[self._index[name]] = SAYS_SO
         return tiers
+
+    def _ranked(self, call: Call, tiers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """All replicas, the best first, whatever they have under way."""
+        if call.key is None:
+            chance = np.array([random.random() for _ in self._names])
+            return np.asarray(np.lexsort((chance, self._loads.sum(0))))
+        scores = _mixed(self._points ^ np.uint64(int(call.key[:16], 16)))
+        return np.asarray(np.lexsort((~scores, tiers)))
 
 
 def _point_of(name: str) -> int:

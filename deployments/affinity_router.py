@@ -17,7 +17,7 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.affinity import Affinity, Call
+from deployments.affinity import Affinity, Begun, Call
 from deployments.metrics import Count, Counts
 
 HELD = "held_digests"
@@ -27,14 +27,14 @@ HELD = "held_digests"
 class AffinityRouter(RequestRouter):
     """One a handle and process. Serve calls everything here on the router's event loop."""
 
-    def initialize_state(self, **kwargs: float) -> None:
-        """`load_bound`: that of `Affinity`."""
-        self._affinity = Affinity(**kwargs)
+    def initialize_state(self, *, load_bound: float = 1.25, giving_apart: bool = False, **_: object) -> None:
+        """The arguments are those of `Affinity`."""
+        self._affinity = Affinity(load_bound=load_bound, giving_apart=giving_apart)
         self._names: dict[str, RunningReplica] = {}
         self._reported: dict[str, bytes] = {}
-        # Weights by replica and request. Several calls of one request share its id: they may end in another order than
-        # is told here, which is no matter once all have ended.
-        self._under_way: defaultdict[tuple[ReplicaID, str], list[int]] = defaultdict(list)
+        # By replica and request. Several calls of one request share its id: they may end in another order than is told
+        # here, which is no matter once all have ended.
+        self._under_way: defaultdict[tuple[ReplicaID, str], list[Begun]] = defaultdict(list)
         self._counts = Counts()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -89,12 +89,13 @@ class AffinityRouter(RequestRouter):
             return
         call = Call.from_label(pending.metadata.session_id)
         name = replica.replica_id.unique_id
-        if not self._affinity.may_take(name, call.weight):
+        spilled = self._affinity.passes_by(name, call)
+        begun = self._affinity.begin(name, call)
+        if begun is None:
             return
-        if self._affinity.passes_by(name, call):
+        if spilled:
             self._counts.add(Count.CALLS_SPILLED, reason=self._deployment_id.name)
-        self._affinity.begin(name, call)
-        self._under_way[replica.replica_id, pending.metadata.internal_request_id].append(call.weight)
+        self._under_way[replica.replica_id, pending.metadata.internal_request_id].append(begun)
         super()._fulfill_next_pending_request(replica, request_metadata)
 
     async def _choose_replica_for_request(
@@ -110,11 +111,11 @@ class AffinityRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Serve calls it once for every call that got a replica, however it went."""
-        weights = self._under_way.get((replica_id, internal_request_id))
-        if not weights:
+        under_way = self._under_way.get((replica_id, internal_request_id))
+        if not under_way:
             return
-        self._affinity.end(replica_id.unique_id, weights.pop(0))
-        if not weights:
+        self._affinity.end(under_way.pop(0))
+        if not under_way:
             del self._under_way[replica_id, internal_request_id]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:

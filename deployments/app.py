@@ -80,7 +80,12 @@ def routing(replica: EncoderReplicaConfig | LLMConfig) -> RequestRouterConfig:
     if not replica.affinity:
         return RequestRouterConfig()
     return RequestRouterConfig(
-        request_router_class=AffinityRouter, request_router_kwargs={"load_bound": replica.load_bound}
+        request_router_class=AffinityRouter,
+        request_router_kwargs={
+            "load_bound": replica.load_bound,
+            # An encoder gives what it has cached beside its work; to a language model every answer is work.
+            "giving_apart": isinstance(replica, EncoderReplicaConfig),
+        },
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.affinity import MAX_PUBLISHED, PREFIX_BYTES, Affinity, Call, published
+from deployments.affinity import MAX_PUBLISHED, PREFIX_BYTES, Affinity, Begun, Call, Work, published
 
 NAMES = st.sets(st.text(st.characters(codec="ascii"), min_size=1, max_size=8), min_size=1, max_size=12)
 KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(400)]
@@ -20,6 +20,12 @@ def affinity_of(*names: str, load_bound: float = 1.25) -> Affinity:
     made = Affinity(load_bound=load_bound)
     made.set_replicas(names)
     return made
+
+
+def begun(affinity: Affinity, name: str, call: Call) -> Begun:
+    found = affinity.begin(name, call)
+    assert found is not None
+    return found
 
 
 def homes(affinity: Affinity) -> dict[str, str]:
@@ -56,38 +62,60 @@ def test_keys_are_spread_evenly() -> None:
 class Followed:
     """An Affinity with loads kept a second time, in exact numbers."""
 
-    def __init__(self, load_bound: Fraction, names: set[str]) -> None:
+    def __init__(self, load_bound: Fraction, names: set[str], giving_apart: bool) -> None:
         self.bound = load_bound
-        self.affinity = affinity_of(*names, load_bound=float(load_bound))
-        self.loads = dict.fromkeys(names, 0)
-        self.calls: list[tuple[str, int]] = []
+        self.affinity = Affinity(load_bound=float(load_bound), giving_apart=giving_apart)
+        self.affinity.set_replicas(names)
+        self.loads: dict[Work, dict[str, int]] = {work: dict.fromkeys(names, 0) for work in Work}
+        self.calls: list[Begun] = []
+        self.sent: dict[str, str] = {}
+        self.held: dict[str, set[str]] = {}
+        self.giving_apart = giving_apart
+
+    def takes(self, name: str, call: Call, work: Work) -> bool:
+        loads = self.loads[work]
+        if work is Work.GIVE:
+            sent_there = self.sent.get(call.key or "") == name and not call.attempt
+            if not (self.giving_apart and (sent_there or call.key in self.held.get(name, ()))):
+                return False
+        return len(loads) == 1 or loads[name] * len(loads) <= self.bound * (sum(loads.values()) + call.weight)
 
     def send(self, call: Call) -> None:
         found = self.affinity.order(call)
-        most = self.bound * (sum(self.loads.values()) + call.weight) / len(self.loads)
+        names = self.loads[Work.DO]
         assert found
-        if len(self.loads) > 1:
-            assert set(found) == {name for name, load in self.loads.items() if load <= most}
-        assert all(self.affinity.may_take(name, call.weight) == (name in found) for name in self.loads)
-        self.affinity.begin(found[0], call)
-        self.loads[found[0]] += call.weight
-        self.calls.append((found[0], call.weight))
+        assert set(found) == {name for name in names if any(self.takes(name, call, work) for work in Work)}
+        for name in names.keys() - set(found):
+            assert self.affinity.begin(name, call) is None
+        work = Work.GIVE if self.takes(found[0], call, Work.GIVE) else Work.DO
+        begun = self.affinity.begin(found[0], call)
+        assert begun == Begun(found[0], call.weight, work)
+        self.loads[work][found[0]] += call.weight
+        self.calls.append(begun)
+        if call.key is not None:
+            self.sent[call.key] = found[0]
 
     def finish(self, number: int) -> None:
-        name, weight = self.calls.pop(number % len(self.calls))
-        self.affinity.end(name, weight)
-        if name in self.loads:
-            self.loads[name] -= weight
+        begun = self.calls.pop(number % len(self.calls))
+        self.affinity.end(begun)
+        if begun.name in self.loads[begun.work]:
+            self.loads[begun.work][begun.name] -= begun.weight
 
     def exchange(self, gone: str, new: str) -> None:
-        del self.loads[gone]
-        self.loads[new] = 0
-        self.affinity.set_replicas(self.loads)
+        for loads in self.loads.values():
+            del loads[gone]
+            loads[new] = 0
+        self.affinity.set_replicas(self.loads[Work.DO])
+
+    def publish(self, name: str, keys: list[str]) -> None:
+        self.held[name] = set(keys)
+        self.affinity.publish(name, published(keys))
 
 
 @given(
     NAMES,
     st.sampled_from([Fraction(1), Fraction(5, 4), Fraction(2)]),
+    st.booleans(),
     st.lists(
         st.one_of(
             st.builds(Call, st.sampled_from([*KEYS[:5], None]), st.integers(1, 5000), st.integers(0, 2)),
@@ -98,19 +126,37 @@ class Followed:
         max_size=60,
     ),
 )
-def test_the_bound_is_never_passed(names: set[str], bound: Fraction, steps: list[Call | int | str]) -> None:
+def test_the_bound_is_never_passed(
+    names: set[str], bound: Fraction, giving_apart: bool, steps: list[Call | int | str]
+) -> None:
     """Whatever is held where, and while replicas come and go: who is asked has at most the bound times the mean."""
-    followed = Followed(bound, names)
+    followed = Followed(bound, names, giving_apart)
     for number, step in enumerate(steps):
         if isinstance(step, Call):
             followed.send(step)
         elif isinstance(step, int) and followed.calls:
             followed.finish(step)
         elif step == "exchange":
-            followed.exchange(min(followed.loads), f"new replica {number}")
+            followed.exchange(min(followed.loads[Work.DO]), f"new replica {number}")
         elif step == "publish":
-            followed.affinity.publish(max(followed.loads), published(KEYS[:3]))
-    assert {name: followed.affinity.load(name) for name in followed.loads} == followed.loads
+            followed.publish(max(followed.loads[Work.DO]), KEYS[number % 3 : number % 5])
+    for work, loads in followed.loads.items():
+        assert {name: followed.affinity.load(name, work) for name in loads} == loads
+
+
+def test_what_a_replica_holds_it_gives_beside_its_work() -> None:
+    """At the bound of what a replica has to do it still gives; at that of what it has to give, others do the work."""
+    affinity = Affinity(giving_apart=True)
+    affinity.set_replicas("abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.begin(home, Call(KEYS[0], 1000))
+    joins = affinity.begin(home, Call(KEYS[0], 10))
+    assert joins == Begun(home, 10, Work.GIVE)
+    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it has 10 to give, others nothing"
+    affinity.end(joins)
+    assert affinity.order(Call(KEYS[0], 10))[0] == home
+    affinity.publish(second, published([KEYS[0]]))
+    assert affinity.order(Call(KEYS[0], 10))[:2] == [second, home]
 
 
 def test_a_call_goes_where_its_key_is_held() -> None:
@@ -127,13 +173,13 @@ def test_a_holder_over_the_bound_is_passed_by_and_the_next_holds_it_then() -> No
     affinity = affinity_of(*"abcd")
     home, second, *_ = affinity.order(Call(KEYS[0]))
     affinity.publish(home, published([KEYS[0]]))
-    affinity.begin(home, Call(KEYS[1], 100))
+    busy = begun(affinity, home, Call(KEYS[1], 100))
     assert affinity.order(Call(KEYS[0], 10))[0] == second
     assert affinity.passes_by(second, Call(KEYS[0], 10))
-    affinity.begin(second, Call(KEYS[0], 10))
+    spilled = begun(affinity, second, Call(KEYS[0], 10))
     affinity.publish(home, b"")
-    affinity.end(home, 100)
-    affinity.end(second, 10)
+    affinity.end(busy)
+    affinity.end(spilled)
     assert affinity.order(Call(KEYS[0], 10))[0] == second, "it was sent there last"
     affinity.publish(home, published([KEYS[0]]))
     assert affinity.order(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
@@ -143,9 +189,9 @@ def test_what_left_holds_nothing_any_more() -> None:
     affinity = affinity_of(*"abcd")
     home, *others = affinity.order(Call(KEYS[0]))
     affinity.publish(others[0], published([KEYS[0]]))
-    affinity.begin(others[0], Call(KEYS[0]))
+    call = begun(affinity, others[0], Call(KEYS[0]))
     affinity.set_replicas([home, *others[1:]])
-    affinity.end(others[0], 1)
+    affinity.end(call)
     assert affinity.order(Call(KEYS[0])) == [home, *others[1:]]
     affinity.set_replicas([home, *others])
     assert affinity.order(Call(KEYS[0]))[0] == others[0], "back again, and it went there last"
@@ -155,8 +201,7 @@ def test_what_left_holds_nothing_any_more() -> None:
 def test_another_try_goes_elsewhere() -> None:
     affinity = affinity_of(*"abc")
     first = affinity.order(Call(KEYS[0]))[0]
-    affinity.begin(first, Call(KEYS[0]))
-    affinity.end(first, 1)
+    affinity.end(begun(affinity, first, Call(KEYS[0])))
     assert affinity.order(Call(KEYS[0]))[0] == first
     assert affinity.order(Call(KEYS[0], attempt=1))[-1] == first
     affinity.publish(first, published([KEYS[0]]))
@@ -176,7 +221,8 @@ def test_without_a_key_the_least_loaded_goes_first() -> None:
 def test_nobody_is_nobody() -> None:
     assert Affinity().order(Call(KEYS[0])) == []
     assert Affinity().order(Call()) == []
-    assert not Affinity().may_take("a", 1)
+    assert Affinity().begin("a", Call()) is None
+    assert not Affinity().passes_by("a", Call())
 
 
 def test_what_is_published_is_bounded_and_the_newest() -> None:
