@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -74,7 +75,7 @@ class Call:
             return cls()
 
 
-def published(digests: Collection[str], limit: int = MAX_PUBLISHED) -> bytes:
+def published(digests: Iterable[str], limit: int = MAX_PUBLISHED) -> bytes:
     """What a replica tells of the digests it holds, oldest first: the prefixes of the last `limit` of them."""
     newest = list(digests)[-limit:] if limit else []
     return b"".join(bytes.fromhex(digest[: 2 * PREFIX_BYTES]) for digest in newest)
@@ -102,7 +103,9 @@ class Affinity:
         self._loads = np.zeros((len(Work), 0), np.int64)
         self._held: dict[str, frozenset[int]] = {}
         self._holders: dict[int, set[str]] = {}
-        self._sent: LRUCache[str, str] = LRUCache(REMEMBERED_KEYS)  # where a key went last: news before it is published
+        self._reports: defaultdict[str, int] = defaultdict(int)  # how often each has published
+        # Where a key went last and how often that replica had published: news before it is told.
+        self._sent: LRUCache[str, tuple[str, int]] = LRUCache(REMEMBERED_KEYS)
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """The replicas that there are now. Those that stay keep their loads."""
@@ -114,7 +117,7 @@ class Affinity:
         self._loads = np.array(kept, np.int64).reshape(-1, len(Work)).T.copy()
         for gone in self._held.keys() - self._index.keys():
             self.publish(gone, b"")
-            del self._held[gone]
+            del self._held[gone], self._reports[gone]
 
     def publish(self, name: str, held: bytes) -> None:
         """What the replica holds now, as `published` tells it. Raises ValueError for half a prefix."""
@@ -128,6 +131,7 @@ class Affinity:
         for prefix in now - before:
             self._holders.setdefault(prefix, set()).add(name)
         self._held[name] = now
+        self._reports[name] += 1
 
     def order(self, call: Call) -> list[str]:
         """The replicas that may take the call, the best first; empty only where there is no replica."""
@@ -159,7 +163,7 @@ class Affinity:
         begun = Begun(name, call.weight, Work.GIVE if gives[at] else Work.DO)
         self._loads[begun.work, at] += call.weight
         if call.key is not None:
-            self._sent[call.key] = name
+            self._sent[call.key] = (name, self._reports.get(name, 0))
         return begun
 
     def end(self, begun: Begun) -> None:
@@ -182,12 +186,19 @@ class Affinity:
         tiers = np.full(len(self._names), OTHER)
         if call.key is None:
             return tiers
-        last = self._index.get(self._sent.get(call.key, ""))
-        if last is not None:
-            tiers[last] = AVOIDED if call.attempt else SENT_LAST
+        last, reports = self._sent.get(call.key, ("", 0))
+        if last in self._index and (call.attempt or self._may_hold_still(last, reports)):
+            tiers[self._index[last]] = AVOIDED if call.attempt else SENT_LAST
         for name in self._holders.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
             tiers[self._index[name]] = SAYS_SO
         return tiers
+
+    def _may_hold_still(self, name: str, reports: int) -> bool:
+        """Whether what was sent there after so many reports may be there, though it is in none.
+
+        The next report may be from before it was there; one that is full may leave it out.
+        """
+        return self._reports.get(name, 0) - reports < 2 or len(self._held[name]) >= MAX_PUBLISHED
 
     def _ranked(self, call: Call, tiers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """All replicas, the best first, whatever they have under way."""

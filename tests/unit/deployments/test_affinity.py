@@ -68,14 +68,16 @@ class Followed:
         self.affinity.set_replicas(names)
         self.loads: dict[Work, dict[str, int]] = {work: dict.fromkeys(names, 0) for work in Work}
         self.calls: list[Begun] = []
-        self.sent: dict[str, str] = {}
+        self.sent: dict[str, tuple[str, int]] = {}
+        self.reports: dict[str, int] = {}
         self.held: dict[str, set[str]] = {}
         self.giving_apart = giving_apart
 
     def takes(self, name: str, call: Call, work: Work) -> bool:
         loads = self.loads[work]
         if work is Work.GIVE:
-            sent_there = self.sent.get(call.key or "") == name and not call.attempt
+            last, reports = self.sent.get(call.key or "", ("", 0))
+            sent_there = last == name and not call.attempt and self.reports.get(name, 0) < reports + 2
             if not (self.giving_apart and (sent_there or call.key in self.held.get(name, ()))):
                 return False
         return len(loads) == 1 or loads[name] * len(loads) <= self.bound * (sum(loads.values()) + call.weight)
@@ -93,7 +95,7 @@ class Followed:
         self.loads[work][found[0]] += call.weight
         self.calls.append(begun)
         if call.key is not None:
-            self.sent[call.key] = found[0]
+            self.sent[call.key] = (found[0], self.reports.get(found[0], 0))
 
     def finish(self, number: int) -> None:
         begun = self.calls.pop(number % len(self.calls))
@@ -109,6 +111,7 @@ class Followed:
 
     def publish(self, name: str, keys: list[str]) -> None:
         self.held[name] = set(keys)
+        self.reports[name] = self.reports.get(name, 0) + 1
         self.affinity.publish(name, published(keys))
 
 
@@ -183,6 +186,19 @@ def test_a_holder_over_the_bound_is_passed_by_and_the_next_holds_it_then() -> No
     assert affinity.order(Call(KEYS[0], 10))[0] == second, "it was sent there last"
     affinity.publish(home, published([KEYS[0]]))
     assert affinity.order(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
+
+
+def test_what_is_in_no_report_for_long_is_not_there() -> None:
+    """The first report after a call may be from before its end. A full one says nothing of what it leaves out."""
+    affinity = affinity_of(*"abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.end(begun(affinity, second, Call(KEYS[0])))
+    affinity.publish(second, published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0]))[0] == second
+    affinity.publish(second, published(f"{number:08x}" for number in range(MAX_PUBLISHED)))
+    assert affinity.order(Call(KEYS[0]))[0] == second
+    affinity.publish(second, published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0]))[0] == home
 
 
 def test_what_left_holds_nothing_any_more() -> None:
