@@ -6,6 +6,7 @@ It must not know how anything works, only what there is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import ray
 from pydantic import JsonValue
@@ -80,7 +81,7 @@ def routing(replica: EncoderReplicaConfig | LLMConfig) -> RequestRouterConfig:
     if not replica.affinity:
         return RequestRouterConfig()
     return RequestRouterConfig(
-        request_router_class=AffinityRouter,
+        request_router_class=cast(Any, AffinityRouter),
         request_router_kwargs={
             "load_bound": replica.load_bound,
             # An encoder gives what it has cached beside its work; to a language model every answer is work.

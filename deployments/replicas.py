@@ -100,8 +100,9 @@ class Replicas:
         `failed`: something of it has failed, and those who come are not to share it.
         """
         give_up = self._encodings.failed if failed else self._encodings.left
-        responses = [encoding.response for encoding in encodings if give_up(encoding)]
-        for response in (answer, *responses):
+        started: list[Answer | DeploymentResponse[EncodedImage | ImageRefused]] = [answer]
+        started += [encoding.response for encoding in encodings if give_up(encoding)]
+        for response in started:
             with contextlib.suppress(Exception):  # Serve raises here what made the call fail, which was told already
                 response.cancel()  # type: ignore[no-untyped-call]
 
