@@ -108,6 +108,10 @@ class ServedApp:
         """Of each encoder replica."""
         return list(self._encoder.broadcast(method, **arguments).results(timeout_s=START_S))
 
+    def ingresses(self, method: str) -> list[Any]:
+        """Of each ingress replica."""
+        return list(self._ingress.broadcast(method).results(timeout_s=START_S))
+
     def llm(self, method: str) -> Any:
         return getattr(self._llm, method).remote().result(timeout_s=START_S)
 
@@ -125,7 +129,7 @@ class ServedApp:
         return found
 
 
-def deploy(cluster: Cluster, checkpoint: Path, name: str, *, encoders: int = 1) -> ServedApp:
+def deploy(cluster: Cluster, checkpoint: Path, name: str, *, encoders: int = 1, ingresses: int = 1) -> ServedApp:
     """The application under `/name`, routed as `build_app` has it."""
     from ray import serve
 
@@ -150,7 +154,8 @@ def deploy(cluster: Cluster, checkpoint: Path, name: str, *, encoders: int = 1) 
     llm = serve.deployment(name="LLM", request_router_config=routing(config.llm), **light)(StandInLLM).bind(
         config, vision.width, vision.spatial_merge_size
     )
-    ingress = serve.deployment(name="Ingress", **light)(WatchedIngress).bind(config, encoder, llm)
+    door = serve.deployment(name="Ingress", num_replicas=ingresses, **light)(WatchedIngress)
+    ingress = door.bind(config, encoder, llm)
     serve.run(ingress, name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)
 
