@@ -115,6 +115,10 @@ class ServedApp:
     def llm(self, method: str) -> Any:
         return getattr(self._llm, method).remote().result(timeout_s=START_S)
 
+    def llms(self, method: str) -> list[Any]:
+        """Of each language model replica."""
+        return list(self._llm.broadcast(method).results(timeout_s=START_S))
+
     def ingress(self, method: str) -> Any:
         return getattr(self._ingress, method).remote().result(timeout_s=START_S)
 
@@ -129,8 +133,8 @@ class ServedApp:
         return found
 
 
-def deploy(cluster: Cluster, checkpoint: Path, name: str, *, encoders: int = 1, ingresses: int = 1) -> ServedApp:
-    """The application under `/name`, routed as `build_app` has it."""
+def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) -> ServedApp:
+    """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment."""
     from ray import serve
 
     from deployments.app import routing
@@ -147,14 +151,17 @@ def deploy(cluster: Cluster, checkpoint: Path, name: str, *, encoders: int = 1, 
     vision = VisionConfig.from_checkpoint(checkpoint)
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 256}
     # Three checks in a row that fail are what Serve waits for.
-    routed = {"request_router_config": routing(config.encoder_replica), "num_replicas": encoders}
-    encoder = serve.deployment(name="Encoder", health_check_period_s=0.5, **routed, **light)(ControlledEncoder).bind(
-        config
-    )
-    llm = serve.deployment(name="LLM", request_router_config=routing(config.llm), **light)(StandInLLM).bind(
-        config, vision.width, vision.spatial_merge_size
-    )
-    door = serve.deployment(name="Ingress", num_replicas=ingresses, **light)(WatchedIngress)
+    encoder = serve.deployment(
+        name="Encoder",
+        num_replicas=replicas,
+        health_check_period_s=0.5,
+        request_router_config=routing(config.encoder_replica),
+        **light,
+    )(ControlledEncoder).bind(config)
+    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **light)(
+        StandInLLM
+    ).bind(config, vision.width, vision.spatial_merge_size)
+    door = serve.deployment(name="Ingress", num_replicas=replicas, **light)(WatchedIngress)
     ingress = door.bind(config, encoder, llm)
     serve.run(ingress, name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)

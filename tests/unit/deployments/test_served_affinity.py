@@ -1,4 +1,4 @@
-"""Two encoders behind two ingresses on a real Ray Serve: an image goes where it is, and no client notices a death.
+"""Two replicas of everything on a real Ray Serve: calls go where their image or conversation is; deaths go unnoticed.
 
 The language model is a stand-in that answers with the norm of what it was given (`controlled.py`). The tests stand in
 an order: the last one kills a replica.
@@ -32,7 +32,7 @@ MANY = [png(64, 64, (number, 120, 7)) for number in range(0, 240, 15)]
 def pair(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp]:
     from ray import serve
 
-    yield deploy(cluster, checkpoints["qwen3_vl"], "pair", encoders=2, ingresses=2)
+    yield deploy(cluster, checkpoints["qwen3_vl"], "pair", replicas=2)
     serve.delete("pair")
 
 
@@ -142,6 +142,23 @@ def test_replicas_tell_what_they_hold(pair: ServedApp) -> None:
     (image,) = ask(pair, chat(MANY[0])).json()["images"]
     prefix = bytes.fromhex(image["uuid"][:8])
     assert sum(prefix in {told[at : at + 4] for at in range(0, len(told), 4)} for told in held) == 1
+
+
+def test_turns_of_a_conversation_go_to_one_language_model(pair: ServedApp) -> None:
+    """Whichever ingress they come to; and conversations are spread."""
+    calls = lambda: {state["pid"]: state["calls"] for state in pair.llms("state")}  # noqa: E731
+    taken_by: set[int] = set()
+    for number in range(10):
+        body = chat(MANY[0], messages=[{"role": "system", "content": "Be brief."}])
+        body["messages"].append({"role": "user", "content": f"Question {number}"})
+        before = calls()
+        for turn in range(3):
+            assert ask(pair, body).status_code == 200
+            body["messages"] += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"And {turn}?"}]
+        (taker,) = [(pid, count - before[pid]) for pid, count in calls().items() if count != before[pid]]
+        assert taker[1] == 3
+        taken_by.add(taker[0])
+    assert len(taken_by) == 2
 
 
 def test_a_replica_killed_at_work_is_noticed_by_nobody(pair: ServedApp) -> None:
