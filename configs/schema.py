@@ -19,6 +19,7 @@ MIB = 1024**2
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+LoadBound = Annotated[float, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 GpuCount = Literal["auto"] | NonNegativeFloat
@@ -83,6 +84,12 @@ class EncoderReplicaConfig(Options):
     """Bound of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144
     """Merged tokens that may wait for the GPU; what comes on top is refused with 503."""
+    affinity: bool = True
+    """An image goes to the replica that holds its embedding, else always to the same one. Off: to the one with fewer
+    calls of two by chance, as Serve does."""
+    load_bound: LoadBound = 1.25
+    """What a replica has to encode, in visual tokens, may be so many times the mean, and so may what it has to give of
+    its cache; an image that would go to one with more goes to another. Each ingress replica counts what it has sent."""
 
 
 class LLMConfig(Options):
@@ -100,6 +107,11 @@ class LLMConfig(Options):
     """Options of `vllm serve` beside the engine's, for instance tool_call_parser or chat_template."""
     cpu_kv_cache_gib: PositiveInt = 1
     """KV-cache size of a replica without a GPU."""
+    affinity: bool = True
+    """Turns of one conversation go to one replica, whose prefix cache holds the turns before. Off: as Serve does."""
+    load_bound: LoadBound = 1.25
+    """What a replica has under way, in requests, may be so many times the mean; a conversation whose replica has more
+    goes to another, and stays there."""
 
 
 class FetchConfig(Options):

@@ -6,16 +6,18 @@ It must not know how anything works, only what there is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import ray
 from pydantic import JsonValue
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, EncoderReplicaConfig, LLMConfig
 from deployments import vllm_compat
+from deployments.affinity_router import AffinityRouter
 from deployments.encoder import EncoderReplica
 from deployments.ingress import Ingress
 from deployments.llm import LLM
@@ -44,11 +46,13 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         name="Encoder",
         ray_actor_options=resources(config.encoder_replica, compile_caches.environment(config.encoder.state_folder)),
         max_ongoing_requests=ENCODER_MAX_ONGOING,
+        request_router_config=routing(config.encoder_replica),
     )(EncoderReplica)
     llm = serve.deployment(
         name="LLM",
         ray_actor_options=resources(config.llm),
         max_ongoing_requests=LLM_MAX_ONGOING,
+        request_router_config=routing(config.llm),
     )(LLM)
     ingress = serve.deployment(
         name="Ingress",
@@ -70,6 +74,20 @@ def resources(
     if environment:
         options["runtime_env"] = {"env_vars": dict(environment)}
     return options
+
+
+def routing(replica: EncoderReplicaConfig | LLMConfig) -> RequestRouterConfig:
+    """How calls find their replica."""
+    if not replica.affinity:
+        return RequestRouterConfig()
+    return RequestRouterConfig(
+        request_router_class=cast(Any, AffinityRouter),
+        request_router_kwargs={
+            "load_bound": replica.load_bound,
+            # An encoder gives what it has cached beside its work; to a language model every answer is work.
+            "giving_apart": isinstance(replica, EncoderReplicaConfig),
+        },
+    )
 
 
 def cluster_facts() -> ClusterFacts:

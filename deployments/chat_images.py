@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,34 @@ def put_salt(body: Body, salt: str) -> None:
     if own is not None and not (isinstance(own, str) and own):
         raise ApiError(400, "cache_salt must be a text that is not empty", param="cache_salt")
     body["cache_salt"] = hashlib.sha256(json.dumps([salt, own]).encode()).hexdigest()
+
+
+def conversation(body: Body) -> str | None:
+    """What the turns of one conversation have in common, as 64 hex characters: all up to the first thing that a user
+    said, images by their digests, and the tenant's salt. None where the body holds no messages."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return None
+    users = (at for at, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user")
+    opening = messages[: next(users, 0) + 1]
+    common = [body.get("cache_salt"), body.get("model"), body.get("system"), body.get("tools"), _by_digest(opening)]
+    try:
+        return hashlib.sha256(json.dumps(common).encode()).hexdigest()
+    except RecursionError:  # nested deeper than Python may call
+        return None
+
+
+def _by_digest(messages: Sequence[object]) -> list[object]:
+    """The messages with a digest in the place of each image's keys, which are new every time."""
+    return [
+        [
+            part.get("uuid") if isinstance(part, dict) and "image_embeds" in part else part
+            for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
+        ]
+        if isinstance(message, dict) and "content" in message
+        else message
+        for message in messages
+    ]
 
 
 def put_key(image: ImagePart, place: ImagePlace, digest: str) -> None:

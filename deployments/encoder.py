@@ -15,6 +15,8 @@ from ray import serve
 
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
+from deployments.affinity import published
+from deployments.affinity_router import HELD
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
@@ -34,7 +36,7 @@ from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.hub import resolve_checkpoint
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageError, grid_of, num_tokens
+from encoder.image_size import ImageError
 from encoder.lanes import pin_shared
 from encoder.preprocess import Pixels
 
@@ -111,6 +113,10 @@ class EncoderReplica:
             CACHE_BYTES: float(self._cache.counts.num_bytes),
         }
 
+    def record_routing_stats(self) -> dict[str, bytes]:
+        """What Serve takes to those who choose among replicas, every few seconds (`deployments/affinity_router.py`)."""
+        return {HELD: published(self._cache.keys())}
+
     async def check_health(self) -> None:
         """Raises when the thread that owns the GPU or the batching task has died; Serve then replaces the replica."""
         if not self._worker.alive:
@@ -135,8 +141,7 @@ class EncoderReplica:
             return ImageRefused(str(error))
 
     async def _encode_now(self, job: ImageJob) -> EncodedImage:
-        rules = self._worker.identity.rules
-        with self._work.job(num_tokens(grid_of(*job.size, rules, job.bounds), rules.merge_size)):
+        with self._work.job(job.num_tokens):
             return await self._decode_and_encode(job)
 
     async def _decode_and_encode(self, job: ImageJob) -> EncodedImage:

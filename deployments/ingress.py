@@ -11,8 +11,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
@@ -27,9 +27,9 @@ from deployments.image_jobs import request_images
 from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
-from deployments.replicas import Answer, Encoding, Replicas
+from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
-from deployments.wire import HttpRequest, ImagePlace, ResponseHead
+from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
 
 logger = logging.getLogger("ray.serve")
 
@@ -41,6 +41,14 @@ SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_JSON_VALUES = 1_000_000
 """In a request's body, told by its commas and brackets, those in texts too. In memory each is many times larger."""
+
+MAX_TRIES = 5
+"""Of a request at which replicas are lost: one that ends every replica it comes to must not end them all."""
+
+FIRST_WAIT_S = 0.05
+"""Before a request is tried again; each further time twice as long."""
+
+T = TypeVar("T")
 
 
 class Ingress:
@@ -90,7 +98,7 @@ class Ingress:
             elif chat_images.holds_media([body.get("input"), body.get("messages")]):
                 unsupported = "only text is supported on this route; send images to /v1/chat/completions"
                 raise ApiError(501, unsupported, code="images_not_supported")
-        return await self._stream(self._replicas.answer(inner, [], []), [], deadline)
+        return await self._answered(inner, [], [], chat_images.conversation(body) if inner.body else None, deadline)
 
     async def _answer_with_images(
         self,
@@ -104,7 +112,7 @@ class Ingress:
         started = time.perf_counter()
         bounds = chat_images.pop_bounds(body)
         for last_try in (False, True):
-            identity = await self._replicas.encoder_identity()
+            identity = await self._again(lambda _: self._replicas.encoder_identity())
             images = await request_images(
                 parts, bounds, identity, self._fetcher, self._limits, client=client.name, salt=client.salt
             )
@@ -118,16 +126,46 @@ class Ingress:
             for part, place in zip(parts, places, strict=True):
                 chat_images.put_key(part, place, images.jobs[place.image].digest)
             request = dataclasses.replace(inner, body=json.dumps(body).encode())
-            encodings = [self._replicas.encode(job) for job in images.jobs]
+            key = chat_images.conversation(body)
             try:
-                answer = self._replicas.answer(request, places, encodings)
-                return await self._stream(answer, encodings, deadline, fetch_ms)
+                return await self._answered(request, places, images.jobs, key, deadline, fetch_ms)
             except IdentityChangedError:
                 self._replicas.forget_identity()
                 if last_try:
                     break
         changing = "the encoders are changing their weights; try again"
         raise ApiError(503, changing, code="overloaded", retry_after_s=self._limits.retry_after_s)
+
+    async def _answered(
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        jobs: Sequence[ImageJob],
+        conversation: str | None,
+        deadline: float,
+        fetch_ms: float | None = None,
+    ) -> Response:
+        """The images encoded and the request answered; again and elsewhere where a replica is lost at it.
+
+        What a replica that lives has encoded is in its cache, and is not encoded again.
+        """
+
+        async def once(attempt: int) -> Response:
+            encodings = [self._replicas.encode(job, attempt) for job in jobs]
+            answer = self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
+            return await self._stream(answer, encodings, deadline, fetch_ms)
+
+        return await self._again(once)
+
+    async def _again(self, work: Callable[[int], Awaitable[T]]) -> T:
+        """The result of `work`, which is called with how often it was called before."""
+        for attempt in range(MAX_TRIES - 1):
+            try:
+                return await work(attempt)
+            except ReplicaLostError:
+                self._replicas.trying_again()
+                await asyncio.sleep(FIRST_WAIT_S * 2**attempt)
+        return await work(MAX_TRIES - 1)
 
     async def _stream(
         self, answer: Answer, encodings: Sequence[Encoding], deadline: float, fetch_ms: float | None = None
@@ -138,17 +176,22 @@ class Ingress:
         that closes as soon as it has the last byte would seem to have left early.
         """
 
-        def cancel() -> None:
-            self._replicas.cancel(answer, encodings)
+        waited_for = list(encodings)
+
+        def cancel(failed: bool = False) -> None:
+            self._replicas.cancel(answer, waited_for, failed=failed)
+            waited_for.clear()
 
         try:
             head = await anext(answer)
+            self._replicas.encoded(waited_for)
+            waited_for.clear()
             if not isinstance(head, ResponseHead):
                 raise AssertionError(f"a replica answers with a ResponseHead first, got {type(head).__name__}")
             streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
             whole = b"" if streamed else b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
         except Exception as error:
-            cancel()
+            cancel(failed=True)
             raise self._replicas.explained(error) from error
         except BaseException:  # the client has gone, or the deadline has passed
             cancel()

@@ -35,12 +35,21 @@ class Count(Enum):
     PIXELS_PIPED = "Images that came from their decoder through a pipe, for want of room in shared memory."
     BATCHES_RETRIED = "Batches that failed and were tried again image by image."
     QUEUE_FULL = "Images refused because too many visual tokens waited already."
-    REPLICAS_LOST = "Requests answered with 503 because a replica was lost while it worked on them."
+    CALLS_SPILLED = (
+        "Calls that went elsewhere than to where their image or conversation is, or belongs, because that replica had "
+        "too much to do; the tag `reason` says which deployment."
+    )
+    ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
+    TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
+    REPLICAS_LOST = "Losses of a replica while it worked on a request."
 
     @property
     def metric(self) -> str:
         """The metric's name, to which Ray adds `ray_` in front and `_total` at the end."""
         return f"vitray_{self.name.lower()}"
+
+
+WITH_REASON = (Count.EAGER_RUNS, Count.CALLS_SPILLED)
 
 
 class Level(Enum):
@@ -59,13 +68,13 @@ class Counts:
     def __init__(self) -> None:
         self._counters = {
             count: metrics.Counter(
-                count.metric, description=count.value, tag_keys=("reason",) if count is Count.EAGER_RUNS else None
+                count.metric, description=count.value, tag_keys=("reason",) if count in WITH_REASON else None
             )
             for count in Count
         }
 
     def add(self, count: Count, number: int = 1, *, reason: str | None = None) -> None:
-        """`reason` is for EAGER_RUNS, which needs one."""
+        """`reason` is for those in WITH_REASON, which need one."""
         if reason is None:
             self._counters[count].inc(number)
         else:

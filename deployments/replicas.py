@@ -6,25 +6,35 @@ It must not know of HTTP requests or chat bodies.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
-from collections.abc import Sequence
-from typing import Any, cast
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from ray.exceptions import ObjectLostError, RayActorError
+from ray.serve.context import _set_request_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
+from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
 from deployments.gpu_worker import QueueFullError, WorkerEndedError
 from deployments.metrics import Count, Counts
+from deployments.shared_calls import SharedCall, SharedCalls
 from deployments.wire import EncodedImage, HttpRequest, ImageJob, ImagePlace, ImageRefused, ResponseHead
 from encoder.identity import EncoderIdentity
 
 logger = logging.getLogger("ray.serve")
 
-Encoding = DeploymentResponse[EncodedImage | ImageRefused]
+Encoding = SharedCall[DeploymentResponse[EncodedImage | ImageRefused]]
 Answer = DeploymentResponseGenerator[ResponseHead | bytes]
+T = TypeVar("T")
+
+
+class ReplicaLostError(ApiError):
+    """A replica died at its work. The work can be tried again, as long as nothing of the answer has been told."""
 
 
 class Replicas:
@@ -33,9 +43,11 @@ class Replicas:
     def __init__(self, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any], *, retry_after_s: int) -> None:
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
         self._encoder = encoder.options(_by_reference=True)
+        self._encode = encoder.options(method_name="encode", _by_reference=True)
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
         self._retry_after_s = retry_after_s
         self._identity: EncoderIdentity | None = None
+        self._encodings: SharedCalls[DeploymentResponse[EncodedImage | ImageRefused]] = SharedCalls()
         self._counts = Counts()
 
     async def encoder_identity(self) -> EncoderIdentity:
@@ -50,20 +62,52 @@ class Replicas:
     def forget_identity(self) -> None:
         self._identity = None
 
-    def encode(self, job: ImageJob) -> Encoding:
-        """Starts encoding; what is returned is handed on to `answer`, not awaited here."""
-        return cast(Encoding, self._encoder.encode.remote(job))
+    def encode(self, job: ImageJob, attempt: int = 0) -> Encoding:
+        """Starts encoding, or joins a call for the same image; what is returned goes to `answer`, not awaited here.
 
-    def answer(self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding]) -> Answer:
-        """Starts the answer: a ResponseHead, then body chunks. Serve waits for the encodings, then picks a replica."""
-        return cast(Answer, self._llm.remote(request, places, *encodings))
+        `attempt`: how often a replica was lost at it. Let `encoded` or `cancel` follow.
+        """
+        to = self._encode.options(session_id=Call(job.digest, job.num_tokens, attempt).label())
+        encoding, shared = self._encodings.take(job.digest, lambda: cast(Any, _on_its_own(lambda: to.remote(job))))
+        if shared:
+            self._counts.add(Count.ENCODINGS_SHARED)
+        return encoding
 
-    def cancel(self, answer: Answer, encodings: Sequence[Encoding]) -> None:
-        """Stops what is under way; what has failed or ended already stays as it is."""
-        started: list[Answer | Encoding] = [answer, *encodings]
+    def answer(
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        encodings: Sequence[Encoding],
+        *,
+        conversation: str | None = None,
+        attempt: int = 0,
+    ) -> Answer:
+        """Starts the answer: a ResponseHead, then body chunks. Serve waits for the encodings, then picks a replica.
+
+        `conversation`: what its turns have in common, 64 hex characters.
+        """
+        llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
+        return cast(Answer, llm.remote(request, places, *(encoding.response for encoding in encodings)))
+
+    def encoded(self, encodings: Sequence[Encoding]) -> None:
+        """The language model has them."""
+        for encoding in encodings:
+            self._encodings.used(encoding)
+
+    def cancel(self, answer: Answer, encodings: Sequence[Encoding], *, failed: bool = False) -> None:
+        """Stops what is under way and nobody else's; what has failed or ended already stays as it is.
+
+        `failed`: something of it has failed, and those who come are not to share it.
+        """
+        give_up = self._encodings.failed if failed else self._encodings.left
+        started: list[Answer | DeploymentResponse[EncodedImage | ImageRefused]] = [answer]
+        started += [encoding.response for encoding in encodings if give_up(encoding)]
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises here what made the call fail, which was told already
                 response.cancel()  # type: ignore[no-untyped-call]
+
+    def trying_again(self) -> None:
+        self._counts.add(Count.TRIES_AGAIN)
 
     def explained(self, error: Exception) -> Exception:
         """What the client is told when a replica could not answer; errors that are for this server stay as they are."""
@@ -77,9 +121,22 @@ class Replicas:
         if _tells_of_a_lost_replica(error):
             self._counts.add(Count.REPLICAS_LOST)
             lost = "a replica was lost while it worked on this; try again"
-            return ApiError(503, lost, code="replica_lost", retry_after_s=retry)
+            return ReplicaLostError(503, lost, code="replica_lost", retry_after_s=retry)
         logger.error("a replica failed", exc_info=error)
         return ApiError(500, "the server failed to answer", code="internal_error")
+
+
+def _on_its_own(start: Callable[[], T]) -> T:
+    """Starts a call that outlives the HTTP request it is started for: others may have come to share it.
+
+    Serve cancels what was called on behalf of a request whose client has gone.
+    """
+
+    def alone() -> T:
+        _set_request_context(_internal_request_id=uuid.uuid4().hex)
+        return start()
+
+    return contextvars.copy_context().run(alone)
 
 
 def _tells_of_a_lost_replica(error: BaseException | None) -> bool:

@@ -39,6 +39,8 @@ class ImageJob:
     """Of the encoder that the digest was made for; another encoder refuses the job."""
     size: tuple[int, int]
     """Upright width and height in pixels, as the file's header states them."""
+    num_tokens: int
+    """Visual tokens that it comes to: what it is to encode."""
 
 
 @dataclass(frozen=True)

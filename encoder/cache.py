@@ -64,6 +64,10 @@ class EmbeddingCache(Generic[V]):
         self._evictions += expected - len(self._entries)
         return True
 
+    def keys(self) -> list[str]:
+        """What is held, in the order in which it was stored."""
+        return list(self._entries)
+
     def clear(self) -> None:
         """Drops every entry; the counts go on."""
         self._entries.clear()

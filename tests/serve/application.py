@@ -1,7 +1,8 @@
 """What is tested: the real `serve run` with a configuration of three applications, on a Ray cluster of its own.
 
-`qwen3` and `qwen25` are the two architectures in float32 under generous limits. `tight` is bfloat16 under limits that a
-test can reach, may fetch from this machine, keeps no encoder while nobody sends images, and may be broken.
+`qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
+may be killed. `tight` is bfloat16 under limits that a test can reach, may fetch from this machine, keeps no encoder
+while nobody sends images, and may be broken.
 """
 
 from __future__ import annotations
@@ -114,7 +115,14 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         ],
     )
     roomy = [
-        _application(name, checkpoints[name], dtype="float32", ingress={}, deployments=[]) for name in ARCHITECTURES
+        _application(
+            name,
+            checkpoints[name],
+            dtype="float32",
+            ingress={},
+            deployments=[{"name": "Encoder", "num_replicas": 2}] if name == "qwen3" else [],
+        )
+        for name in ARCHITECTURES
     ]
     return {
         "http_options": {"host": "127.0.0.1", "port": free_port(), "request_timeout_s": 610},

@@ -1,4 +1,4 @@
-"""When an engine or an encoder dies, those who waited for it are told so, and another one takes its place."""
+"""When an encoder dies, another one does its work; when an engine dies, those who waited for it are told so."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ CHAT = "/v1/chat/completions"
 HELLO = chat({"role": "user", "content": "Hello!"})
 LONG: Body = {"max_tokens": 7000, "ignore_eos": True, "logprobs": False, "top_logprobs": None}
 RECOVERY_S = 240.0
+
+
+def test_of_two_encoders_one_dies_and_no_client_notices(application: ServedApplication, qwen3: str) -> None:
+    """Killed while images come: no answer is an error, and each is the one that its picture had before."""
+    bodies = [about(pictures.url(seed, 90, 70)) for seed in range(450, 458)]
+    before = [ask(qwen3, body) for body in bodies]
+    encoders = application.replicas("qwen3", "Encoder")
+    assert len(encoders) == 2
+    with ThreadPoolExecutor(8) as pool:
+        fresh = [about(pictures.url(seed, 110, 90)) for seed in range(460, 464)]
+        under_way = [pool.submit(ask, qwen3, body) for body in fresh]
+        encoders[0].kill()
+        after = list(pool.map(lambda body: ask(qwen3, body), bodies))
+        answers = [answer.result() for answer in under_way]
+    for one, other in zip(after, before, strict=True):
+        difference(one, other, tolerance=1e-3)
+    for body, answer in zip(fresh, answers, strict=True):
+        difference(ask(qwen3, body), answer, tolerance=1e-3)
+    _until(lambda: len(application.replicas("qwen3", "Encoder")) == 2)
+    assert encoders[0] not in application.replicas("qwen3", "Encoder")
 
 
 def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: ServedApplication, tight: str) -> None:

@@ -91,20 +91,33 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 class ServedApp:
     """The application behind HTTP, and the handles by which a test reaches its replicas."""
 
-    def __init__(self, url: str, metrics_url: str) -> None:
+    def __init__(self, cluster: Cluster, name: str) -> None:
         from ray import serve
 
-        self.url = url
-        self._metrics_url = metrics_url
-        self._encoder = serve.get_deployment_handle("Encoder", "app")
-        self._llm = serve.get_deployment_handle("LLM", "app")
-        self._ingress = serve.get_deployment_handle("Ingress", "app")
+        self.url = f"http://127.0.0.1:{cluster.http_port}/{name}"
+        self._metrics_url = f"http://127.0.0.1:{cluster.metrics_port}/metrics"
+        self._name = name
+        self._encoder = serve.get_deployment_handle("Encoder", name)
+        self._llm = serve.get_deployment_handle("LLM", name)
+        self._ingress = serve.get_deployment_handle("Ingress", name)
 
     def encoder(self, method: str, **arguments: object) -> Any:
         return getattr(self._encoder, method).remote(**arguments).result(timeout_s=START_S)
 
+    def encoders(self, method: str, **arguments: object) -> list[Any]:
+        """Of each encoder replica."""
+        return list(self._encoder.broadcast(method, **arguments).results(timeout_s=START_S))
+
+    def ingresses(self, method: str) -> list[Any]:
+        """Of each ingress replica."""
+        return list(self._ingress.broadcast(method).results(timeout_s=START_S))
+
     def llm(self, method: str) -> Any:
         return getattr(self._llm, method).remote().result(timeout_s=START_S)
+
+    def llms(self, method: str) -> list[Any]:
+        """Of each language model replica."""
+        return list(self._llm.broadcast(method).results(timeout_s=START_S))
 
     def ingress(self, method: str) -> Any:
         return getattr(self._ingress, method).remote().result(timeout_s=START_S)
@@ -113,31 +126,47 @@ class ServedApp:
         """What Ray's metrics port shows of ours for a deployment, its replicas added up; names without `ray_`."""
         found: dict[str, float] = {}
         for line in httpx.get(self._metrics_url).text.splitlines():
-            if line.startswith("ray_vitray_") and f'deployment="{deployment}"' in line and 'application="app"' in line:
+            labels = (f'deployment="{deployment}"', f'application="{self._name}"')
+            if line.startswith("ray_vitray_") and all(label in line for label in labels):
                 name = line.partition("{")[0].removeprefix("ray_")
                 found[name] = found.get(name, 0) + float(line.rpartition(" ")[2])
         return found
 
 
-@pytest.fixture(scope="session")
-def app(cluster: Cluster, checkpoints: dict[str, Path]) -> ServedApp:
+def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) -> ServedApp:
+    """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment."""
     from ray import serve
 
+    from deployments.app import routing
     from encoder.vision_config import VisionConfig
     from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM, WatchedIngress
 
     config = AppConfig.model_validate(
         {
-            "model": str(checkpoints["qwen3_vl"]),
+            "model": str(checkpoint),
             "encoder_replica": {"decode_workers": 1, "max_queued_tokens": MAX_QUEUED_TOKENS, "num_gpus": 0},
             "ingress": {"retry_after_s": RETRY_AFTER_S},
         }
     )
-    vision = VisionConfig.from_checkpoint(checkpoints["qwen3_vl"])
+    vision = VisionConfig.from_checkpoint(checkpoint)
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 256}
     # Three checks in a row that fail are what Serve waits for.
-    encoder = serve.deployment(name="Encoder", health_check_period_s=0.5, **light)(ControlledEncoder).bind(config)
-    llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width, vision.spatial_merge_size)
-    ingress = serve.deployment(name="Ingress", **light)(WatchedIngress).bind(config, encoder, llm)
-    serve.run(ingress, name="app", route_prefix="/app")
-    return ServedApp(f"http://127.0.0.1:{cluster.http_port}/app", f"http://127.0.0.1:{cluster.metrics_port}/metrics")
+    encoder = serve.deployment(
+        name="Encoder",
+        num_replicas=replicas,
+        health_check_period_s=0.5,
+        request_router_config=routing(config.encoder_replica),
+        **light,
+    )(ControlledEncoder).bind(config)
+    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **light)(
+        StandInLLM
+    ).bind(config, vision.width, vision.spatial_merge_size)
+    door = serve.deployment(name="Ingress", num_replicas=replicas, **light)(WatchedIngress)
+    ingress = door.bind(config, encoder, llm)
+    serve.run(ingress, name=name, route_prefix=f"/{name}")
+    return ServedApp(cluster, name)
+
+
+@pytest.fixture(scope="session")
+def app(cluster: Cluster, checkpoints: dict[str, Path]) -> ServedApp:
+    return deploy(cluster, checkpoints["qwen3_vl"], "app")

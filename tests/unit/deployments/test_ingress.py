@@ -19,10 +19,11 @@ from starlette.requests import Request
 
 from configs.schema import AppConfig
 from deployments import ingress as ingress_module
+from deployments.affinity import Call
 from deployments.errors import ApiError, error_head_and_body
 from deployments.gpu_worker import QueueFullError, WorkerEndedError
-from deployments.ingress import MAX_JSON_VALUES, Ingress
-from deployments.wire import HttpRequest, ImagePlace, ResponseHead
+from deployments.ingress import MAX_JSON_VALUES, MAX_TRIES, Ingress
+from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
 from tests.unit.deployments.samples import IDENTITY, png
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
@@ -59,6 +60,30 @@ class Pieces:
         self.cancelled = True
 
 
+def always(*pieces: object) -> list[Pieces]:
+    """The same answer for as often as a request is tried."""
+    return [Pieces(*pieces) for _ in range(MAX_TRIES)]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is gained here by waiting before a request is tried again."""
+    monkeypatch.setattr(ingress_module, "FIRST_WAIT_S", 0)
+
+
+class Method:
+    """One method of a handle; labels of its calls go to `labels`."""
+
+    def __init__(self, called: Callable[..., Any], labels: list[str] | None = None) -> None:
+        self.remote = called
+        self._labels = labels
+
+    def options(self, *, session_id: str) -> Method:
+        assert self._labels is not None
+        self._labels.append(session_id)
+        return self
+
+
 class StandIns:
     """Both deployments' handles. `answers` are given one after the other, then an empty object again and again."""
 
@@ -67,8 +92,8 @@ class StandIns:
         self.requests: list[HttpRequest] = []
         self.places: list[list[ImagePlace]] = []
         self.encodings: list[Pieces] = []
-        self.identity = type("Method", (), {"remote": staticmethod(lambda: self._identity(identity))})
-        self.encode = type("Method", (), {"remote": staticmethod(self._encode)})
+        self.labels: dict[str, list[str]] = {"encode": [], "handle": []}
+        self.identity = Method(lambda: self._identity(identity))
 
     async def _identity(self, identity: object) -> object:
         if isinstance(identity, Exception):
@@ -79,10 +104,12 @@ class StandIns:
         self.encodings.append(Pieces(job))
         return self.encodings[-1]
 
-    def options(self, **_: object) -> StandIns:
-        return self
+    def options(self, *, method_name: str = "", session_id: str | None = None, **_: object) -> Any:
+        if method_name == "encode":
+            return Method(self._encode, self.labels["encode"])
+        return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
 
-    def remote(self, request: HttpRequest, places: list[ImagePlace], *_: object) -> Pieces:
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], *_: object) -> Pieces:
         self.requests.append(request)
         self.places.append(places)
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
@@ -282,7 +309,7 @@ def test_embeddings_cannot_be_sent_on_any_route(path: str) -> None:
 )
 def test_what_clients_are_told_when_a_replica_fails(error: Exception, status: int, code: str) -> None:
     """At whichever call it fails: for the identity, for the answer to images, for the answer to text."""
-    failing = [StandIns(identity=error), StandIns(Pieces(error)), StandIns(Pieces(error))]
+    failing = [StandIns(identity=error), StandIns(*always(error)), StandIns(*always(error))]
     responses = [chat(failing[0], IMAGE), chat(failing[1], IMAGE), chat(failing[2], "text")]
     for response in responses:
         assert told(response, status)["code"] == code
@@ -294,7 +321,7 @@ def test_what_clients_are_told_when_a_replica_fails(error: Exception, status: in
 def test_the_death_of_an_encoder_inside_another_error_is_a_503() -> None:
     wrapped = RuntimeError("the arguments could not be resolved")
     wrapped.__cause__ = RayActorError()
-    assert told(chat(StandIns(Pieces(wrapped)), IMAGE), 503)["code"] == "replica_lost"
+    assert told(chat(StandIns(*always(wrapped)), IMAGE), 503)["code"] == "replica_lost"
 
 
 def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled() -> None:
@@ -302,6 +329,128 @@ def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled() -> None:
     response = chat(StandIns(answer), IMAGE, limits={"request_timeout_s": 0.2})
     assert "longer than 0.2 s" in told(response, 504)["message"]
     assert answer.cancelled
+
+
+def test_what_a_lost_replica_worked_on_is_done_again() -> None:
+    """The images are encoded again, elsewhere than where they were, and the language model is called with all of it."""
+    stand_ins = StandIns(Pieces(RayActorError()), Pieces(JSON_HEAD, b'{"half":', RayActorError()))
+    response = chat(stand_ins, {"type": "text", "text": "x"}, IMAGE)
+    assert (response.status_code, response.json()) == (200, {})
+    first, second, third = stand_ins.requests
+    assert first == second == third
+    assert [Call.from_label(label).attempt for label in stand_ins.labels["encode"]] == [0, 1, 2]
+    assert [Call.from_label(label).attempt for label in stand_ins.labels["handle"]] == [0, 1, 2]
+    assert len({Call.from_label(label).key for label in stand_ins.labels["encode"]}) == 1
+    assert [encoding.cancelled for encoding in stand_ins.encodings] == [True, False, False], "had come in the second"
+
+
+def test_a_request_that_ends_replicas_does_not_end_them_all() -> None:
+    stand_ins = StandIns(*always(RayActorError()), *always(RayActorError()))
+    assert told(chat(stand_ins, IMAGE), 503)["code"] == "replica_lost"
+    assert len(stand_ins.requests) == len(stand_ins.encodings) == MAX_TRIES
+
+
+def test_a_stream_that_has_begun_is_not_begun_again() -> None:
+    stand_ins = StandIns(Pieces(SSE_HEAD, b"data: 1\n\n", RayActorError()))
+    chat(stand_ins, "text")
+    assert len(stand_ins.requests) == 1
+
+
+@pytest.mark.parametrize("error", [QueueFullError("12 tokens wait"), RuntimeError("x"), ApiError(500, "y")])
+def test_what_did_not_lose_a_replica_is_not_tried_again(error: Exception) -> None:
+    stand_ins = StandIns(Pieces(error))
+    assert chat(stand_ins, IMAGE).status_code >= 500
+    assert len(stand_ins.requests) == 1
+
+
+def test_an_encoder_is_called_by_digest_and_by_what_the_image_costs() -> None:
+    stand_ins = StandIns()
+    chat(stand_ins, IMAGE)
+    (job,) = stand_ins.encodings[0]._pieces
+    assert isinstance(job, ImageJob)
+    assert [Call.from_label(label) for label in stand_ins.labels["encode"]] == [Call(job.digest, 4)]
+
+
+def test_turns_of_one_conversation_are_called_alike() -> None:
+    """With an image or without; another opening, another image or another salt is another conversation."""
+    answer, more = {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}
+
+    def key(*messages: object, **fields: Any) -> str:
+        stand_ins = StandIns()
+        asked(stand_ins, "POST", "/v1/chat/completions", json={"messages": messages, **fields})
+        (label,) = stand_ins.labels["handle"]
+        call = Call.from_label(label)
+        assert call.key is not None
+        assert call.weight == 1
+        return call.key
+
+    system = {"role": "system", "content": "s"}
+    other_image = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.b64encode(png(28)).decode()},
+    }
+    openings: list[list[object]] = [
+        [{"role": "user", "content": "x"}],
+        [system, {"role": "user", "content": "x"}],
+        [system, {"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}],
+        [system, {"role": "user", "content": [{"type": "text", "text": "x"}, other_image]}],
+    ]
+    assert len({key(*opening) for opening in openings}) == 4
+    for opening in openings:
+        assert key(*opening) == key(*opening, answer, more) == key(*opening, answer, more, answer, more)
+        assert key(*opening) != key(*opening, cache_salt="t")
+
+
+def test_what_is_no_conversation_goes_to_any_replica() -> None:
+    stand_ins = StandIns()
+    asked(stand_ins, "GET", "/v1/models")
+    asked(stand_ins, "POST", "/v1/completions", json={"prompt": "x"})
+    assert [Call.from_label(label) for label in stand_ins.labels["handle"]] == [Call(), Call()]
+
+
+def two_at_once(stand_ins: StandIns, leaves: bool) -> tuple[int, int]:
+    """Two requests with one image, the second while the first waits; `leaves`: the first client does not wait."""
+
+    async def ask() -> tuple[int, int]:
+        ingress = ingress_of(stand_ins)
+        body = json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode()
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        tasks = []
+        for _ in range(2):
+            tasks.append(asyncio.create_task(ingress(Request(scope, receive))))
+            while len(stand_ins.requests) < len(tasks):  # noqa: ASYNC110  # a stand-in has no event for it
+                await asyncio.sleep(0)
+        if leaves:
+            tasks[0].cancel()
+            await asyncio.wait([tasks[0]])
+            assert not stand_ins.encodings[0].cancelled
+            if not tasks[0].cancelled():
+                raise AssertionError("it went on")
+        gate.set()
+        codes = [0 if task.cancelled() else task.result().status_code for task in (await asyncio.wait(tasks))[0]]
+        return min(codes), max(codes)
+
+    gate = asyncio.Event()
+    stand_ins.answers = [Pieces(gate, JSON_HEAD, b"{}"), Pieces(gate, JSON_HEAD, b"{}")]
+    return asyncio.run(ask())
+
+
+def test_two_who_ask_for_an_image_at_once_share_its_encoding() -> None:
+    stand_ins = StandIns()
+    assert two_at_once(stand_ins, leaves=False) == (200, 200)
+    assert len(stand_ins.encodings) == 1
+    assert stand_ins.labels["encode"] != []
+
+
+def test_one_who_leaves_does_not_take_anothers_encoding_away() -> None:
+    stand_ins = StandIns()
+    assert two_at_once(stand_ins, leaves=True) == (0, 200)
+    assert len(stand_ins.encodings) == 1
+    assert not stand_ins.encodings[0].cancelled
 
 
 def test_a_stream_that_breaks_off_says_so_in_the_stream() -> None:
@@ -321,9 +470,9 @@ def test_a_stream_over_its_time_says_so_in_the_stream() -> None:
 
 
 def test_an_answer_that_breaks_off_does_not_end_as_if_it_were_whole() -> None:
-    answer = Pieces(JSON_HEAD, b'{"half":', RayActorError())
-    assert told(chat(StandIns(answer), "text"), 503)["code"] == "replica_lost"
-    assert answer.cancelled
+    answers = always(JSON_HEAD, b'{"half":', RayActorError())
+    assert told(chat(StandIns(*answers), "text"), 503)["code"] == "replica_lost"
+    assert all(answer.cancelled for answer in answers)
 
 
 def test_a_whole_answer_has_its_length_once() -> None:

@@ -1,0 +1,184 @@
+"""Hit rate of encoder replicas' caches by the way of routing: `python benchmarks/bench_affinity.py trace.jsonl`.
+
+Routing (`deployments.affinity`) and caches (`encoder.cache`) are the real ones, the clock is not
+(`benchmarks/affinity_replay.py`); a replica takes its time from the recorded cost table. An image that is found in a
+cache, or being encoded already, is a hit. The measure is one cache of all replicas' bytes together, into which every
+image is put at once. The last line on stdout is JSON. Needs no GPU and no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.affinity_replay import (
+    Replay,
+    Request,
+    Router,
+    Scene,
+    distinct_bytes,
+    images_of,
+    load_of,
+    one_cache,
+    paced,
+    read_requests,
+)
+from benchmarks.record import provenance, write
+from benchmarks.simulate import tokens_per_s
+from benchmarks.traces import RULES
+from deployments.affinity import Affinity, Begun, Call, Work
+
+UNBOUNDED = 1e9
+NEVER_S = 1e9
+DECISIONS = 20_000
+
+
+class TwoChoices:
+    """Serve's own way: of two replicas by chance the one with fewer calls."""
+
+    def __init__(self, names: Sequence[str], seed: int) -> None:
+        self._calls = dict.fromkeys(names, 0)
+        self._random = random.Random(seed)
+
+    def publish(self, name: str, held: bytes) -> None: ...
+
+    def order(self, call: Call) -> list[str]:
+        return sorted(self._random.sample(list(self._calls), min(2, len(self._calls))), key=self._calls.__getitem__)
+
+    def begin(self, name: str, call: Call) -> Begun:
+        self._calls[name] += 1
+        return Begun(name, call.weight, Work.DO)
+
+    def end(self, begun: Begun) -> None:
+        self._calls[begun.name] -= 1
+
+
+def affinity(scene: Scene, load_bound: float, *, giving_apart: bool = True) -> Callable[[int], Router]:
+    def make(_: int) -> Router:
+        made = Affinity(load_bound=load_bound, giving_apart=giving_apart)
+        made.set_replicas(scene.names)
+        return made
+
+    return make
+
+
+def ways(scene: Scene, load_bound: float) -> dict[str, tuple[Scene, Callable[[int], Router]]]:
+    """What is compared, by name."""
+    silent = replace(scene, publish_s=NEVER_S)
+    return {
+        "affinity": (scene, affinity(scene, load_bound)),
+        "affinity, nothing published": (silent, affinity(scene, load_bound)),
+        "one bound for all work": (scene, affinity(scene, load_bound, giving_apart=False)),
+        "affinity without a bound": (scene, affinity(scene, UNBOUNDED)),
+        "power of two choices": (scene, lambda seed: TwoChoices(scene.names, seed)),
+    }
+
+
+def compare(scene: Scene, load_bound: float) -> dict[str, Any]:
+    measure = one_cache(scene.requests, scene.cache_bytes)
+    rows: dict[str, Any] = {}
+    for name, (met, make_router) in ways(scene, load_bound).items():
+        found = Replay(met, make_router).run()
+        tokens = list(found.by_replica.values())
+        rows[name] = {
+            "hit_rate": found.hit_rate,
+            "of_one_cache": found.hit_rate / measure,
+            "busiest_over_mean": max(tokens) * len(tokens) / sum(tokens),
+            "mean_wait_ms": found.waited_s / found.encoded * 1e3,
+            **{key: value for key, value in asdict(found).items() if key not in ("by_replica", "waited_s")},
+        }
+    return {"one_cache": measure, "ways": rows}
+
+
+def decision_us(replicas: int, load_bound: float) -> float:
+    """Of processor time: a choice and its accounting, with 64 calls under way."""
+    made = Affinity(load_bound=load_bound, giving_apart=True)
+    made.set_replicas([f"replica {number}" for number in range(replicas)])
+    keys = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}" * 4 for number in range(DECISIONS)]
+    under_way: deque[Begun] = deque()
+    began = time.thread_time()
+    for key in keys:
+        call = Call.from_label(Call(key, 100).label())
+        name = made.order(call)[0]
+        begun = made.begin(name, call)
+        assert begun is not None
+        under_way.append(begun)
+        if len(under_way) > 64:
+            made.end(under_way.popleft())
+    return (time.thread_time() - began) / DECISIONS * 1e6
+
+
+def show(scene: Scene, busy: float, found: dict[str, Any]) -> None:
+    print(f"{scene.ingresses} ingress, {busy:.2f} busy: one cache hits {found['one_cache']:.4f}")
+    for name, row in found["ways"].items():
+        print(
+            f"  {name:28} hits {row['hit_rate']:.4f}, {row['of_one_cache']:.1%} of one cache; "
+            f"{row['encoded']} encoded; "
+            f"busiest {row['busiest_over_mean']:.2f} of the mean; {row['mean_wait_ms']:.1f} ms wait",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Hit rate of encoder replicas' caches by the way of routing.")
+    parser.add_argument("trace", type=Path, metavar="trace.jsonl")
+    parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--cache-share", type=float, default=0.25, help="of the distinct bytes, all caches (0.25)")
+    parser.add_argument("--load-bound", type=float, default=1.25)
+    parser.add_argument(
+        "--ingresses", type=int, nargs="+", default=[1, 4], help="routers that know of each other little"
+    )
+    parser.add_argument(
+        "--busy", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5],
+        help="replicas' time that the images would take uncached; 0: the trace's own pace (default 0 0.5 1 1.5)",
+    )  # fmt: skip
+    parser.add_argument("--publish-s", type=float, default=10.0, help="between reports; Serve's own are 10 (default)")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    asked = parser.parse_args(arguments)
+    requests: list[Request] = read_requests(asked.trace, RULES[asked.arch])
+    speed = tokens_per_s(asked.trace, asked.arch)
+    own = load_of(requests, asked.replicas, speed)
+    num_bytes = distinct_bytes(requests)
+    runs: list[dict[str, Any]] = []
+    for ingresses in asked.ingresses:
+        for busy in asked.busy:
+            at_pace = paced(requests, busy / own) if busy else requests
+            cache_bytes = int(num_bytes * asked.cache_share)
+            scene = Scene(at_pace, asked.replicas, cache_bytes, speed, ingresses, asked.publish_s)
+            found = compare(scene, asked.load_bound)
+            show(scene, busy or own, found)
+            runs.append({"ingresses": ingresses, "busy": busy or own, **found})
+    times = {str(replicas): decision_us(replicas, asked.load_bound) for replicas in (1, 4, 64)}
+    print("a decision takes", ", ".join(f"{took:.0f} µs with {count} replicas" for count, took in times.items()))
+    report = {
+        "benchmark": "affinity",
+        "trace": asked.trace.stem,
+        "arch": asked.arch,
+        "replicas": asked.replicas,
+        "load_bound": asked.load_bound,
+        "publish_s": asked.publish_s,
+        "images": sum(1 for _ in images_of(requests)),
+        "distinct_bytes": num_bytes,
+        "cache_bytes": int(num_bytes * asked.cache_share),
+        "tokens_per_s": speed,
+        "decision_us": times,
+        "runs": runs,
+        **provenance(asked.commit, arguments),
+    }
+    write(report, asked.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Serve's request router for deployments whose replicas hold things: `affinity.py` decides, this carries it out.
+
+    serve.deployment(request_router_config=RequestRouterConfig(
+        request_router_class="deployments.affinity_router:AffinityRouter", request_router_kwargs={"load_bound": 1.25}))
+
+A caller names the call by `handle.options(session_id=Call(digest, tokens).label())`; what comes without goes to the
+replica with least to do. Replicas tell what they hold through `record_routing_stats`, which Serve's controller asks for
+and hands to every router. It must not know what is encoded or answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from ray.serve._private.common import RequestMetadata
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.affinity import Affinity, Begun, Call
+from deployments.metrics import Count, Counts
+
+HELD = "held_digests"
+"""The entry of a replica's routing stats that holds `affinity.published`."""
+
+
+class AffinityRouter(RequestRouter):
+    """One a handle and process. Serve calls everything here on the router's event loop."""
+
+    def initialize_state(self, *, load_bound: float = 1.25, giving_apart: bool = False, **_: object) -> None:
+        """The arguments are those of `Affinity`."""
+        self._affinity = Affinity(load_bound=load_bound, giving_apart=giving_apart)
+        self._names: dict[str, RunningReplica] = {}
+        self._reported: dict[str, bytes] = {}
+        # By replica and request. Several calls of one request share its id: they may end in another order than is told
+        # here, which is no matter once all have ended.
+        self._under_way: defaultdict[tuple[ReplicaID, str], list[Begun]] = defaultdict(list)
+        self._counts = Counts()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self._use(replicas)
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._use(list(self.curr_replicas.values()))
+
+    def _use(self, replicas: list[RunningReplica]) -> None:
+        self._names = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._affinity.set_replicas(self._names)
+        self._reported = {name: held for name, held in self._reported.items() if name in self._names}
+        for name, replica in self._names.items():
+            held = (replica.routing_stats or {}).get(HELD, b"")
+            if held != self._reported.get(name, b""):
+                self._affinity.publish(name, held)
+                self._reported[name] = held
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Each replica within the bound by itself, the best first; Serve takes the next where one is full."""
+        call = Call()
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = (
+                True  # where all are full, Serve waits before it asks again
+            )
+            call = Call.from_label(pending_request.metadata.session_id)
+        return [[self._names[name]] for name in self._affinity.order(call)]
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """The very call that a replica was chosen for.
+
+        Serve looks for it by the id of the HTTP request, which the calls of one request share: one of them would be
+        given another's replica, and that one would be left to wait for ever.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                return pending
+        return None
+
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
+    ) -> None:
+        """Gives the replica to the call, unless it has been given too much while its queue was asked for."""
+        pending = self._get_pending_request_matching_internal_request_id(request_metadata)
+        if pending is None:
+            return
+        call = Call.from_label(pending.metadata.session_id)
+        name = replica.replica_id.unique_id
+        spilled = self._affinity.passes_by(name, call)
+        begun = self._affinity.begin(name, call)
+        if begun is None:
+            return
+        if spilled:
+            self._counts.add(Count.CALLS_SPILLED, reason=self._deployment_id.name)
+        self._under_way[replica.replica_id, pending.metadata.internal_request_id].append(begun)
+        super()._fulfill_next_pending_request(replica, request_metadata)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except asyncio.CancelledError:
+            future = pending_request.future
+            if future.done() and not future.cancelled():  # given away a moment ago: Serve will not tell that it is over
+                self.on_request_completed(future.result().replica_id, pending_request.metadata.internal_request_id)
+            raise
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Serve calls it once for every call that got a replica, however it went."""
+        under_way = self._under_way.get((replica_id, internal_request_id))
+        if not under_way:
+            return
+        self._affinity.end(under_way.pop(0))
+        if not under_way:
+            del self._under_way[replica_id, internal_request_id]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Of no interest: the call was counted when the replica was chosen."""

@@ -1,0 +1,270 @@
+"""Where calls go: to who holds the key, else to the key's own replica, and never past the bound."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.affinity import MAX_PUBLISHED, PREFIX_BYTES, Affinity, Begun, Call, Work, published
+
+NAMES = st.sets(st.text(st.characters(codec="ascii"), min_size=1, max_size=8), min_size=1, max_size=12)
+KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(400)]
+
+
+def affinity_of(*names: str, load_bound: float = 1.25) -> Affinity:
+    made = Affinity(load_bound=load_bound)
+    made.set_replicas(names)
+    return made
+
+
+def begun(affinity: Affinity, name: str, call: Call) -> Begun:
+    found = affinity.begin(name, call)
+    assert found is not None
+    return found
+
+
+def homes(affinity: Affinity) -> dict[str, str]:
+    return {key: affinity.order(Call(key))[0] for key in KEYS}
+
+
+@given(NAMES, st.text(st.characters(codec="ascii"), min_size=9, max_size=10))
+def test_a_replica_that_joins_takes_its_share_and_moves_no_other_key(names: set[str], new: str) -> None:
+    before, after = homes(affinity_of(*names)), homes(affinity_of(*names, new))
+    assert all(after[key] in (before[key], new) for key in KEYS)
+    moved = sum(after[key] == new for key in KEYS) / len(KEYS)
+    assert moved == pytest.approx(1 / (len(names) + 1), abs=0.15)
+
+
+@given(NAMES.filter(lambda names: len(names) > 1))
+def test_a_replica_that_leaves_moves_its_own_keys_alone(names: set[str]) -> None:
+    gone = max(names)
+    before, after = affinity_of(*names), affinity_of(*(names - {gone}))
+    for key in KEYS:
+        assert after.order(Call(key)) == [name for name in before.order(Call(key)) if name != gone]
+
+
+@given(NAMES)
+def test_order_is_the_same_for_every_router(names: set[str]) -> None:
+    assert homes(affinity_of(*sorted(names))) == homes(affinity_of(*sorted(names, reverse=True)))
+
+
+def test_keys_are_spread_evenly() -> None:
+    counts = Counter(homes(affinity_of(*"abcd")).values())
+    assert len(counts) == 4
+    assert max(counts.values()) < 1.3 * len(KEYS) / 4
+
+
+class Followed:
+    """An Affinity with loads kept a second time, in exact numbers."""
+
+    def __init__(self, load_bound: Fraction, names: set[str], giving_apart: bool) -> None:
+        self.bound = load_bound
+        self.affinity = Affinity(load_bound=float(load_bound), giving_apart=giving_apart)
+        self.affinity.set_replicas(names)
+        self.loads: dict[Work, dict[str, int]] = {work: dict.fromkeys(names, 0) for work in Work}
+        self.calls: list[Begun] = []
+        self.sent: dict[str, tuple[str, int]] = {}
+        self.reports: dict[str, int] = {}
+        self.held: dict[str, set[str]] = {}
+        self.giving_apart = giving_apart
+
+    def takes(self, name: str, call: Call, work: Work) -> bool:
+        loads = self.loads[work]
+        if work is Work.GIVE:
+            last, reports = self.sent.get(call.key or "", ("", 0))
+            sent_there = last == name and not call.attempt and self.reports.get(name, 0) < reports + 2
+            if not (self.giving_apart and (sent_there or call.key in self.held.get(name, ()))):
+                return False
+        return len(loads) == 1 or loads[name] * len(loads) <= self.bound * (sum(loads.values()) + call.weight)
+
+    def send(self, call: Call) -> None:
+        found = self.affinity.order(call)
+        names = self.loads[Work.DO]
+        assert found
+        assert set(found) == {name for name in names if any(self.takes(name, call, work) for work in Work)}
+        for name in names.keys() - set(found):
+            assert self.affinity.begin(name, call) is None
+        work = Work.GIVE if self.takes(found[0], call, Work.GIVE) else Work.DO
+        begun = self.affinity.begin(found[0], call)
+        assert begun == Begun(found[0], call.weight, work)
+        self.loads[work][found[0]] += call.weight
+        self.calls.append(begun)
+        if call.key is not None:
+            self.sent[call.key] = (found[0], self.reports.get(found[0], 0))
+
+    def finish(self, number: int) -> None:
+        begun = self.calls.pop(number % len(self.calls))
+        self.affinity.end(begun)
+        if begun.name in self.loads[begun.work]:
+            self.loads[begun.work][begun.name] -= begun.weight
+
+    def exchange(self, gone: str, new: str) -> None:
+        for loads in self.loads.values():
+            del loads[gone]
+            loads[new] = 0
+        self.affinity.set_replicas(self.loads[Work.DO])
+
+    def publish(self, name: str, keys: list[str]) -> None:
+        self.held[name] = set(keys)
+        self.reports[name] = self.reports.get(name, 0) + 1
+        self.affinity.publish(name, published(keys))
+
+
+@given(
+    NAMES,
+    st.sampled_from([Fraction(1), Fraction(5, 4), Fraction(2)]),
+    st.booleans(),
+    st.lists(
+        st.one_of(
+            st.builds(Call, st.sampled_from([*KEYS[:5], None]), st.integers(1, 5000), st.integers(0, 2)),
+            st.integers(0, 100),
+            st.just("exchange"),
+            st.just("publish"),
+        ),
+        max_size=60,
+    ),
+)
+def test_the_bound_is_never_passed(
+    names: set[str], bound: Fraction, giving_apart: bool, steps: list[Call | int | str]
+) -> None:
+    """Whatever is held where, and while replicas come and go: who is asked has at most the bound times the mean."""
+    followed = Followed(bound, names, giving_apart)
+    for number, step in enumerate(steps):
+        if isinstance(step, Call):
+            followed.send(step)
+        elif isinstance(step, int) and followed.calls:
+            followed.finish(step)
+        elif step == "exchange":
+            followed.exchange(min(followed.loads[Work.DO]), f"new replica {number}")
+        elif step == "publish":
+            followed.publish(max(followed.loads[Work.DO]), KEYS[number % 3 : number % 5])
+    for work, loads in followed.loads.items():
+        assert {name: followed.affinity.load(name, work) for name in loads} == loads
+
+
+def test_what_a_replica_holds_it_gives_beside_its_work() -> None:
+    """At the bound of what a replica has to do it still gives; at that of what it has to give, others do the work."""
+    affinity = Affinity(giving_apart=True)
+    affinity.set_replicas("abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.begin(home, Call(KEYS[0], 1000))
+    joins = affinity.begin(home, Call(KEYS[0], 10))
+    assert joins == Begun(home, 10, Work.GIVE)
+    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it has 10 to give, others nothing"
+    affinity.end(joins)
+    assert affinity.order(Call(KEYS[0], 10))[0] == home
+    affinity.publish(second, published([KEYS[0]]))
+    assert affinity.order(Call(KEYS[0], 10))[:2] == [second, home]
+
+
+def test_a_call_goes_where_its_key_is_held() -> None:
+    affinity = affinity_of(*"abcd")
+    home, *others = affinity.order(Call(KEYS[0]))
+    affinity.publish(others[-1], published([KEYS[1], KEYS[0]]))
+    assert affinity.order(Call(KEYS[0])) == [others[-1], home, *others[:-1]]
+    assert not affinity.passes_by(others[-1], Call(KEYS[0]))
+    affinity.publish(others[-1], published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0])) == [home, *others]
+
+
+def test_a_holder_over_the_bound_is_passed_by_and_the_next_holds_it_then() -> None:
+    affinity = affinity_of(*"abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.publish(home, published([KEYS[0]]))
+    busy = begun(affinity, home, Call(KEYS[1], 100))
+    assert affinity.order(Call(KEYS[0], 10))[0] == second
+    assert affinity.passes_by(second, Call(KEYS[0], 10))
+    spilled = begun(affinity, second, Call(KEYS[0], 10))
+    affinity.publish(home, b"")
+    affinity.end(busy)
+    affinity.end(spilled)
+    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it was sent there last"
+    affinity.publish(home, published([KEYS[0]]))
+    assert affinity.order(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
+
+
+def test_what_is_in_no_report_for_long_is_not_there() -> None:
+    """The first report after a call may be from before its end. A full one says nothing of what it leaves out."""
+    affinity = affinity_of(*"abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.end(begun(affinity, second, Call(KEYS[0])))
+    affinity.publish(second, published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0]))[0] == second
+    affinity.publish(second, published(f"{number:08x}" for number in range(MAX_PUBLISHED)))
+    assert affinity.order(Call(KEYS[0]))[0] == second
+    affinity.publish(second, published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0]))[0] == home
+
+
+def test_what_left_holds_nothing_any_more() -> None:
+    affinity = affinity_of(*"abcd")
+    home, *others = affinity.order(Call(KEYS[0]))
+    affinity.publish(others[0], published([KEYS[0]]))
+    call = begun(affinity, others[0], Call(KEYS[0]))
+    affinity.set_replicas([home, *others[1:]])
+    affinity.end(call)
+    assert affinity.order(Call(KEYS[0])) == [home, *others[1:]]
+    affinity.set_replicas([home, *others])
+    assert affinity.order(Call(KEYS[0]))[0] == others[0], "back again, and it went there last"
+    assert affinity.load(others[0]) == 0
+
+
+def test_another_try_goes_elsewhere() -> None:
+    affinity = affinity_of(*"abc")
+    first = affinity.order(Call(KEYS[0]))[0]
+    affinity.end(begun(affinity, first, Call(KEYS[0])))
+    assert affinity.order(Call(KEYS[0]))[0] == first
+    assert affinity.order(Call(KEYS[0], attempt=1))[-1] == first
+    affinity.publish(first, published([KEYS[0]]))
+    assert affinity.order(Call(KEYS[0], attempt=1))[0] == first, "it only has to give what it has"
+    affinity.set_replicas([first])
+    assert affinity.order(Call(KEYS[0], attempt=1)) == [first], "where there is no other"
+
+
+def test_without_a_key_the_least_loaded_goes_first() -> None:
+    affinity = affinity_of(*"abc", load_bound=3)
+    affinity.begin("a", Call(weight=5))
+    affinity.begin("b", Call(weight=2))
+    assert affinity.order(Call(weight=9)) == ["c", "b", "a"]
+    assert {affinity_of(*"abc").order(Call())[0] for _ in range(100)} == set("abc")
+
+
+def test_nobody_is_nobody() -> None:
+    assert Affinity().order(Call(KEYS[0])) == []
+    assert Affinity().order(Call()) == []
+    assert Affinity().begin("a", Call()) is None
+    assert not Affinity().passes_by("a", Call())
+
+
+def test_what_is_published_is_bounded_and_the_newest() -> None:
+    found = published(KEYS, 3)
+    assert found == b"".join(bytes.fromhex(key[:8]) for key in KEYS[-3:])
+    assert published(KEYS, 0) == published([]) == b""
+    many = [f"{number:064x}" for number in range(2 * MAX_PUBLISHED)]
+    assert len(published(many)) == PREFIX_BYTES * MAX_PUBLISHED
+
+
+def test_half_a_prefix_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 bytes are published; they must be a multiple of 4"):
+        affinity_of("a").publish("a", b"12345")
+
+
+@pytest.mark.parametrize("bound", [0.99, 0, -1, float("nan")])
+def test_a_bound_that_nobody_could_keep_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Affinity(load_bound=bound)
+
+
+@given(st.builds(Call, st.none() | st.sampled_from(KEYS), st.integers(0), st.integers(0)))
+def test_a_call_survives_its_label(call: Call) -> None:
+    assert Call.from_label(call.label()) == call
+
+
+@pytest.mark.parametrize("label", ["", "session", "zz:1:1", "ab:x:0", "ab:1", "::"])
+def test_what_is_no_label_is_a_call_without_a_key(label: str) -> None:
+    assert Call.from_label(label) == Call()

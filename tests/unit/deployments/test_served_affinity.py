@@ -1,0 +1,200 @@
+"""Two replicas of everything on a real Ray Serve: calls go where their image or conversation is; deaths go unnoticed.
+
+The language model is a stand-in that answers with the norm of what it was given (`controlled.py`). The tests stand in
+an order: the last one kills a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from ray.exceptions import RayActorError
+
+from encoder.encoder import Encoder
+from tests.unit.deployments.conftest import START_S, Cluster, ServedApp, deploy, until
+from tests.unit.deployments.samples import png
+from tests.unit.deployments.test_served_images import added, ask, ask_all, chat
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+MANY = [png(64, 64, (number, 120, 7)) for number in range(0, 240, 15)]
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp]:
+    from ray import serve
+
+    yield deploy(cluster, checkpoints["qwen3_vl"], "pair", replicas=2)
+    serve.delete("pair")
+
+
+@pytest.fixture(autouse=True)
+def released(pair: ServedApp) -> Iterator[None]:
+    """Nothing is left waiting at a gate."""
+    yield
+    pair.encoders("release")
+
+
+def counts(pair: ServedApp) -> dict[str, int]:
+    """Of both encoder replicas together."""
+    return together(pair.encoders("counts"))
+
+
+def at_the_door(pair: ServedApp) -> dict[str, int]:
+    """Counts of both ingress replicas together."""
+    return together(pair.ingresses("counts"))
+
+
+def together(found: list[dict[str, int]]) -> dict[str, int]:
+    assert len(found) == 2
+    return {name: sum(replica[name] for replica in found) for name in found[0]}
+
+
+def encoded(pair: ServedApp) -> dict[int, int]:
+    """Images by replica."""
+    return {state["pid"]: state["encoded"] for state in pair.encoders("state")}
+
+
+def norms(answer: httpx.Response) -> list[float]:
+    assert answer.status_code == 200, answer.text
+    return [image["norm"] for image in answer.json()["images"]]
+
+
+def test_images_are_spread_and_each_is_found_again(pair: ServedApp, checkpoints: dict[str, Path]) -> None:
+    """By chance each image would be looked for at the other replica every second time."""
+    before = encoded(pair)
+    first = [norms(ask(pair, chat(file))) for file in MANY]
+    after = encoded(pair)
+    by_replica = [after[pid] - before[pid] for pid in before]
+    assert sum(by_replica) == len(MANY)
+    assert min(by_replica) >= 2
+    counted = counts(pair)
+    assert [norms(ask(pair, chat(file))) for file in MANY] == first
+    assert added(counted, counts(pair)) == {"CACHE_HITS": len(MANY)}
+    expected = Encoder.from_checkpoint(checkpoints["qwen3_vl"]).encode(MANY)
+    for found, embedding in zip(first, expected, strict=True):
+        assert found == [pytest.approx(float(torch.linalg.norm(embedding.tokens)), rel=1e-4)]
+
+
+def test_the_images_of_one_request_each_find_their_replica(pair: ServedApp) -> None:
+    """Serve knows the calls of one request by one name: one got another's replica, and that one waited for ever."""
+    counted = counts(pair)
+    assert norms(ask(pair, chat(*MANY))) == [norms(ask(pair, chat(file)))[0] for file in MANY]
+    new = added(counted, counts(pair))
+    assert new["CACHE_HITS"] + new.get("CACHE_MISSES", 0) == 2 * len(MANY)
+    assert new["CACHE_HITS"] >= len(MANY)
+
+
+async def while_held(pair: ServedApp, files: list[bytes], arrived: Callable[[], object]) -> list[httpx.Response]:
+    """One request for each file, all of them in before any encoder may begin."""
+    await asyncio.to_thread(pair.encoders, "hold")
+    async with httpx.AsyncClient(timeout=START_S) as client:
+        url = f"{pair.url}/v1/chat/completions"
+        tasks = [asyncio.create_task(client.post(url, json=chat(file))) for file in files]
+        await asyncio.to_thread(until, arrived, "all arrivals")
+        await asyncio.to_thread(pair.encoders, "release")
+        return await asyncio.gather(*tasks)
+
+
+def test_a_hot_image_is_encoded_once_by_all_together(pair: ServedApp) -> None:
+    """Twenty clients at two ingresses: each of those sends it once, to the same encoder. The metrics say the same."""
+    before, door = counts(pair), at_the_door(pair)
+    exported = pair.exported("Encoder").get("vitray_images_encoded_total", 0)
+
+    def calls() -> int:
+        return counts(pair)["CACHE_MISSES"] - before["CACHE_MISSES"]
+
+    def arrived() -> bool:
+        return calls() + at_the_door(pair)["ENCODINGS_SHARED"] - door["ENCODINGS_SHARED"] == 20
+
+    answers = asyncio.run(while_held(pair, [png(96, 96, (250, 1, 1))] * 20, arrived))
+    assert len({norms(answer)[0] for answer in answers}) == 1
+    assert calls() <= 2
+    assert added(before, counts(pair)) == {"CACHE_MISSES": calls(), "IMAGES_ENCODED": 1}
+    until(lambda: pair.exported("Encoder")["vitray_images_encoded_total"] == exported + 1, "the metrics")
+
+
+def test_no_encoder_has_much_more_to_do_than_the_other(pair: ServedApp) -> None:
+    """Four tokens an image. What passes the bound is at most the last image of each ingress."""
+    waiting: list[int] = []
+
+    def arrived() -> bool:
+        waiting[:] = [state["queued_tokens"] for state in pair.encoders("state")]
+        return sum(waiting) == 4 * 24
+
+    answers = asyncio.run(while_held(pair, [png(64, 64, (251, 5, number)) for number in range(24)], arrived))
+    assert all(answer.status_code == 200 for answer in answers)
+    assert max(waiting) <= 1.25 * sum(waiting) / 2 + 2 * 4
+    until(lambda: pair.exported("Ingress").get("vitray_calls_spilled_total", 0) > 0, "the metrics")
+
+
+def test_replicas_tell_what_they_hold(pair: ServedApp) -> None:
+    ask(pair, chat(MANY[0]))
+    held = [stats["held_digests"] for stats in pair.encoders("record_routing_stats")]
+    (image,) = ask(pair, chat(MANY[0])).json()["images"]
+    prefix = bytes.fromhex(image["uuid"][:8])
+    assert sum(prefix in {told[at : at + 4] for at in range(0, len(told), 4)} for told in held) == 1
+
+
+def test_turns_of_a_conversation_go_to_one_language_model(pair: ServedApp) -> None:
+    """Whichever ingress they come to; and conversations are spread."""
+    calls = lambda: {state["pid"]: state["calls"] for state in pair.llms("state")}  # noqa: E731
+    taken_by: set[int] = set()
+    for number in range(10):
+        body = chat(MANY[0], messages=[{"role": "system", "content": "Be brief."}])
+        body["messages"].append({"role": "user", "content": f"Question {number}"})
+        before = calls()
+        for turn in range(3):
+            assert ask(pair, body).status_code == 200
+            body["messages"] += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"And {turn}?"}]
+        (taker,) = [(pid, count - before[pid]) for pid, count in calls().items() if count != before[pid]]
+        assert taker[1] == 3
+        taken_by.add(taker[0])
+    assert len(taken_by) == 2
+
+
+def test_a_replica_killed_at_work_is_noticed_by_nobody(pair: ServedApp) -> None:
+    """What it worked on and what it held is encoded again, what the other one holds is not."""
+    files = MANY[:8]
+    before = [norms(ask(pair, chat(file))) for file in files]
+    lost = at_the_door(pair)
+    fresh = [png(96, 64, (3, number, 251)) for number in range(4)]
+    pair.encoders("hold")
+
+    async def killed() -> tuple[int, list[httpx.Response]]:
+        async with httpx.AsyncClient(timeout=START_S) as client:
+            url = f"{pair.url}/v1/chat/completions"
+            tasks = [asyncio.create_task(client.post(url, json=chat(file))) for file in fresh]
+
+            def both_at_work() -> list[dict[str, Any]] | None:
+                states: list[dict[str, Any]] = pair.encoders("state")
+                return states if sum(state["flights"] for state in states) == len(fresh) else None
+
+            states = await asyncio.to_thread(until, both_at_work, "all images at the encoders")
+            doomed = max(states, key=lambda state: state["queued_tokens"])
+            os.kill(doomed["pid"], signal.SIGKILL)
+            await asyncio.to_thread(until, release_the_living, "the other one to go on")
+            return doomed["pid"], await asyncio.gather(*tasks)
+
+    def release_the_living() -> bool:
+        try:
+            return bool(pair.encoders("release"))
+        except RayActorError:  # the call has found out that one is dead; the next goes to the others
+            return False
+
+    pid, answers = asyncio.run(killed())
+    assert [norms(answer) for answer in answers] == [norms(ask(pair, chat(file))) for file in fresh]
+    after = at_the_door(pair)
+    assert after["REPLICAS_LOST"] > lost["REPLICAS_LOST"]
+    assert after["TRIES_AGAIN"] - lost["TRIES_AGAIN"] == after["REPLICAS_LOST"] - lost["REPLICAS_LOST"]
+    assert [norms(answer) for answer in ask_all(pair, [chat(file) for file in files])] == before
+    until(lambda: len(pair.encoders("state")) == 2, "a new replica")
+    assert pid not in encoded(pair)
