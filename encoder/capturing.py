@@ -228,11 +228,11 @@ class Capturing:
 
     def _time(self, key: GraphKey, captured: Captured) -> None:
         self.costs.add_replay(key.budget, captured.replay_ms, work(captured.grids))
-        tokens = sum(t * h * w for t, h, w in captured.grids) // self._vision.merge_unit
+        tokens = sum(t * h * w for t, h, w in captured.alike) // self._vision.merge_unit
         if all(not 1 / _EAGER_RATIO < tokens / size < _EAGER_RATIO for size in self._eager_batches):
-            alone = self.graphs.eager_ms(captured.grids)
-            self._eager_batches[tokens] = captured.grids, alone
-            self.costs.add_eager(tokens, alone, work(captured.grids))
+            alone = self.graphs.eager_ms(captured.alike)
+            self._eager_batches[tokens] = captured.alike, alone
+            self.costs.add_eager(tokens, alone, work(captured.alike))
         if key.budget <= max(_WORK_BUDGET, min(self.budgets)) and not self.costs.knows_work:
             self._time_work(key, captured)
 
@@ -244,7 +244,7 @@ class Capturing:
             batches = list(self._eager_batches.items())
             replays, eager = self.graphs.sustained_ms(keys, [grids for _, (grids, _) in batches])
             for key, milliseconds in zip(keys, replays, strict=True):
-                self.costs.add_replay(key.budget, milliseconds, work(captured[key].grids))
+                self.costs.add_replay(key.budget, milliseconds, work(captured[key].alike))
             for (tokens, (grids, alone)), milliseconds in zip(batches, eager, strict=True):
                 self.costs.add_eager(tokens, max(alone, milliseconds), work(grids))
         self._timed = len(captured)

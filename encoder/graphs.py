@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -41,7 +42,9 @@ class CapturedGraph:
     shape: GraphClass
     graph: torch.cuda.CUDAGraph
     grids: tuple[Grid, ...]
-    """What it was checked and timed with."""
+    """What it was checked with, and timed first."""
+    alike: tuple[Grid, ...]
+    """What it is timed with under load."""
     replay_ms: float
     pool_bytes: int
     """By how much the pool grew for it."""
@@ -131,7 +134,16 @@ class EncoderGraphs:
                 )
             if captured_ms < _SHORT_MS and key == whole(key.budget, config):
                 captured_ms = self._median_ms(graph.replay)
-        captured = CapturedGraph(shape, graph, tuple(grids), captured_ms, grown, time.perf_counter() - started)
+        alike = timing_batch(shape, config)
+        captured = CapturedGraph(
+            shape,
+            graph,
+            tuple(grids),
+            tuple(alike if shape.holds(self._layout(alike)) else grids),
+            captured_ms,
+            grown,
+            time.perf_counter() - started,
+        )
         # Ascending, as they are looked through.
         self._graphs = dict(sorted({**self._graphs, key: captured}.items()))
         return captured
@@ -189,7 +201,7 @@ class EncoderGraphs:
                 self._graphs[keys[0]].graph.replay()
             for key, begin, end in zip(keys, begins, ends, strict=False):
                 captured = self._graphs[key]
-                self._buffers.describe(self._layout(captured.grids))
+                self._buffers.describe(self._layout(captured.alike))
                 begin.record()
                 captured.graph.replay()
                 end.record()
@@ -280,3 +292,11 @@ def trial_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
         grids.append((1, rows * merge, columns * merge))
         tokens += rows * columns
     return grids or [(1, merge, merge)]
+
+
+def timing_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
+    """As many images alike as there may be: attention, which grows with their squares, takes the least of the time."""
+    number = min(shape.max_images, shape.key.budget)
+    tokens = min(shape.key.budget // number, shape.key.max_seqlen // config.merge_unit)
+    rows, merge = isqrt(tokens), config.spatial_merge_size
+    return [(1, rows * merge, tokens // rows * merge)] * number

@@ -14,7 +14,7 @@ from encoder.attention import AttentionBackend
 from encoder.forwards import TowerForward
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting
-from encoder.graphs import GraphRefusedError, NoRoomError, trial_batch
+from encoder.graphs import GraphRefusedError, NoRoomError, timing_batch, trial_batch
 from encoder.grid_tables import GridTables, Layout
 from encoder.weights import VisionTower
 
@@ -50,6 +50,7 @@ def forward_of(tower: VisionTower) -> TowerForward:
 class FakeGraph:
     shape: GraphClass
     grids: tuple[Grid, ...]
+    alike: tuple[Grid, ...]
     replay_ms: float
     pool_bytes: int
 
@@ -91,7 +92,8 @@ class FakeGraphs:
             raise NoRoomError("no memory")
         shape = GraphClass.of(key, self._max_images, self._forward.config)
         grids = tuple(trial_batch(shape, self._forward.config))
-        self.captured[key] = FakeGraph(shape, grids, self._ms(key.budget), grown)
+        alike = tuple(timing_batch(shape, self._forward.config))
+        self.captured[key] = FakeGraph(shape, grids, alike, self._ms(key.budget), grown)
         return self.captured[key]
 
     def fitting(self, layout: Layout, budget: int) -> GraphKey | None:

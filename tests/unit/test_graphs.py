@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
+from encoder.budgets import default_budgets
 from encoder.capturing import Capturing
 from encoder.forwards import TowerForward
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphClass, GraphKey, whole
-from encoder.graphs import GraphRefusedError, NoRoomError, trial_batch
+from encoder.graphs import GraphRefusedError, NoRoomError, timing_batch, trial_batch
 from encoder.grid_tables import GridTables
 from encoder.metadata import TowerMetadata
 from encoder.run_counts import Tally
@@ -104,6 +105,28 @@ def test_trial_batches_fit_leave_padding_and_use_several_images(tower: VisionTow
         assert layout.num_tokens < key.budget
 
 
+def test_timing_batches_fit_fill_most_and_are_many_images_alike(tower: VisionTower) -> None:
+    tables = GridTables(tower.config, CPU, 2**22)
+    for budget in default_budgets():
+        shape = GraphClass.of(whole(budget, tower.config), 16, tower.config)
+        layout = tables.layout(timing_batch(shape, tower.config))
+        assert layout is not None
+        assert shape.holds(layout), budget
+        assert len(set(layout.image_tokens)) == 1
+        assert len(layout.image_tokens) == 16
+        assert 0.7 * budget <= layout.num_tokens <= budget
+
+
+def test_graphs_and_eager_runs_are_timed_in_one_queue(tower: VisionTower) -> None:
+    graphs = graphs_of(forward_of(tower))
+    keys = [whole(96, tower.config), whole(32, tower.config)]
+    for key in keys:
+        graphs.capture(key)
+    replays, eager = graphs.sustained_ms(keys, [[(1, 8, 8)], [(1, 4, 4)], [(1, 8, 4)]])
+    assert (len(replays), len(eager)) == (2, 3)
+    assert min(replays + eager) > 0
+
+
 def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> None:
     forward, tally = forward_of(tower), Tally()
     tables = GridTables(tower.config, CPU, 2**20)
@@ -151,7 +174,7 @@ turns = Way(AttentionBackend.TRITON, turns=True)
 plan = AttentionPlan((64,), (turns, Way(AttentionBackend.TRITON)))
 fused.fuse = lambda tower, asked: fused.FusedTower(tower, asked or plan, TorchProducts())
 forwards._TRIAL[:] = [(1, 4, 6), (2, 2, 4)]
-forward = forwards._fused(eager, EncoderConfig())
+forward = forwards._fused(eager, EncoderConfig(), None)
 assert (forward.name, forward.length_classes) == ("fused", (64,)), forward.length_classes
 tables = GridTables(eager.config, torch.device("cpu"), 2**20)
 graphs = CpuGraphs(forward, tables, largest_budget=12, max_images=4)
@@ -165,7 +188,7 @@ error = relative_error(graphs.replay(key, patches, layout), eager(patches, eager
 assert error < 1e-5, error
 try:
     forwards._tolerance = lambda tower: -1.0
-    forwards._fused(eager, EncoderConfig())
+    forwards._fused(eager, EncoderConfig(), None)
 except forwards.FusionError as error:
     print(error)
 """
