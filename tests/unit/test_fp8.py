@@ -160,7 +160,7 @@ def test_devices_and_dtypes_that_cannot_are_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fp8": True}, "fusion is False; 8 bits need fusion"),
+        ({"fp8": True, "fusion": False}, "fusion is False; 8 bits need fusion"),
         ({"fp8": True, "fusion": "auto", "compile_mm_encoder": True}, "beside compile_mm_encoder"),
         ({"fp8_min_token_cosine": 1.5}, r"fp8_min_token_cosine is 1\.5; a cosine lies between -1 and 1"),
         ({"fp8_min_image_cosine": float("nan")}, "fp8_min_image_cosine is nan"),
