@@ -3,10 +3,11 @@ VENV := .venv
 PYTHON ?=
 CASES ?=
 EXTRAS ?=
+SECONDS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu fuzz check serve clean
+.PHONY: help setup demo test test-gpu fuzz soak check serve clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +29,10 @@ test-gpu: ## run the tests that need a GPU, with the host's own python3
 # A tenth of these cases is part of `make test`.
 fuzz: setup ## try 100,000 random files, URLs, requests and embedding headers (CASES=N for another number)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
+
+# Half a minute of it is part of `make test`.
+soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, flat memory (SECONDS=N for another time)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
 
 check: setup ## ruff and mypy
 	@$(VENV)/bin/ruff check .

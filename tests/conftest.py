@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from deployments import import_shim
 
 FUZZ_CASES = 10_000
+SOAK_S = 30
 
 import_shim.activate()
 
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-cases", type=int, default=FUZZ_CASES, help="random cases, all fuzzers of tests/fuzz together"
     )
+    parser.addoption("--soak-seconds", type=float, default=SOAK_S, help="of mixed traffic in tests/serve/test_soak.py")
 
 
 @pytest.fixture(scope="session")
