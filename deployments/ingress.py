@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
 from deployments import chat_images, routes
+from deployments.body import read_body
 from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError, error_head_and_body
@@ -81,7 +82,7 @@ class Ingress:
             path=path,
             query_string=request.scope["query_string"],
             headers=[(name, value) for name, value in request.scope["headers"] if name in PASSED_HEADERS],
-            body=await self._read_body(request),
+            body=await read_body(request, max_bytes=self._limits.max_body_bytes),
             root_path=root_path,
         )
         if path == "/openapi.json":
@@ -236,19 +237,6 @@ class Ingress:
             }
             described = json.dumps(document).encode()
         return _response(ResponseHead(head.status, [(b"content-type", b"application/json")]), described)
-
-    async def _read_body(self, request: Request) -> bytes:
-        limit = self._limits.max_body_bytes
-        chunks, total = [], 0
-        try:
-            async for chunk in request.stream():
-                total += len(chunk)
-                if total > limit:
-                    raise ApiError(413, f"the request body is over the limit of {limit} bytes", code="body_too_large")
-                chunks.append(chunk)
-        except ClientDisconnect as error:
-            raise ApiError(400, "the client closed the connection while it was sending") from error
-        return b"".join(chunks)
 
     def _timed_out(self) -> ApiError:
         seconds = self._limits.request_timeout_s

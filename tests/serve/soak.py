@@ -20,11 +20,11 @@ import httpx
 import psutil
 
 from tests.hostile import files
+from tests.hostile.sockets import ATTACKS, Address
 from tests.serve import pictures
 from tests.serve.conversations import Body, about, chat, image, text, user
 from tests.serve.pictures import data_url
 from tests.serve.processes import family, title
-from tests.serve.sockets import ATTACKS, Address
 
 CHAT = "/v1/chat/completions"
 ANSWER_S = 240.0
