@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
-from deployments import chat_images, routes
+from deployments import body_bounds, chat_images, routes
 from deployments.body import read_body
 from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
@@ -90,15 +90,17 @@ class Ingress:
         if inner.body:
             body = _json_object(inner.body)
             chat_images.refuse_fields(body)
+            body_bounds.check(body, max_answers=self._limits.max_answers_per_request)
             if client.salt is not None and route.path in SALTED_ROUTES:
                 chat_images.put_salt(body, client.salt)
-                inner = dataclasses.replace(inner, body=json.dumps(body).encode())
             if route.service is routes.Service.IMAGES:
                 if parts := chat_images.image_parts(body):
                     return await self._answer_with_images(inner, body, parts, client, deadline)
             elif chat_images.holds_media([body.get("input"), body.get("messages")]):
                 unsupported = "only text is supported on this route; send images to /v1/chat/completions"
                 raise ApiError(501, unsupported, code="images_not_supported")
+            # Never as it came: what another parser makes of doubled names is not what was checked here.
+            inner = dataclasses.replace(inner, body=_written(body))
         return await self._answered(inner, [], [], chat_images.conversation(body) if inner.body else None, deadline)
 
     async def _answer_with_images(
@@ -126,7 +128,7 @@ class Ingress:
             ]
             for part, place in zip(parts, places, strict=True):
                 chat_images.put_key(part, place, images.jobs[place.image].digest)
-            request = dataclasses.replace(inner, body=json.dumps(body).encode())
+            request = dataclasses.replace(inner, body=_written(body))
             key = chat_images.conversation(body)
             try:
                 return await self._answered(request, places, images.jobs, key, deadline, fetch_ms)
@@ -268,6 +270,13 @@ def _json_object(data: bytes) -> chat_images.Body:
     if not isinstance(body, dict):
         raise ApiError(400, f"the request body must be a JSON object, got {type(body).__name__}")
     return body
+
+
+def _written(body: chat_images.Body) -> bytes:
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:  # by a few levels deeper than could be read
+        raise ApiError(400, "the request body is nested too deeply") from error
 
 
 def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:
