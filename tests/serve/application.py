@@ -199,6 +199,11 @@ class ServedApplication:
         """What `serve run` printed so far, the replicas' logs included."""
         return self._server.log.read_text(errors="replace")
 
+    def logs(self) -> bytes:
+        """Everything that the application's processes have written so far, printed or into Ray's folder of logs."""
+        written = [self._server.log, *sorted(self._ray_folder.glob("**/logs/**/*"))]
+        return b"\n".join(file.read_bytes() for file in written if file.is_file() and not file.is_symlink())
+
     def stop(self) -> None:
         self._server.stop()
         shutil.rmtree(self._ray_folder, ignore_errors=True)

@@ -157,7 +157,9 @@ def told(response: httpx.Response, status: int) -> dict[str, Any]:
 
 def test_text_is_passed_on() -> None:
     stand_ins = StandIns(Pieces(JSON_HEAD, b'{"a":', b"1}"))
-    body = b'{"messages": [{"role":"user","content":"\\u00e9 \\ud800"}],  "unknown": [1e400, 1e-7, 12345678901234567890]}'
+    body = (
+        b'{"messages": [{"role":"user","content":"\\u00e9 \\ud800"}],  "unknown": [1e400, 1e-7, 12345678901234567890]}'
+    )
     response = asked(stand_ins, "POST", "/v1/chat/completions?q=1", content=body)
     assert (response.status_code, response.json()) == (200, {"a": 1})
     (request,) = stand_ins.requests
