@@ -27,7 +27,7 @@ test-gpu: ## run the tests that need a GPU, with the host's own python3
 	@python3 -m pytest tests/gpu -m gpu $(ARGS)
 
 # A tenth of these cases is part of `make test`.
-fuzz: setup ## try 100,000 random files, URLs, requests and embedding headers (CASES=N for another number)
+fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of them more over HTTP (CASES=N for another number)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
 
 # Half a minute of it is part of `make test`.

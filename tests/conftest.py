@@ -45,6 +45,7 @@ def fuzzing(request: pytest.FixtureRequest) -> Callable[[float], settings]:
             max_examples=max(1, round(cases * part)),
             deadline=None,
             database=None,
+            print_blob=True,
             suppress_health_check=list(HealthCheck),
         )
 

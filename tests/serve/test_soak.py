@@ -19,7 +19,7 @@ from tests.serve.asking import TIMEOUT_S, ask, metric, until
 from tests.serve.conversations import chat
 from tests.serve.loopback import LoopbackServer
 from tests.serve.pictures import encoded, picture
-from tests.serve.soak import KNOWN, Sample, Traffic, growth, known_body, sampled
+from tests.serve.soak import KNOWN, Sample, Traffic, growth, known_body, sampled, series
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,7 @@ def test_mixed_traffic(soaked: ServedApplication, seconds: float, web: LoopbackS
                 "asked_again": tally.asked_again,
                 "wrong": tally.wrong,
                 "grown": [[found.role, found.own_bytes, found.files, found.threads] for found in grown],
+                "own_bytes_of": {found.role: series(samples, found.role) for found in grown[:5]},
                 "own_bytes": [sum(sample.own_bytes for sample in held.values()) for held in samples],
             }
         )
