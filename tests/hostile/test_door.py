@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from starlette.requests import Request
 
 from configs.schema import AppConfig, DoorConfig
 from deployments import ingress as ingress_module
+from deployments import proxy_bounds
 from deployments.door import Door, OpenDoorError
 from deployments.ingress import Ingress
 from deployments.listening import is_loopback
@@ -90,6 +92,20 @@ def test_without_keys_it_does_not_start_where_strangers_reach_it(host: str | Non
     with pytest.raises(OpenDoorError, match=r"has no API keys: set ingress\.door\.api_keys_file"):
         Door(DoorConfig(), host=host)
     Door(DoorConfig(authentication="none"), host=host)
+
+
+@pytest.mark.parametrize(
+    ("host", "bounded", "warned"), [("0.0.0.0", False, 1), ("0.0.0.0", True, 0), ("::1", False, 0)]
+)
+def test_a_proxy_without_bounds_is_told_of(
+    host: str, bounded: bool, warned: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(proxy_bounds.VARIABLE, raising=False)
+    if bounded:
+        monkeypatch.setenv(proxy_bounds.VARIABLE, proxy_bounds.IMPORT_PATH)
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "propagate", True)
+    Door(DoorConfig(authentication="none"), host=host)
+    assert len([record for record in caplog.records if proxy_bounds.VARIABLE in record.getMessage()]) == warned
 
 
 @pytest.mark.parametrize(
