@@ -36,7 +36,7 @@ def requests() -> dict[str, tuple[str, Body | bytes]]:
         "text": ("/v1/completions", {"model": MODEL, "prompt": SECRET, "max_tokens": 2}),
         "a response": ("/v1/responses", {"model": MODEL, "input": SECRET, "max_output_tokens": 2}),
         "counted": ("/tokenize", {"model": MODEL, "messages": [words]}),
-        "another model": (CHAT, {**chat(words), "model": SECRET}),
+        "another model": (CHAT, {**chat(words), "model": "gpt-none"}),  # vLLM logs that name
         "refused by vllm": (CHAT, chat(words, n=2)),
         "a role of its own": (CHAT, chat({"role": SECRET, "content": SECRET})),
         "messages that are none": (CHAT, {"model": MODEL, "messages": SECRET}),

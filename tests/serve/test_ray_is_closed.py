@@ -32,18 +32,17 @@ def listening(application: ServedApplication, named: str) -> list[tuple[str, int
     return found
 
 
-def answers(url: str) -> int | None:
-    try:
-        return httpx.get(url, timeout=20).status_code
-    except httpx.TransportError:
-        return None  # not HTTP/1.1
-
-
 def test_the_dashboard_asks_for_a_token(application: ServedApplication) -> None:
-    ports = listening(application, "dashboard.py")
-    answered = {port: answers(f"http://127.0.0.1:{port}/api/jobs/") for _, port in ports}
-    assert 401 in answered.values(), answered
-    assert not {200, 404} & set(answered.values()), answered
+    """What else its process has open are metrics, on a port that the README wants closed to the outside."""
+    statuses = []
+    for _, port in listening(application, "dashboard.py"):
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{port}/api/jobs/", timeout=20)
+        except httpx.TransportError:
+            continue  # not HTTP/1.1
+        statuses.append(answer.status_code)
+        assert answer.status_code == 401 or answer.text.startswith("# HELP"), (port, answer.text[:300])
+    assert 401 in statuses
 
 
 def test_the_control_store_asks_for_a_token(application: ServedApplication) -> None:
