@@ -28,9 +28,9 @@ test-gpu: ## run the tests that need a GPU, with the host's own python3
 
 # A tenth of these cases is part of `make test`.
 fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of them more over HTTP (CASES=N for another number)
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz tests/serve/test_openapi.py --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
 
-# Half a minute of it is part of `make test`.
+# A little of it is part of `make test`.
 soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, flat memory (SECONDS=N for another time)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
 

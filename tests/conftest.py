@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from deployments import import_shim
 
 FUZZ_CASES = 10_000
-SOAK_S = 30
+SOAK_S = 24
 
 import_shim.activate()
 

@@ -20,8 +20,8 @@ from tests.serve.errors import error_of
 pytestmark = pytest.mark.slow
 
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-CASES_A_KIND = 1000
-"""Of `--fuzz-cases`, how many are one request of each kind to each operation."""
+CASES_A_KIND = 4000
+"""Of `--fuzz-cases`, how many are one request of each kind to each operation; to make one up takes a second."""
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 WAITING = 503
 """Asks to come again: a server at its limits, not at its end."""

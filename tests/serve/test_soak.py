@@ -1,6 +1,6 @@
 """Good and bad traffic at once, at full load: nothing is lost that should be answered, and nothing piles up.
 
-Half a minute of it goes to the application of the other tests. `make soak` gives `--soak-seconds` of 30 minutes to one
+Some 20 seconds of it go to the application of the other tests. `make soak` gives `--soak-seconds` of 30 minutes to one
 of its own, whose caches are small enough to be full before its second quarter, so that what grows then is a leak.
 """
 
