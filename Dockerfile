@@ -15,7 +15,10 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /app
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+# Serve's HTTP proxy gets bounds of its own, see SECURITY.md.
+ENV RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy_bounds.bounded
 COPY pyproject.toml README.md LICENSE ./
+COPY locks locks
 COPY configs configs
 COPY encoder encoder
 COPY deployments deployments
@@ -25,11 +28,13 @@ EXPOSE 8000
 CMD ["serve", "run", "serve_config.yaml"]
 
 FROM base AS gpu
-RUN pip install --editable '.[gpu]'
+RUN pip install --no-deps --require-hashes --requirement locks/gpu.txt \
+    && pip install --no-deps --editable '.[gpu]'
 COPY serve_config.yaml ./
 
 FROM base AS cpu
 # torch alone from PyTorch's own index: the +cpu builds are not on PyPI, and nothing else is to come from there.
 RUN pip install --no-deps --index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0+cpu' \
-    && pip install --editable '.[cpu]'
+    && pip install --no-deps --require-hashes --requirement locks/cpu.txt \
+    && pip install --no-deps --editable '.[cpu]'
 COPY serve_config.yaml ./

@@ -3,10 +3,11 @@ VENV := .venv
 PYTHON ?=
 CASES ?=
 EXTRAS ?=
+SECONDS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu fuzz check serve clean
+.PHONY: help setup demo test test-gpu fuzz soak check lock serve clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,16 +27,24 @@ test-gpu: ## run the tests that need a GPU, with the host's own python3
 	@python3 -m pytest tests/gpu -m gpu $(ARGS)
 
 # A tenth of these cases is part of `make test`.
-fuzz: setup ## try 100,000 random files, URLs, requests and embedding headers (CASES=N for another number)
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
+fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of them more over HTTP (CASES=N for another number)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz tests/serve/test_openapi.py --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
 
-check: setup ## ruff and mypy
+# A little of it is part of `make test`.
+soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, flat memory (SECONDS=N for another time)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
+
+check: setup ## ruff, mypy, and pip-audit on the locks where it can reach the advisories
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/python scripts/audit.py
+
+lock: setup ## resolve pyproject.toml anew into locks/, which `make setup` and the Dockerfile install
+	@$(VENV)/bin/python scripts/lock.py
 
 serve: setup ## start the application of serve_config.yaml
-	@$(VENV)/bin/serve run serve_config.yaml
+	@RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy_bounds.bounded $(VENV)/bin/serve run serve_config.yaml
 
 clean: ## remove .venv and every cache (checkpoints and results stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

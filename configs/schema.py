@@ -185,6 +185,8 @@ class IngressConfig(Options):
     """In pixels, as the header states it; a larger image is a 400."""
     max_images_per_request: PositiveInt = 16
     """In all messages together; more is a 400."""
+    max_answers_per_request: PositiveInt = 128
+    """`n` times the number of prompts; more is a 400."""
     max_visual_tokens_per_image: PositiveInt = 16_384
     """After resizing; also bounds what `min_pixels` may enlarge an image to."""
     max_visual_tokens_per_request: PositiveInt = 65_536

@@ -39,6 +39,7 @@ MAX_BOUND_PIXELS = 2**40
 REFUSED_FIELDS = {
     "prompt_embeds": "embeddings cannot be sent",
     "media_io_kwargs": "how media is read cannot be chosen by a request",
+    "return_mm_kwargs": "embeddings are not given out",
     "kv_transfer_params": "where the engine fetches from cannot be chosen by a request",
     "ec_transfer_params": "where the engine fetches from cannot be chosen by a request",
 }
@@ -90,9 +91,13 @@ def holds_media(value: object) -> bool:
 
 
 def refuse_fields(body: Body) -> None:
-    """Raises ApiError 400 for fields through which a client could hand media to vLLM or send it to fetch something."""
+    """Raises ApiError 400 for fields through which a client could hand media to vLLM or send it to fetch something.
+
+    What `mm_processor_kwargs` may hold is the same on routes and in requests without images.
+    """
+    pop_bounds(dict(body))
     for name, reason in REFUSED_FIELDS.items():
-        if body.get(name) is not None:
+        if body.get(name) not in (None, False):
             raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_field")
 
 

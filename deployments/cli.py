@@ -70,6 +70,9 @@ def serve(config: Path, app_dir: str, address: str | None, check: bool) -> None:
     if not program.exists():
         raise click.ClickException(f"Ray Serve's command is not at {program}: pip install 'ray[serve]'")
     where = ["--address", address] if address else []
+    from deployments import proxy_bounds
+
+    os.environ.setdefault(proxy_bounds.VARIABLE, proxy_bounds.IMPORT_PATH)  # for a Ray that this starts
     os.execv(program, [str(program), "run", "--app-dir", app_dir, *where, str(config)])
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
+import os
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -19,9 +21,12 @@ from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.requests import Request
 
 from configs.schema import DoorConfig
+from deployments import proxy_bounds
 from deployments.api_keys import ApiKeys
 from deployments.errors import ApiError
 from deployments.listening import is_loopback, refused_to_strangers
+
+logger = logging.getLogger("ray.serve")
 
 MAX_HEADERS = 100
 MAX_TENANT_CHARACTERS = 256
@@ -60,6 +65,11 @@ class Door:
             self._keys = ApiKeys(file=config.api_keys_file, variable=config.api_keys_variable)
         if refusal := refused_to_strangers(config, host):
             raise OpenDoorError(refusal)
+        if not self._on_loopback and os.environ.get(proxy_bounds.VARIABLE) != proxy_bounds.IMPORT_PATH:
+            logger.warning(
+                "%s is not %s: Serve's HTTP proxy takes headers of any size, and waits for them without end",
+                *(proxy_bounds.VARIABLE, proxy_bounds.IMPORT_PATH),
+            )
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
 
     @property

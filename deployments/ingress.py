@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
-from deployments import chat_images, routes
+from deployments import body_bounds, chat_images, routes
+from deployments.body import read_body
 from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError, error_head_and_body
@@ -81,7 +82,7 @@ class Ingress:
             path=path,
             query_string=request.scope["query_string"],
             headers=[(name, value) for name, value in request.scope["headers"] if name in PASSED_HEADERS],
-            body=await self._read_body(request),
+            body=await read_body(request, max_bytes=self._limits.max_body_bytes),
             root_path=root_path,
         )
         if path == "/openapi.json":
@@ -89,15 +90,17 @@ class Ingress:
         if inner.body:
             body = _json_object(inner.body)
             chat_images.refuse_fields(body)
+            body_bounds.check(body, max_answers=self._limits.max_answers_per_request)
             if client.salt is not None and route.path in SALTED_ROUTES:
                 chat_images.put_salt(body, client.salt)
-                inner = dataclasses.replace(inner, body=json.dumps(body).encode())
             if route.service is routes.Service.IMAGES:
                 if parts := chat_images.image_parts(body):
                     return await self._answer_with_images(inner, body, parts, client, deadline)
             elif chat_images.holds_media([body.get("input"), body.get("messages")]):
                 unsupported = "only text is supported on this route; send images to /v1/chat/completions"
                 raise ApiError(501, unsupported, code="images_not_supported")
+            # Never as it came: what another parser makes of doubled names is not what was checked here.
+            inner = dataclasses.replace(inner, body=_written(body))
         return await self._answered(inner, [], [], chat_images.conversation(body) if inner.body else None, deadline)
 
     async def _answer_with_images(
@@ -125,7 +128,7 @@ class Ingress:
             ]
             for part, place in zip(parts, places, strict=True):
                 chat_images.put_key(part, place, images.jobs[place.image].digest)
-            request = dataclasses.replace(inner, body=json.dumps(body).encode())
+            request = dataclasses.replace(inner, body=_written(body))
             key = chat_images.conversation(body)
             try:
                 return await self._answered(request, places, images.jobs, key, deadline, fetch_ms)
@@ -237,19 +240,6 @@ class Ingress:
             described = json.dumps(document).encode()
         return _response(ResponseHead(head.status, [(b"content-type", b"application/json")]), described)
 
-    async def _read_body(self, request: Request) -> bytes:
-        limit = self._limits.max_body_bytes
-        chunks, total = [], 0
-        try:
-            async for chunk in request.stream():
-                total += len(chunk)
-                if total > limit:
-                    raise ApiError(413, f"the request body is over the limit of {limit} bytes", code="body_too_large")
-                chunks.append(chunk)
-        except ClientDisconnect as error:
-            raise ApiError(400, "the client closed the connection while it was sending") from error
-        return b"".join(chunks)
-
     def _timed_out(self) -> ApiError:
         seconds = self._limits.request_timeout_s
         return ApiError(504, f"the request took longer than {seconds:g} s, the limit", code="timeout")
@@ -280,6 +270,13 @@ def _json_object(data: bytes) -> chat_images.Body:
     if not isinstance(body, dict):
         raise ApiError(400, f"the request body must be a JSON object, got {type(body).__name__}")
     return body
+
+
+def _written(body: chat_images.Body) -> bytes:
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:  # by a few levels deeper than could be read
+        raise ApiError(400, "the request body is nested too deeply") from error
 
 
 def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

@@ -28,6 +28,8 @@ from deployments.media_keys import KeyStore, connector_class
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
+PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
+"""vLLM's ways of loading weights that take files of pickles, or fall back to them."""
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -122,6 +124,10 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
             raise ValueError(
                 f"llm.engine_args: {key!r} is set by vitray (the checkpoint is `model` at the top of args)"
             )
+    if engine_args.get("trust_remote_code"):
+        raise ValueError("llm.engine_args: 'trust_remote_code' would run whatever code a checkpoint brings")
+    if (load_format := engine_args.get("load_format")) in PICKLED_FORMATS:
+        raise ValueError(f"llm.engine_args: 'load_format' {load_format!r} may unpickle weights; use 'safetensors'")
     if "api_key" in server_args:  # credentials stop at the ingress, so vLLM would answer 401 to everybody
         raise ValueError("llm.server_args: 'api_key' would lock everybody out: authenticate before the ingress")
 
@@ -166,6 +172,7 @@ def start_engine(
     arguments: dict[str, object] = {
         # The tower of Qwen3-VL must stay loaded, or vLLM switches deepstack off; profiling it reserves memory in vain.
         "skip_mm_profiling": True,
+        "load_format": "safetensors",
         **engine_args,
         "model": model,
         "enable_mm_embeds": True,

@@ -21,7 +21,7 @@ CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
 # What is used of these classes: methods, and the fields that are set.
 MEMBERS = {
     "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "shutdown"),
-    "AsyncEngineArgs": ("model", "enable_mm_embeds", "skip_mm_profiling", "served_model_name"),
+    "AsyncEngineArgs": ("model", "enable_mm_embeds", "skip_mm_profiling", "served_model_name", "load_format"),
 }
 ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE")
 

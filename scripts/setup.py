@@ -25,6 +25,7 @@ from typing import Protocol
 ROOT = Path(__file__).resolve().parent.parent
 RECORD_NAME = "vitray-setup.json"
 LOG_NAME = "vitray-setup.log"
+CONSTRAINTS_NAME = "vitray-constraints.txt"
 # The `+cpu` builds of torch are not on PyPI; this is where PyTorch publishes them.
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_WHEEL_MACHINES = ("x86_64", "aarch64")
@@ -72,7 +73,7 @@ class Record:
 def fingerprint(root: Path) -> str:
     """Changes with whatever decides the outcome of a set-up: what is wanted, and how it is done."""
     digest = hashlib.sha256()
-    for name in ("pyproject.toml", "scripts/setup.py"):
+    for name in ("pyproject.toml", "scripts/setup.py", *(f"locks/{backend}.txt" for backend in BACKENDS)):
         digest.update(b"\0" + (root / name).read_bytes())
     return digest.hexdigest()
 
@@ -106,6 +107,11 @@ def cpu_torch(pyproject: Path) -> str:
     if len(pins) != 1:
         raise SetupError("pyproject.toml: the extra [cpu] must pin torch exactly once.")
     return f"{pins[0]}+cpu"
+
+
+def locked(lock: str) -> str:
+    """The versions of a lock without its hashes, which pip cannot ask for with a project in a folder."""
+    return "\n".join(line.removesuffix(" \\") for line in lock.splitlines() if re.match(r"[A-Za-z0-9]", line)) + "\n"
 
 
 def check_cpu_platform(system: str, machine_name: str) -> None:
@@ -202,9 +208,17 @@ def set_up(root: Path, requested: str | None, machine: Machine) -> bool:
     pinned = [cpu_torch(root / "pyproject.toml")] if on_cpu else []
     for requirement in pinned:
         ensure_cpu_torch(pip, requirement, machine)
+    constrained: list[str] = []
+    if (chosen_backend := backend(extras)) is not None:
+        constraints = venv / CONSTRAINTS_NAME
+        constraints.parent.mkdir(exist_ok=True)
+        constraints.write_text(locked((root / "locks" / f"{chosen_backend}.txt").read_text()))
+        constrained = ["--constraint", str(constraints)]
     patience = f"; the first time takes {'about two' if on_cpu else 'several'} minutes" if record is None else ""
     machine.say(f"installing vitray[{extras}]{patience}")
-    follow([*pip, "install", "--progress-bar", "off", "--editable", f"{root}[{extras}]", *pinned], machine)
+    follow(
+        [*pip, "install", "--progress-bar", "off", "--editable", f"{root}[{extras}]", *pinned, *constrained], machine
+    )
     wanted.write(venv / RECORD_NAME)
     return True
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from deployments import import_shim
 
 FUZZ_CASES = 10_000
+SOAK_S = 24
 
 import_shim.activate()
 
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz-cases", type=int, default=FUZZ_CASES, help="random cases, all fuzzers of tests/fuzz together"
     )
+    parser.addoption("--soak-seconds", type=float, default=SOAK_S, help="of mixed traffic in tests/serve/test_soak.py")
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +45,7 @@ def fuzzing(request: pytest.FixtureRequest) -> Callable[[float], settings]:
             max_examples=max(1, round(cases * part)),
             deadline=None,
             database=None,
+            print_blob=True,
             suppress_health_check=list(HealthCheck),
         )
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from encoder.image_load import load_rgb
 from encoder.image_size import ImageError, header
+from tests.fuzz.shares import IN_PROCESS
 from tests.hostile import files
 
-SHARE = 0.5
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 SEEDS = [
     *(files.encoded(files.picture(40, 30), name) for name in FORMATS),
@@ -55,7 +55,7 @@ def check(data: bytes) -> None:
 
 
 def test_changed_files(fuzzing: Callable[[float], settings]) -> None:
-    @fuzzing(SHARE)
+    @fuzzing(IN_PROCESS["changed files"])
     @given(st.sampled_from(SEEDS), st.lists(CHANGE, min_size=1, max_size=6), st.integers(1, 10_000))
     def fuzz(seed: bytes, changes: list[tuple[str, int, bytes]], length: int) -> None:
         check(changed(seed, changes, length))
@@ -66,7 +66,7 @@ def test_changed_files(fuzzing: Callable[[float], settings]) -> None:
 def test_any_bytes_after_a_signature(fuzzing: Callable[[float], settings]) -> None:
     starts = [seed[:length] for seed in SEEDS for length in (3, 8, 12, 33, 100)]
 
-    @fuzzing(SHARE / 7)
+    @fuzzing(IN_PROCESS["any bytes after a signature"])
     @given(st.sampled_from(starts), st.binary(max_size=300))
     @example(b"", b"")
     def fuzz(start: bytes, rest: bytes) -> None:

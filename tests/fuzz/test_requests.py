@@ -16,12 +16,11 @@ from starlette.requests import Request
 
 from deployments.chat_images import MEDIA_KEYS
 from deployments.media_keys import KEY_PREFIX
+from tests.fuzz.shares import IN_PROCESS, OVER_HTTP
 from tests.hostile.test_door import serving, started
 from tests.unit.deployments.test_ingress import IMAGE, StandIns, ingress_of
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")
-SHARE = 0.1
-HTTP_SHARE = 0.02
 ANSWERS = {200, 400, 401, 404, 405, 413, 431, 501}
 PATHS = ("/v1/chat/completions", "/tokenize", "/v1/completions", "/v1/responses", "/detokenize", "/ping")
 NAMES = sorted(MEDIA_KEYS | {"type", "text", "content", "role", "url", "detail", "uuid", "cache_salt", "messages"})
@@ -91,7 +90,7 @@ def asked(path: str, body: bytes) -> tuple[int, StandIns]:
 
 
 def test_bodies(fuzzing: Callable[[float], settings]) -> None:
-    @fuzzing(SHARE)
+    @fuzzing(IN_PROCESS["bodies"])
     @given(st.sampled_from(PATHS), BODY)
     @example("/v1/chat/completions", {"messages": [{"content": [{"type": "text", "image_url": "http://127.0.0.1"}]}]})
     def fuzz(path: str, body: object) -> None:
@@ -105,7 +104,7 @@ def test_bodies(fuzzing: Callable[[float], settings]) -> None:
 def test_bodies_that_are_hardly_json(fuzzing: Callable[[float], settings]) -> None:
     whole = json.dumps({"messages": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "x"}]}]}).encode()
 
-    @fuzzing(SHARE / 5)
+    @fuzzing(IN_PROCESS["bodies that are hardly json"])
     @given(st.integers(0, len(whole)), st.binary(max_size=5), st.integers(0, 5))
     def fuzz(position: int, put: bytes, out: int) -> None:
         status, _ = asked(PATHS[0], whole[:position] + put + whole[position + out :])
@@ -146,7 +145,7 @@ def test_over_http(fuzzing: Callable[[float], settings], monkeypatch: pytest.Mon
         manager = serving(started(monkeypatch, StandIns(), authentication="none"))
         client = runner.run(manager.__aenter__())
 
-        @fuzzing(HTTP_SHARE)
+        @fuzzing(OVER_HTTP["requests"])
         @given(st.tuples(method, path, st.lists(header, max_size=4), BODY))
         def fuzz(request: tuple[Any, ...]) -> None:
             assert runner.run(ask(client, *request)) in ANSWERS

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from configs.schema import FetchConfig
 from deployments.addresses import is_public
 from deployments.media import MediaError, MediaFetcher
+from tests.fuzz.shares import IN_PROCESS
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")
-SHARE = 0.15
 ADDRESSES = ("93.184.216.34", "127.0.0.1", "169.254.169.254", "10.0.0.1", "::1", "::ffff:127.0.0.1", "2606:4700::1111")
 HOSTS = (*ADDRESSES, "[::1]", "[::ffff:7f00:1]", "localhost", "a.example", "inner.example", "2130706433", "0x7f.1", "0")
 PIECES = st.one_of(
@@ -93,7 +93,7 @@ def check(url: str, location: str) -> None:
 
 
 def test_urls_and_redirects(fuzzing: Callable[[float], settings]) -> None:
-    @fuzzing(SHARE)
+    @fuzzing(IN_PROCESS["urls and redirects"])
     @given(URL, URL)
     @example("http://a.example\\@127.0.0.1/", "")
     @example("http://a.example#@127.0.0.1/", "//127.0.0.1")

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deployments.wire import EncodedImage, EncodeTimings, WireError
+from tests.fuzz.shares import IN_PROCESS
 
-SHARE = 0.1
 WIDTH, MERGE = 8, 2
 TIMINGS = EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=False)
 DTYPES = ("float32", "uint16", "float16", "int8", "uint8", "int64", "complex64", "bool", "S4", "object", ">f4", ">u2")
@@ -49,7 +49,7 @@ def check(image: EncodedImage) -> None:
 
 
 def test_headers_and_bits(fuzzing: Callable[[float], settings]) -> None:
-    @fuzzing(SHARE)
+    @fuzzing(IN_PROCESS["headers and bits"])
     @given(embeddings())
     @example(EncodedImage("0" * 64, (1, 4, 6), "float32", np.zeros((6, WIDTH), np.float32)[:, ::-1], TIMINGS))
     def fuzz(image: EncodedImage) -> None:
@@ -62,7 +62,7 @@ def test_headers_that_are_no_numbers_at_all(fuzzing: Callable[[float], settings]
     """What a process with another version of this code might send."""
     value = st.one_of(st.none(), st.text(max_size=3), st.floats(), st.booleans(), st.binary(max_size=3), st.integers())
 
-    @fuzzing(SHARE / 6)
+    @fuzzing(IN_PROCESS["headers that are no numbers"])
     @given(
         st.one_of(value, st.tuples(value, value, value)),
         st.one_of(value, st.sampled_from(["float32", "bfloat16"])),

@@ -16,7 +16,9 @@ import uvicorn
 from starlette.requests import Request
 
 from configs.schema import AppConfig, DoorConfig
+from deployments import door as door_module
 from deployments import ingress as ingress_module
+from deployments import proxy_bounds
 from deployments.door import Door, OpenDoorError
 from deployments.ingress import Ingress
 from deployments.listening import is_loopback
@@ -90,6 +92,19 @@ def test_without_keys_it_does_not_start_where_strangers_reach_it(host: str | Non
     with pytest.raises(OpenDoorError, match=r"has no API keys: set ingress\.door\.api_keys_file"):
         Door(DoorConfig(), host=host)
     Door(DoorConfig(authentication="none"), host=host)
+
+
+@pytest.mark.parametrize(("host", "bounded", "warned"), [("0.0.0.0", 0, 1), ("0.0.0.0", 1, 0), ("::1", 0, 0)])
+def test_a_proxy_without_bounds_is_told_of(
+    host: str, bounded: int, warned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(door_module.logger, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.delenv(proxy_bounds.VARIABLE, raising=False)
+    if bounded:
+        monkeypatch.setenv(proxy_bounds.VARIABLE, proxy_bounds.IMPORT_PATH)
+    Door(DoorConfig(authentication="none"), host=host)
+    assert len([text for text in told if proxy_bounds.VARIABLE in text]) == warned
 
 
 @pytest.mark.parametrize(

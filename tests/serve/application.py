@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from configs.resolve import PROJECT_ROOT
+from deployments import proxy_bounds
 from tests.serve.conversations import MODEL
 from tests.serve.processes import Server, family, free_port, title
 from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
@@ -189,9 +190,19 @@ class ServedApplication:
         assert found, f"no engine behind {name}: {[title(process) for process in family(self._server.pid)]}"
         return found
 
+    @property
+    def pid(self) -> int:
+        """Of `serve run`, whose descendants are all of it."""
+        return self._server.pid
+
     def log(self) -> str:
         """What `serve run` printed so far, the replicas' logs included."""
         return self._server.log.read_text(errors="replace")
+
+    def logs(self) -> bytes:
+        """Everything that the application's processes have written so far, printed or into Ray's folder of logs."""
+        written = [self._server.log, *sorted(self._ray_folder.glob("**/logs/**/*"))]
+        return b"\n".join(file.read_bytes() for file in written if file.is_file() and not file.is_symlink())
 
     def stop(self) -> None:
         self._server.stop()
@@ -205,6 +216,7 @@ def _environment(ray_folder: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(ray_folder),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH,
         "RAY_worker_niceness": "0",  # else every other process of the machine goes first
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines sit on the same core

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from deployments.routes import open_rows
 from tests.serve import pictures
 from tests.serve.application import FETCH_TIMEOUT_S, MAX_IMAGE_BYTES, MAX_REDIRECTS
 from tests.serve.asking import ask, post
 from tests.serve.comparison import difference
-from tests.serve.conversations import about, chat, image, text, user
+from tests.serve.conversations import MODEL, Body, about, chat, image, text, user
 from tests.serve.errors import error_of
 from tests.serve.loopback import LoopbackServer
 from tests.serve.pictures import data_url, encoded, picture
+from tests.serve.vllm_alone import Reference
 
 pytestmark = pytest.mark.slow
 
@@ -78,4 +81,45 @@ def test_nothing_is_fetched_where_it_is_switched_off(qwen3: str, web: LoopbackSe
     for path in ("/v1/responses", "/invocations", "/v1/messages"):
         content = [{"type": "input_image", "image_url": web.url + "/image"}]
         assert post(qwen3, path, {"input": [{"role": "user", "content": content}]}).status_code in (404, 501)
+    assert web.paths == []
+
+
+def carriers(url: str) -> list[Body]:
+    """Every place where one of vLLM's routes takes, or might take, something to fetch."""
+    part, plain = image(url), {"type": "image", "source": {"type": "url", "url": url}}
+    inputs = [{"type": "input_image", "image_url": url}, {"type": "input_file", "file_url": url}]
+    server = {"type": "mcp", "server_label": "x", "server_url": url, "require_approval": "never"}
+    found: list[Body] = [{"messages": [user(content)]} for content in (part, plain, *inputs)]
+    found += [{"input": [user(content)]} for content in (part, *inputs)]
+    found += [
+        {"input": url},
+        {"input": "x", "tools": [server], "tool_choice": "auto"},
+        {"input": "x", "prompt": {"id": url}},
+        {"messages": [user(text("x"))], "tools": [server]},
+        {"messages": [user(text("x"))], "documents": [{"url": url}]},
+        {"messages": [user({"type": "audio_url", "audio_url": {"url": url}})]},
+        {"messages": [user({"type": "video_url", "video_url": {"url": url}})]},
+        {"prompt": "x", "multi_modal_data": {"image": url}},
+        {"prompt": url},
+        {"text_1": {"content": [part]}, "text_2": {"content": [part]}},
+        {"query": {"content": [part]}, "documents": [{"content": [part]}]},
+        {"data": {"image": url}, "url": url, "file": url, "model_path": url, "lora_name": "x", "lora_path": url},
+        {"messages": [user(text("x"))], "kv_transfer_params": {"do_remote_prefill": True, "remote_host": url}},
+    ]
+    return found
+
+
+def test_no_route_of_vllm_fetches_anything(qwen3: str, web: LoopbackServer, reference: Reference) -> None:
+    """Each that takes a body, with each thing that could be fetched; once where the body is not even read."""
+    paths = [path for path, methods in reference.paths.items() if "POST" in methods]
+    assert {"/v1/chat/completions", "/v1/responses", "/invocations"} <= set(paths)
+    url = web.url + "/image"
+    bodies = [{"model": MODEL, "max_tokens": 2, **body} for body in carriers(url)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [
+            pool.submit(post, qwen3, path.replace("{", "").replace("}", ""), body)
+            for path in paths
+            for body in (bodies if open_rows(path) else bodies[:1])
+        ]
+    assert {answer.result().status_code for answer in asked} <= {200, 400, 404, 405, 422, 501}
     assert web.paths == []

@@ -61,7 +61,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(setup.platform, "system", lambda: "Linux")
     monkeypatch.setattr(setup.platform, "machine", lambda: "x86_64")
     (tmp_path / "scripts").mkdir()
-    for name in ("pyproject.toml", "scripts/setup.py"):
+    (tmp_path / "locks").mkdir()
+    for name in ("pyproject.toml", "scripts/setup.py", "locks/cpu.txt", "locks/gpu.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path
 
@@ -74,14 +75,17 @@ def test_a_fresh_checkout_is_installed_once(checkout: Path) -> None:
     machine = FakeMachine(missing_venv)
     assert setup.set_up(checkout, None, machine) is True
     assert len(machine.ran("-m venv --clear")) == 1
-    assert machine.ran("--editable")[0].endswith(f"--editable {checkout}[cpu,dev] {TORCH}")
+    constraints = checkout / ".venv" / setup.CONSTRAINTS_NAME
+    wanted = f"--editable {checkout}[cpu,dev] {TORCH} --constraint {constraints}"
+    assert machine.ran("--editable")[0].endswith(wanted)
+    assert constraints.read_text() == setup.locked((ROOT / "locks" / "cpu.txt").read_text())
 
     again = FakeMachine(without_gpu)
     assert setup.set_up(checkout, None, again) is False
     assert again.commands == ["nvidia-smi -L"]
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "scripts/setup.py"])
+@pytest.mark.parametrize("name", ["pyproject.toml", "scripts/setup.py", "locks/cpu.txt"])
 def test_a_change_of_what_is_wanted_installs_again_into_the_same_environment(checkout: Path, name: str) -> None:
     setup.set_up(checkout, None, FakeMachine(missing_venv))
     (checkout / name).write_text((checkout / name).read_text() + "\n# changed\n")
@@ -120,7 +124,9 @@ def test_a_copied_checkout_gets_an_environment_of_its_own(checkout: Path, tmp_pa
 def test_a_gpu_machine_gets_vllm_with_cuda_and_no_search_for_a_cpu_torch(checkout: Path) -> None:
     machine = FakeMachine(lambda command: "pip --version" not in command)
     setup.set_up(checkout, None, machine)
-    assert machine.ran("--editable")[0].endswith(f"{checkout}[gpu,dev]")
+    constraints = checkout / ".venv" / setup.CONSTRAINTS_NAME
+    assert machine.ran("--editable")[0].endswith(f"{checkout}[gpu,dev] --constraint {constraints}")
+    assert "vllm==0.26.0" in constraints.read_text()
     assert machine.ran("torch==") == []
 
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from configs.schema import AppConfig
+from deployments import proxy_bounds
 from training.checkpoints import make_checkpoint
 
 MAX_QUEUED_TOKENS = 200
@@ -57,6 +58,7 @@ def cluster() -> Iterator[Cluster]:
     from ray import serve
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ[proxy_bounds.VARIABLE] = proxy_bounds.IMPORT_PATH  # before Serve's modules read it
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short, pytest's folders are not
     ports = Cluster(free_port(), free_port())
     try:

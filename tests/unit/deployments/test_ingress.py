@@ -155,15 +155,62 @@ def told(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-def test_text_is_passed_on_byte_by_byte() -> None:
+def test_text_is_passed_on() -> None:
     stand_ins = StandIns(Pieces(JSON_HEAD, b'{"a":', b"1}"))
-    body = b'{"messages": [{"role":"user","content":"x"}],  "unknown": 1e400}'
+    body = (
+        b'{"messages": [{"role":"user","content":"\\u00e9 \\ud800"}],  "unknown": [1e400, 1e-7, 12345678901234567890]}'
+    )
     response = asked(stand_ins, "POST", "/v1/chat/completions?q=1", content=body)
     assert (response.status_code, response.json()) == (200, {"a": 1})
     (request,) = stand_ins.requests
-    assert (request.body, request.query_string) == (body, b"q=1")
+    assert (json.loads(request.body), request.query_string) == (json.loads(body), b"q=1")
     assert (request.method, request.path, request.root_path) == ("POST", "/v1/chat/completions", "/prefix")
     assert stand_ins.encodings == []
+
+
+def test_what_was_checked_is_what_is_passed_on() -> None:
+    """A name that stands twice: of two parsers, one may take the first and the other the last."""
+    image, words = json.dumps([{"role": "user", "content": [IMAGE]}]), '[{"role": "user", "content": "x"}]'
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"):
+        stand_ins = StandIns()
+        body = f'{{"messages": {image}, "messages": {words}, "input": {image}, "input": "x"}}'
+        assert asked(stand_ins, "POST", path, content=body.encode()).status_code == 200
+        passed = stand_ins.requests[0].body
+        assert passed.count(b'"messages"') == passed.count(b'"input"') == 1
+        assert b"image" not in passed
+
+
+@pytest.mark.parametrize("depth", [*range(900, 1001, 5), 5000])
+def test_a_body_that_is_nested_deeply_is_an_answer(depth: int) -> None:
+    """Somewhere there, it can be read and no longer be written."""
+    body = b'{"messages": [], "x": ' + b"[" * depth + b"]" * depth + b"}"
+    assert asked(StandIns(), "POST", "/v1/chat/completions", content=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"mm_processor_kwargs": {"trust_remote_code": True}}, "mm_processor_kwargs"),
+        ({"mm_processor_kwargs": {"max_pixels": "x"}}, "mm_processor_kwargs"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt_embeds": ["AAAA"]}, "prompt_embeds"),
+        ({"media_io_kwargs": {}}, "media_io_kwargs"),
+        ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
+        ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params"),
+        ({"return_mm_kwargs": True}, "return_mm_kwargs"),
+        ({"n": 1000}, "n"),
+        ({"prompt": ["x"] * 1000}, "n"),
+        ({"stop": ["x"] * 1000}, "stop"),
+        ({"structured_outputs": {"regex": "a|" * 100_000}}, "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_fields_are_refused_or_bounded_on_every_route(path: str, fields: dict[str, Any], param: str) -> None:
+    """Without an image too: vLLM reads them all the same."""
+    stand_ins = StandIns()
+    body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", **fields}
+    assert told(asked(stand_ins, "POST", path, json=body), 400)["param"] == param
+    assert stand_ins.requests == []
 
 
 def test_credentials_and_cookies_stay_here() -> None:

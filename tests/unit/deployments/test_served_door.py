@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from configs.schema import AppConfig
 from tests.hostile import files
+from tests.serve.soak import sampled
 from tests.unit.deployments.conftest import Cluster, until
 
 pytestmark = pytest.mark.slow
@@ -104,6 +106,32 @@ def test_damaged_files(url: str) -> None:
         assert answer.status_code == 400
         assert "truncated or corrupt" in answer.json()["error"]["message"] or "not an image" in answer.text
     assert ask(url, BOB, files.PNG).status_code == 200
+
+
+def test_memory_is_where_it_was(url: str) -> None:
+    """After every attack of this file, once more: in the proxy, the ingress, the encoder and its decoder."""
+
+    def held() -> dict[int, int]:
+        return {
+            pid: sample.own_bytes
+            for (pid, role), sample in sampled(os.getpid()).items()
+            if role.startswith(("ray::ProxyActor", "ray::ServeReplica:door"))
+        }
+
+    def attack_all() -> None:
+        for data in files.header_bombs(2_000_000).values():
+            assert ask(url, ALICE, data).status_code == 400
+        for data in (files.PNG, files.JPEG, files.WEBP, files.GIF):
+            assert ask(url, BOB, data[: len(data) // 2]).status_code == 400
+            assert ask(url, None, data, **{"x-long": "x" * 33_000}).status_code == 431
+
+    attack_all()
+    before = held()
+    attack_all()
+    after = held()
+    assert before.keys() == after.keys(), "no process died of it"
+    assert len(before) >= 4
+    assert {pid: after[pid] - before[pid] for pid in before if after[pid] - before[pid] > 20_000_000} == {}
 
 
 def test_visual_tokens_have_a_quota(url: str) -> None:

@@ -56,7 +56,7 @@ def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_module(
 
 def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
     vllm_compat.check_args(
-        {"max_model_len": 1024, "tensor_parallel_size": 2, "served_model_name": ["a"]},
+        {"max_model_len": 1024, "tensor_parallel_size": 2, "trust_remote_code": False, "load_format": "bitsandbytes"},
         {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "chat_template": None},
     )
 
@@ -70,6 +70,9 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
         ({}, {"max_model_len": 1}, r"llm\.server_args: 'max_model_len' belongs under llm\.engine_args"),
         ({"model": "x"}, {}, r"llm\.engine_args: 'model' is set by vitray"),
         ({"enable_mm_embeds": False}, {}, r"llm\.engine_args: 'enable_mm_embeds' is set by vitray"),
+        ({"trust_remote_code": True}, {}, r"llm\.engine_args: 'trust_remote_code' would run whatever code"),
+        ({"load_format": "pt"}, {}, r"llm\.engine_args: 'load_format' 'pt' may unpickle weights"),
+        ({"load_format": "auto"}, {}, r"use 'safetensors'"),
         ({}, {"api_key": ["secret"]}, r"llm\.server_args: 'api_key' would lock everybody out"),
         ({}, {"model": "x"}, r"llm\.server_args: 'model' belongs under"),
         ({"max-model-len": 1}, {}, r"llm\.engine_args: unknown key 'max-model-len': did you mean 'max_model_len'"),
@@ -100,6 +103,7 @@ SOURCES = {
     "vllm/utils/argparse_utils.py": "class FlexibleArgumentParser: ...\n",
     "vllm/engine/arg_utils.py": (
         "class EngineArgs:\n    model: str\n    enable_mm_embeds: bool = False\n    skip_mm_profiling: bool = False\n"
+        "    load_format: str = ''\n"
         "    served_model_name: str = ''\n"
         "class AsyncEngineArgs(EngineArgs): ...\n"
     ),
