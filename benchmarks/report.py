@@ -55,6 +55,23 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
+def headline(found: Mapping[str, Sequence[Record]]) -> str:
+    """One sentence for each tower that was measured beside vLLM; nothing where none was."""
+    said = []
+    for result in found["encoder"]:
+        for record in result["archs"].values():
+            best = (record.get("summary") or {}).get("vllm_best") or {}
+            cells = next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
+            both = [name for name in best if name in cells]
+            if both:
+                times = ", ".join(f"{name} in {cells[name]['ms']:.1f} ms ({best[name]['ms']:.1f})" for name in both)
+                said.append(
+                    f"{record['model'].partition(',')[0]} on one {result['gpu']['name']}, patches to embeddings: "
+                    f"{times}; in brackets the best of vLLM {result['versions'].get('vllm', '')}'s ways in the same run."
+                )
+    return "\n\n".join(said)
+
+
 def encoder_text(result: Record, record: Record) -> str:
     """One tower's ladder."""
     gpu, versions = result["gpu"], result["versions"]

@@ -285,10 +285,11 @@ def trial_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
     grids: list[Grid] = []
     tokens = 0
     for rows in islice(cycle(range(3, 11)), shape.max_images):
-        # About a third of what is left, in ever other proportions.
+        # About a third of what is left, in ever other proportions, but few in all: each grid is computed on the host.
         columns = min((shape.key.budget - tokens) // 3, longest) // rows
         if columns < 1:
             break
+        columns = 1 << columns.bit_length() - 1
         grids.append((1, rows * merge, columns * merge))
         tokens += rows * columns
     return grids or [(1, merge, merge)]

@@ -20,10 +20,12 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def tables() -> dict[str, str]:
     """Name -> Markdown."""
+    results = report.results()
     return {
+        "headline": report.headline(results),
         "settings": reference.markdown(),
         "routes": routes.table(),
-        "figures": report.markdown(report.results()),
+        "figures": report.markdown(results),
     }
 
 

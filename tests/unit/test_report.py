@@ -146,3 +146,16 @@ def test_committed_results_name_where_they_come_from() -> None:
                 assert part["commit"], kind
                 assert part["command"], kind
                 assert part["versions"], kind
+
+
+def test_the_headline_is_of_towers_that_were_measured_beside_vllm(folder: Path) -> None:
+    assert report.headline(report.results(folder)) == ""
+    for path in folder.glob("*.json"):
+        result = json.loads(path.read_text())
+        if result["benchmark"] == "encoder":
+            result["archs"]["a"]["rows"].append({"name": "fusion", "label": "fused", "cells": {"x": cell(4.0)}})
+            path.write_text(json.dumps(result))
+    said = report.headline(report.results(folder))
+    assert said.startswith(
+        "A tower on one A GPU, patches to embeddings: x in 4.0 ms (5.0); in brackets the best of vLLM"
+    )
