@@ -63,11 +63,12 @@ def headline(found: Mapping[str, Sequence[Record]]) -> str:
             best = (record.get("summary") or {}).get("vllm_best") or {}
             cells = next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
             both = [name for name in best if name in cells]
+            vllm = result["versions"].get("vllm", "")
             if both:
                 times = ", ".join(f"{name} in {cells[name]['ms']:.1f} ms ({best[name]['ms']:.1f})" for name in both)
                 said.append(
                     f"{record['model'].partition(',')[0]} on one {result['gpu']['name']}, patches to embeddings: "
-                    f"{times}; in brackets the best of vLLM {result['versions'].get('vllm', '')}'s ways in the same run."
+                    f"{times}; in brackets the best of vLLM {vllm}'s ways in the same run."
                 )
     return "\n\n".join(said)
 

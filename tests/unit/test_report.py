@@ -152,7 +152,7 @@ def test_the_headline_is_of_towers_that_were_measured_beside_vllm(folder: Path) 
     assert report.headline(report.results(folder)) == ""
     for path in folder.glob("*.json"):
         result = json.loads(path.read_text())
-        if result["benchmark"] == "encoder":
+        if result.get("benchmark") == "encoder" and result["gpu"]:
             result["archs"]["a"]["rows"].append({"name": "fusion", "label": "fused", "cells": {"x": cell(4.0)}})
             path.write_text(json.dumps(result))
     said = report.headline(report.results(folder))
