@@ -22,6 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "ladder.png"
 NOTHING = "No figures of this version are in benchmarks/results."
 GIB = 2**30
+A100_TFLOPS = 312.0
+"""Of bfloat16 products, as NVIDIA's data sheet has it."""
 Record = Mapping[str, Any]
 
 
@@ -105,7 +107,22 @@ def encoder_text(result: Record, record: Record) -> str:
     for row in record["rows"]:
         shares = [_cell(row, name, "{peak_share:.0%}") for name in names]
         lines.append(_row([row["label"], *shares, _error(row), _gib(row), *_unseen(row)]))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_a100(record)])
+
+
+def _a100(record: Record) -> list[str]:
+    """What an A100 would take by arithmetic alone; nothing where the fused rung was not measured."""
+    cells = next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
+    shapes = [shape for shape in record["shapes"] if cells.get(shape["name"], {}).get("peak_share")]
+    if not shapes:
+        return []
+    floors = {shape["name"]: 1e3 * shape["tflop"] / A100_TFLOPS for shape in shapes}
+    times = ", ".join(f"{name} {ms:.1f} ({ms / cells[name]['peak_share']:.1f})" for name, ms in floors.items())
+    return [
+        "",
+        f"Computed, not measured: what an A100 ({A100_TFLOPS:.0f} TFLOP/s) takes at least for these operations, and at "
+        f"the share of the peak that the fused rung reaches here, in milliseconds: {times}.",
+    ]
 
 
 def totals_text(result: Record) -> str:
