@@ -63,7 +63,7 @@ def headline(found: Mapping[str, Sequence[Record]]) -> str:
     for result in found["encoder"]:
         for record in result["archs"].values():
             best = (record.get("summary") or {}).get("vllm_best") or {}
-            cells = next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
+            cells = _fused_cells(record)
             both = [name for name in best if name in cells]
             vllm = result["versions"].get("vllm", "")
             if both:
@@ -73,6 +73,10 @@ def headline(found: Mapping[str, Sequence[Record]]) -> str:
                     f"{times}; in brackets the best of vLLM {vllm}'s ways in the same run."
                 )
     return "\n\n".join(said)
+
+
+def _fused_cells(record: Record) -> Record:
+    return next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
 
 
 def encoder_text(result: Record, record: Record) -> str:
@@ -112,7 +116,7 @@ def encoder_text(result: Record, record: Record) -> str:
 
 def _a100(record: Record) -> list[str]:
     """What an A100 would take by arithmetic alone; nothing where the fused rung was not measured."""
-    cells = next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
+    cells = _fused_cells(record)
     shapes = [shape for shape in record["shapes"] if cells.get(shape["name"], {}).get("peak_share")]
     if not shapes:
         return []
