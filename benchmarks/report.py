@@ -15,15 +15,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ladder_summary import PEER_BEST, sentences
 from benchmarks.record import ROOT
+from benchmarks.report_ladder import encoder_text, plot, totals_text
+from benchmarks.report_tables import table_row, table_rule
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLOT = ROOT / "docs" / "ladder.png"
 NOTHING = "No figures of this version are in benchmarks/results."
 GIB = 2**30
-A100_TFLOPS = 312.0
-"""Of bfloat16 products, as NVIDIA's data sheet has it."""
 Record = Mapping[str, Any]
 
 
@@ -57,91 +56,16 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def headline(found: Mapping[str, Sequence[Record]]) -> str:
-    """One sentence for each tower that was measured beside vLLM; nothing where none was."""
-    said = []
-    for result in found["encoder"]:
-        for record in result["archs"].values():
-            best = (record.get("summary") or {}).get("vllm_best") or {}
-            cells = _fused_cells(record)
-            both = [name for name in best if name in cells]
-            vllm = result["versions"].get("vllm", "")
-            if both:
-                times = ", ".join(f"{name} in {cells[name]['ms']:.1f} ms ({best[name]['ms']:.1f})" for name in both)
-                said.append(
-                    f"{record['model'].partition(',')[0]} on one {result['gpu']['name']}, patches to embeddings: "
-                    f"{times}; in brackets the best of vLLM {vllm}'s ways in the same run."
-                )
-    return "\n\n".join(said)
-
-
-def _fused_cells(record: Record) -> Record:
-    return next((row["cells"] for row in record["rows"] if row["name"] == "fusion"), {})
-
-
-def encoder_text(result: Record, record: Record) -> str:
-    """One tower's ladder."""
-    gpu, versions = result["gpu"], result["versions"]
-    named = ", ".join(
-        f"{name} {versions[name]}" for name in ("torch", "triton", "transformers", "vllm") if name in versions
-    )
-    hopper = ", without the packages for Hopper" if result["without_hopper"] else ""
-    names = [shape["name"] for shape in record["shapes"]]
-    lines = [
-        f"{record['model']}, {record['dtype']}, one {gpu['name']} (driver {gpu['driver']}, {named}{hopper}), "
-        f"{result['rounds']} interleaved rounds, commit {result['commit']}, {result['date'][:10]}. "
-        "Milliseconds, and how many times as fast as the first row:",
-        "",
-        _row(["", *names]),
-        _rule(1 + len(names)),
-    ]
-    for row in record["rows"]:
-        lines.append(_row([row["label"], *(_cell(row, name, "{ms:.2f} ({speedup:.2f}×)") for name in names)]))
-    if best := record.get("summary", {}).get("vllm_best"):
-        lines.append(_row([PEER_BEST, *(f"{best[name]['ms']:.2f}" if name in best else "–" for name in names)]))
-    lines += [
-        "",
-        f"Of the {result['product_tflops']:.0f} TFLOP/s that an 8192³ product reaches in the same run; the worst "
-        "image's relative error to transformers in float32, over transformers' own; the most memory, weights included; "
-        "milliseconds for batches of sizes not seen before, and again:",
-        "",
-        _row(["", *names, "error", "GiB", "unseen", "again"]),
-        _rule(5 + len(names)),
-    ]
-    for row in record["rows"]:
-        shares = [_cell(row, name, "{peak_share:.0%}") for name in names]
-        lines.append(_row([row["label"], *shares, _error(row), _gib(row), *_unseen(row)]))
-    return "\n".join([*lines, *_a100(record)])
-
-
-def _a100(record: Record) -> list[str]:
-    """What an A100 would take by arithmetic alone; nothing where the fused rung was not measured."""
-    cells = _fused_cells(record)
-    shapes = [shape for shape in record["shapes"] if cells.get(shape["name"], {}).get("peak_share")]
-    if not shapes:
-        return []
-    floors = {shape["name"]: 1e3 * shape["tflop"] / A100_TFLOPS for shape in shapes}
-    times = ", ".join(f"{name} {ms:.1f} ({ms / cells[name]['peak_share']:.1f})" for name, ms in floors.items())
-    return [
-        "",
-        f"Computed, not measured: what an A100 ({A100_TFLOPS:.0f} TFLOP/s) takes at least for these operations, and at "
-        f"the share of the peak that the fused rung reaches here, in milliseconds: {times}.",
-    ]
-
-
-def totals_text(result: Record) -> str:
-    """All towers of a run together, against vLLM and against our own eager rung."""
-    return "\n".join(f"- {line}" for line in sentences(result["summary"]))
-
-
 def start_text(result: Record) -> str:
     """Seconds until an encoder serves."""
     lines = [
         f"Seconds until an encoder serves, each in a fresh process: {result['model']}, one {result['gpu']['name']}, "
         f"commit {result['commit']}, {result['date'][:10]}:",
         "",
-        _row(["", "forward", "graphs and tables", "ready after the weights", "with a first image", "graphs", "GiB"]),
-        _rule(7),
+        table_row(
+            ["", "forward", "graphs and tables", "ready after the weights", "with a first image", "graphs", "GiB"]
+        ),
+        table_rule(7),
     ]
     for row in result["rows"]:
         if "error" in row:
@@ -150,7 +74,7 @@ def start_text(result: Record) -> str:
         parts = ("forward", "graphs_and_tables", "ready_after_weights", "first_image_after_weights")
         name = f"{row['label']}, `capture: {row['capture']}`, {row['state']} state folder"
         cells = [f"{took[part]:.1f}" for part in parts]
-        lines.append(_row([name, *cells, str(row["graphs"]), f"{row['graph_bytes'] / GIB:.2f}"]))
+        lines.append(table_row([name, *cells, str(row["graphs"]), f"{row['graph_bytes'] / GIB:.2f}"]))
     return "\n".join(lines)
 
 
@@ -176,7 +100,7 @@ def latency_text(result: Record) -> str:
     kinds = ("ttft", "tpot", "itl")
     lines = [*_latency_head(result), ""]
     titles = ["", "GPU", "latency", "encode", *(f"{k.upper()} mean / median / p99" for k in kinds), "tokens/s"]
-    lines += [_row(titles), _rule(len(titles))]
+    lines += [table_row(titles), table_rule(len(titles))]
     first: float | None = None
     for label, row in result["rows"].items():
         latency = "–"
@@ -186,7 +110,7 @@ def latency_text(result: Record) -> str:
             latency = f"{mean:.1f} ({first / mean:.2f}×)"
         serving, stages = row["serving"] or {}, row.get("stages_ms") or {}
         lines.append(
-            _row(
+            table_row(
                 [
                     label,
                     str(row["gpu"] or "–"),
@@ -232,15 +156,15 @@ def budgets_text(result: Record) -> str:
         f"up to {bounds['count']} budgets and {bounds['largest']} tokens, {result['arch']}, times by the table that "
         f"was measured on one {costs['gpu']} ({costs['file']} there); eager runs hold as many tokens:",
         "",
-        _row(
+        table_row(
             ["trace", "padded/real tokens", "greedy rule", "replayed", "time over the better of greedy and eager", wide]
         ),
-        _rule(6),
+        table_rule(6),
     ]
     for name, found in result["traces"].items():
         fitted, greedy = found["fitted"], found["greedy"]
         lines.append(
-            _row(
+            table_row(
                 [
                     name,
                     f"{fitted['padded_over_real']:.3f}",
@@ -254,65 +178,8 @@ def budgets_text(result: Record) -> str:
     return "\n".join(lines)
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _rule(columns: int) -> str:
-    return "|---" * columns + "|"
-
-
-def _cell(row: Record, shape: str, form: str) -> str:
-    cell = row["cells"].get(shape)
-    return "–" if cell is None else form.format(**cell)
-
-
-def _error(row: Record) -> str:
-    cells = row["cells"].values()
-    ratios = [cell["error_over_transformers"] for cell in cells if "error_over_transformers" in cell]
-    worst = [cell["error"] for cell in cells if "error" in cell]
-    return "–" if not worst else f"{max(worst):.1e}" + (f" ({max(ratios):.2f})" if ratios else "")
-
-
-def _gib(row: Record) -> str:
-    return f"{row['peak_memory_bytes'] / GIB:.2f}" if "peak_memory_bytes" in row else "–"
-
-
-def _unseen(row: Record) -> list[str]:
-    grids = row.get("grids") or {}
-    return [f"{grids[key]:.2f}" if grids.get(key) is not None else "–" for key in ("cold_ms", "warm_ms")]
-
-
 def _three(values: Record | None) -> str:
     return "–" if not values else f"{values['mean']:.1f} / {values['median']:.1f} / {values['p99']:.1f}"
-
-
-def plot(encoder: Sequence[Record], out: Path) -> bool:
-    """A PNG of how many times as fast as the first row each row is, a panel a tower; False for nothing to draw."""
-    panels = [record for result in encoder for record in result["archs"].values() if record["rows"]]
-    if not panels:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False, layout="constrained")
-    for axis, record in zip(axes[0], panels, strict=True):
-        names = [shape["name"] for shape in record["shapes"]]
-        width = 0.8 / len(record["rows"])
-        for place, row in enumerate(record["rows"]):
-            there = [number for number, name in enumerate(names) if name in row["cells"]]
-            heights = [row["cells"][names[number]]["speedup"] for number in there]
-            axis.bar([number + place * width for number in there], heights, width, label=row["label"])
-        axis.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
-        axis.set_ylabel(f"times as fast as {record['rows'][0]['label']}")
-        axis.set_title(f"{record['model']}, {record['dtype']}")
-        axis.legend(fontsize="small")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=120)
-    pyplot.close(figure)
-    return True
 
 
 def main() -> int:

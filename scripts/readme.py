@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
+from benchmarks.report_ladder import headline
 from configs import reference
 from deployments import routes
 
@@ -22,7 +23,7 @@ def tables() -> dict[str, str]:
     """Name -> Markdown."""
     results = report.results()
     return {
-        "headline": report.headline(results),
+        "headline": headline(results),
         "settings": reference.markdown(),
         "routes": routes.table(),
         "figures": report.markdown(results),

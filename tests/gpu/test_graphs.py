@@ -8,7 +8,8 @@ import torch
 from configs.encoder_config import EncoderConfig
 from encoder.forwards import TowerForward, choose_forward
 from encoder.graph_inputs import GraphClass, GraphKey, whole
-from encoder.graphs import EncoderGraphs, GraphRefusedError, trial_batch
+from encoder.graph_trials import trial_batch
+from encoder.graphs import EncoderGraphs, GraphRefusedError
 from encoder.grid_tables import GridTables, Layout
 from encoder.weights import VisionTower, load_tower
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error

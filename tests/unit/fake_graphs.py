@@ -14,7 +14,8 @@ from encoder.attention import AttentionBackend
 from encoder.forwards import TowerForward
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting
-from encoder.graphs import GraphRefusedError, NoRoomError, timing_batch, trial_batch
+from encoder.graph_trials import timing_batch, trial_batch
+from encoder.graphs import GraphRefusedError, NoRoomError
 from encoder.grid_tables import GridTables, Layout
 from encoder.weights import VisionTower
 

@@ -18,7 +18,8 @@ from encoder.capturing import Capturing
 from encoder.forwards import TowerForward
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphClass, GraphKey, whole
-from encoder.graphs import GraphRefusedError, NoRoomError, timing_batch, trial_batch
+from encoder.graph_trials import timing_batch, trial_batch
+from encoder.graphs import GraphRefusedError, NoRoomError
 from encoder.grid_tables import GridTables
 from encoder.metadata import TowerMetadata
 from encoder.run_counts import Tally

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks.report_ladder import headline, plot
 from scripts import readme
 
 
@@ -122,7 +123,7 @@ def test_every_figure_is_that_of_the_result(folder: Path) -> None:
 
 def test_without_results_there_are_no_figures(tmp_path: Path) -> None:
     assert report.markdown(report.results(tmp_path)) == report.NOTHING
-    assert report.plot([], tmp_path / "none.png") is False
+    assert plot([], tmp_path / "none.png") is False
     assert not (tmp_path / "none.png").exists()
 
 
@@ -135,7 +136,7 @@ def test_readme_has_the_figures_of_the_results() -> None:
 def test_the_plot_is_a_picture(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot is made of the extra [bench]")
     out = tmp_path / "docs" / "plot.png"
-    assert report.plot(report.results(folder)["encoder"], out) is True
+    assert plot(report.results(folder)["encoder"], out) is True
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
@@ -149,13 +150,13 @@ def test_committed_results_name_where_they_come_from() -> None:
 
 
 def test_the_headline_is_of_towers_that_were_measured_beside_vllm(folder: Path) -> None:
-    assert report.headline(report.results(folder)) == ""
+    assert headline(report.results(folder)) == ""
     for path in folder.glob("*.json"):
         result = json.loads(path.read_text())
         if result.get("benchmark") == "encoder" and result["gpu"]:
             result["archs"]["a"]["rows"].append({"name": "fusion", "label": "fused", "cells": {"x": cell(4.0)}})
             path.write_text(json.dumps(result))
-    said = report.headline(report.results(folder))
+    said = headline(report.results(folder))
     assert said.startswith(
         "A tower on one A GPU, patches to embeddings: x in 4.0 ms (5.0); in brackets the best of vLLM"
     )
