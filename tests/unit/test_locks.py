@@ -78,9 +78,10 @@ def test_the_lock_of_the_gpu_is_what_was_run_there() -> None:
     importlib.metadata.version("torch").partition("+")[2] != "cpu", reason="these tests run with the CPU's lock"
 )
 def test_what_these_tests_run_with_is_what_is_locked() -> None:
-    installed = {
-        canonicalize_name(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()
-    }
+    # What comes first on the path is what is imported; setuptools puts its own copies behind.
+    installed: dict[str, str] = {}
+    for found in importlib.metadata.distributions():
+        installed.setdefault(canonicalize_name(found.metadata["Name"]), found.version)
     held = versions("cpu")
     assert {name: installed[name] for name in held if name in installed} == {
         name: version for name, version in held.items() if name in installed
