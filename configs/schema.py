@@ -193,12 +193,36 @@ class IngressConfig(Options):
     """Of all images together, counted from their headers before anything is decoded; more is a 400."""
     low_detail_max_pixels: PositiveInt = 512 * 512
     """What `"detail": "low"` resizes an image to at most; "high" and "auto" take the checkpoint's bounds."""
+    max_requests_waiting: PositiveInt = 512
+    """Requests at one ingress replica that no language model has accepted yet; more is a 503. At most the LLM's
+    `max_queued_requests`."""
+    max_visual_tokens_in_flight: PositiveInt = 131_072
+    """From an image's turn at one ingress replica until a language model has its embedding; more wait in line, small
+    requests before large ones that came shortly before. An H200 encodes as many in 1 to 1.5 s; their embeddings are 4
+    GiB for Qwen3-VL-8B."""
+    max_images_in_flight: PositiveInt = 1024
+    """Likewise, for images too small to count by tokens. At most the Encoder's `max_queued_requests`."""
+    max_visual_tokens_waiting: PositiveInt = 524_288
+    """Of the requests in line at one ingress replica; more is a 503."""
     request_timeout_s: PositiveFloat = 600.0
-    """From the request's arrival to its last token."""
+    """From the request's arrival to its last token. A client asks for less with the header `x-request-timeout-s`."""
     retry_after_s: PositiveInt = 2
-    """Retry-After of a 503."""
+    """The least Retry-After of a 503."""
+    max_retry_after_s: PositiveInt = 30
+    """The most: an overloaded server tells the time that its backlog takes at the speed measured of late."""
     fetch: FetchConfig = FetchConfig()
     door: DoorConfig = DoorConfig()
+
+    @model_validator(mode="after")
+    def _the_largest_request_fits(self) -> IngressConfig:
+        for most, largest in (
+            ("max_visual_tokens_in_flight", "max_visual_tokens_per_request"),
+            ("max_images_in_flight", "max_images_per_request"),
+            ("max_retry_after_s", "retry_after_s"),
+        ):
+            if getattr(self, most) < getattr(self, largest):
+                raise ValueError(f"{most} is {getattr(self, most)}, less than {largest}, {getattr(self, largest)}")
+        return self
 
 
 class AppConfig(Options):

@@ -57,6 +57,7 @@ def problems(config: dict[str, object]) -> list[str]:
         ]
     for place, application in our_applications(config):
         found += _deployment_problems(application, place)
+        found += _queue_problems(application, place)
         found += args_problems(application.get("args") or {}, f"{place}.args")
         found += _door_problems(config, application.get("args") or {}, f"{place}.args")
     if not found and not any(our_applications(config)):
@@ -188,6 +189,29 @@ def _deployment_problems(application: dict[str, object], place: str) -> Iterator
         if isinstance(name, str) and name not in DEPLOYMENTS:
             yield f"{place}.deployments[{number}].name: no deployment {name!r}; there are {', '.join(DEPLOYMENTS)}"
         yield from _policy_problems(deployment, f"{place}.deployments[{number}].autoscaling_config.policy")
+
+
+def _queue_problems(application: dict[str, object], place: str) -> Iterator[str]:
+    """Queues of Serve that would refuse before the ingress does, by a count that leaves out images under way."""
+    try:
+        ingress = AppConfig.model_validate(application.get("args") or {}).ingress
+    except ValidationError:
+        return  # told already
+    bounds = {
+        "LLM": ("max_requests_waiting", ingress.max_requests_waiting),
+        "Encoder": ("max_images_in_flight", ingress.max_images_in_flight),
+    }
+    deployments = application.get("deployments")
+    for number, deployment in enumerate(deployments if isinstance(deployments, list) else []):
+        if not isinstance(deployment, dict) or deployment.get("name") not in bounds:
+            continue
+        key, bound = bounds[str(deployment["name"])]
+        queue = deployment.get("max_queued_requests", -1)
+        if isinstance(queue, int) and 0 <= queue < bound:
+            yield (
+                f"{place}.deployments[{number}].max_queued_requests: {queue} is less than args.ingress.{key}, {bound}; "
+                "Serve would refuse what the ingress has let in"
+            )
 
 
 def _policy_problems(deployment: object, place: str) -> Iterator[str]:

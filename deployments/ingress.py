@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
@@ -20,17 +21,21 @@ from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
 from deployments import body_bounds, chat_images, routes
+from deployments.admission import Admission, AdmissionBounds, OverloadedError, Shed, Visit
 from deployments.body import read_body
+from deployments.deadline import TIMEOUT_HEADER, Deadline
 from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError, error_head_and_body
 from deployments.image_jobs import request_images
+from deployments.json_body import json_object, written
 from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
+from deployments.metrics import AdmissionMetrics
 from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
-from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
+from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,9 +44,6 @@ PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b
 
 # Whose bodies vLLM takes a salt for its prefix cache from.
 SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-
-MAX_JSON_VALUES = 1_000_000
-"""In a request's body, told by its commas and brackets, those in texts too. In memory each is many times larger."""
 
 MAX_TRIES = 5
 """Of a request at which replicas are lost: one that ends every replica it comes to must not end them all."""
@@ -58,25 +60,36 @@ class Ingress:
     def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
         self._limits = config.ingress
         self._door = Door(self._limits.door, host=serve_host())
-        self._replicas = Replicas(encoder, llm, retry_after_s=self._limits.retry_after_s)
+        self._admission_metrics = AdmissionMetrics()
+        self._admission = Admission(AdmissionBounds.of(self._limits), self._admission_metrics)
+        self._replicas = Replicas(
+            encoder, llm, retry_after_s=self._limits.retry_after_s, overloaded_retry_s=self._admission.retry_after_s
+        )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
 
     async def __call__(self, request: Request) -> Response:
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        arrived = asyncio.get_running_loop().time()
+        deadline = Deadline.of(None, arrived=arrived, most_s=self._limits.request_timeout_s)
         try:
-            async with asyncio.timeout_at(deadline):
+            asked = request.headers.get(TIMEOUT_HEADER)
+            deadline = Deadline.of(asked, arrived=arrived, most_s=self._limits.request_timeout_s)
+            async with asyncio.timeout_at(deadline.at):
                 return await self._answer(request, deadline)
         except TimeoutError:
-            error = self._timed_out()
+            error = deadline.error()
+        except OverloadedError as full:
+            error = ApiError(503, str(full), code="overloaded", retry_after_s=full.retry_after_s)
         except ApiError as refused:
             error = refused
+            if refused.status == 429:
+                self._admission_metrics.shed(Shed.QUOTA, 0)
         return _response(*error_head_and_body(error))
 
-    async def _answer(self, request: Request, deadline: float) -> Response:
+    async def _answer(self, request: Request, deadline: Deadline) -> Response:
         root_path = request.scope.get("root_path", "")
         path = request.scope["path"].removeprefix(root_path) or "/"
         client = await self._door.admit(request, path)
-        route = _open_route(request.method, path, management=self._door.management_is_open)
+        route = routes.open_route(request.method, path, management=self._door.management_is_open)
         inner = HttpRequest(
             method=request.method,
             path=path,
@@ -86,22 +99,25 @@ class Ingress:
             root_path=root_path,
         )
         if path == "/openapi.json":
-            return await self._openapi(inner)
+            return await self._openapi(inner, deadline)
         if inner.body:
-            body = _json_object(inner.body)
+            body = json_object(inner.body)
             chat_images.refuse_fields(body)
             body_bounds.check(body, max_answers=self._limits.max_answers_per_request)
             if client.salt is not None and route.path in SALTED_ROUTES:
                 chat_images.put_salt(body, client.salt)
             if route.service is routes.Service.IMAGES:
                 if parts := chat_images.image_parts(body):
-                    return await self._answer_with_images(inner, body, parts, client, deadline)
+                    with self._visit(deadline) as visit:
+                        return await self._answer_with_images(inner, body, parts, client, visit, deadline)
             elif chat_images.holds_media([body.get("input"), body.get("messages")]):
                 unsupported = "only text is supported on this route; send images to /v1/chat/completions"
                 raise ApiError(501, unsupported, code="images_not_supported")
             # Never as it came: what another parser makes of doubled names is not what was checked here.
-            inner = dataclasses.replace(inner, body=_written(body))
-        return await self._answered(inner, [], [], chat_images.conversation(body) if inner.body else None, deadline)
+            inner = dataclasses.replace(inner, body=written(body))
+        key = chat_images.conversation(body) if inner.body else None
+        with self._visit(deadline) as visit:
+            return await self._answered(inner, [], [], key, visit, deadline)
 
     async def _answer_with_images(
         self,
@@ -109,9 +125,10 @@ class Ingress:
         body: chat_images.Body,
         parts: Sequence[chat_images.ImagePart],
         client: Client,
-        deadline: float,
+        visit: Visit,
+        deadline: Deadline,
     ) -> Response:
-        """Encodes and forwards; once more where the encoder changed between its identity and the job."""
+        """Encodes and forwards in its turn; once more where the encoder changed between its identity and the job."""
         started = time.perf_counter()
         bounds = chat_images.pop_bounds(body)
         for last_try in (False, True):
@@ -119,19 +136,23 @@ class Ingress:
             images = await request_images(
                 parts, bounds, identity, self._fetcher, self._limits, client=client.name, salt=client.salt
             )
+            stages = metric("fetch", (time.perf_counter() - started) * 1e3)
             if not last_try:
+                asked = time.perf_counter()
+                visit.ask(sum(job.num_tokens for job in images.jobs), len(images.jobs))
                 await self._door.charge_visual_tokens(client, images.num_tokens)
-            fetch_ms = (time.perf_counter() - started) * 1e3
+                await visit.turn()
+                stages += ", " + metric("admission", (time.perf_counter() - asked) * 1e3)
             places = [
                 ImagePlace(new_key(), new_key(), job, part.label)
                 for part, job in zip(parts, images.job_of_part, strict=True)
             ]
             for part, place in zip(parts, places, strict=True):
                 chat_images.put_key(part, place, images.jobs[place.image].digest)
-            request = dataclasses.replace(inner, body=_written(body))
+            request = dataclasses.replace(inner, body=written(body))
             key = chat_images.conversation(body)
             try:
-                return await self._answered(request, places, images.jobs, key, deadline, fetch_ms)
+                return await self._answered(request, places, images.jobs, key, visit, deadline, stages)
             except IdentityChangedError:
                 self._replicas.forget_identity()
                 if last_try:
@@ -145,8 +166,9 @@ class Ingress:
         places: Sequence[ImagePlace],
         jobs: Sequence[ImageJob],
         conversation: str | None,
-        deadline: float,
-        fetch_ms: float | None = None,
+        visit: Visit,
+        deadline: Deadline,
+        stages: str | None = None,
     ) -> Response:
         """The images encoded and the request answered; again and elsewhere where a replica is lost at it.
 
@@ -154,9 +176,10 @@ class Ingress:
         """
 
         async def once(attempt: int) -> Response:
+            await visit.again()
             encodings = [self._replicas.encode(job, attempt) for job in jobs]
             answer = self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
-            return await self._stream(answer, encodings, deadline, fetch_ms)
+            return await self._stream(answer, encodings, visit, deadline, stages)
 
         return await self._again(once)
 
@@ -171,7 +194,12 @@ class Ingress:
         return await work(MAX_TRIES - 1)
 
     async def _stream(
-        self, answer: Answer, encodings: Sequence[Encoding], deadline: float, fetch_ms: float | None = None
+        self,
+        answer: Answer,
+        encodings: Sequence[Encoding],
+        visit: Visit,
+        deadline: Deadline,
+        stages: str | None = None,
     ) -> Response:
         """The response as the language model replica gives it. A client that leaves cancels what was started.
 
@@ -186,11 +214,12 @@ class Ingress:
             waited_for.clear()
 
         try:
-            head = await anext(answer)
+            await _accepted(answer, visit)
             self._replicas.encoded(waited_for)
             waited_for.clear()
+            head = await anext(answer)
             if not isinstance(head, ResponseHead):
-                raise AssertionError(f"a replica answers with a ResponseHead first, got {type(head).__name__}")
+                raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
             streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
             whole = b"" if streamed else b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
         except Exception as error:
@@ -199,22 +228,22 @@ class Ingress:
         except BaseException:  # the client has gone, or the deadline has passed
             cancel()
             raise
-        if fetch_ms is not None:
-            head.headers.append((b"server-timing", metric("fetch", fetch_ms).encode()))
+        if stages is not None:
+            head.headers.append((b"server-timing", stages.encode()))
         if not streamed:
             return _response(head, whole)
 
         async def body() -> AsyncIterator[bytes]:
             complete = False
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(deadline.at):
                     async for chunk in answer:
                         assert isinstance(chunk, bytes)
                         yield chunk
                 complete = True
             except Exception as error:
                 logger.exception("an answer broke off")
-                told = self._timed_out() if isinstance(error, TimeoutError) else self._replicas.explained(error)
+                told = deadline.error() if isinstance(error, TimeoutError) else self._replicas.explained(error)
                 if isinstance(told, ApiError):
                     yield b"data: " + error_head_and_body(told)[1] + b"\n\n"
             finally:
@@ -223,60 +252,30 @@ class Ingress:
 
         return _response(head, body())
 
-    async def _openapi(self, inner: HttpRequest) -> Response:
+    async def _openapi(self, inner: HttpRequest, deadline: Deadline) -> Response:
         """vLLM's own description, of the routes that are open here."""
-        answer = self._replicas.answer(inner, [], [])
-        try:
-            head = await anext(answer)
-            described = b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
-        except Exception as error:
-            raise self._replicas.explained(error) from error
-        assert isinstance(head, ResponseHead)
-        if head.status == 200:
-            document = json.loads(described)
-            document["paths"] = {
-                path: operations for path, operations in document["paths"].items() if routes.open_rows(path)
-            }
-            described = json.dumps(document).encode()
-        return _response(ResponseHead(head.status, [(b"content-type", b"application/json")]), described)
+        with self._visit(deadline) as visit:
+            response = await self._stream(self._replicas.answer(inner, [], []), [], visit, deadline)
+        if response.status_code != 200:
+            return response
+        document = json.loads(bytes(response.body))
+        document["paths"] = {
+            path: operations for path, operations in document["paths"].items() if routes.open_rows(path)
+        }
+        head = ResponseHead(200, [(b"content-type", b"application/json")])
+        return _response(head, json.dumps(document).encode())
 
-    def _timed_out(self) -> ApiError:
-        seconds = self._limits.request_timeout_s
-        return ApiError(504, f"the request took longer than {seconds:g} s, the limit", code="timeout")
+    def _visit(self, deadline: Deadline) -> AbstractContextManager[Visit]:
+        """From here on the request counts as waiting for a language model."""
+        return self._admission.visit(lambda: deadline.passed(asyncio.get_running_loop().time()))
 
 
-def _open_route(method: str, path: str, *, management: bool) -> routes.Route:
-    """The table's row for this request; ApiError 404 or 405 where there is none, or where it is for the operator and
-    `management` is off."""
-    rows = [row for row in routes.open_rows(path) if management or row.service is not routes.Service.MANAGEMENT]
-    if not rows:
-        raise ApiError(404, f"{path} is not served here", code="not_found")
-    for route in rows:
-        if method in route.methods:
-            return route
-    allowed = ", ".join(sorted({name for route in rows for name in route.methods}))
-    raise ApiError(405, f"{method} {path}: allowed are {allowed}", code="method_not_allowed")
-
-
-def _json_object(data: bytes) -> chat_images.Body:
-    num_values = sum(map(data.count, (b",", b"[", b"{")))
-    if num_values > MAX_JSON_VALUES:
-        told = f"the request body has about {num_values} JSON values, the limit is {MAX_JSON_VALUES}"
-        raise ApiError(413, told, code="body_too_large")
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, "the request body is not valid JSON") from error
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the request body must be a JSON object, got {type(body).__name__}")
-    return body
-
-
-def _written(body: chat_images.Body) -> bytes:
-    try:
-        return json.dumps(body).encode()
-    except RecursionError as error:  # by a few levels deeper than could be read
-        raise ApiError(400, "the request body is nested too deeply") from error
+async def _accepted(answer: Answer, visit: Visit) -> None:
+    """Waits until a replica has the request, which ends the visit."""
+    first = await anext(answer)
+    if not isinstance(first, Accepted):
+        raise AssertionError(f"a replica answers with Accepted first, got {type(first).__name__}")
+    visit.accepted()
 
 
 def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

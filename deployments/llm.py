@@ -21,7 +21,7 @@ from deployments.errors import ApiError, error_head_and_body
 from deployments.media_keys import KeyStore
 from deployments.orphans import guard_children
 from deployments.server_timing import server_timing
-from deployments.wire import EncodedImage, HttpRequest, ImagePlace, ImageRefused, ResponseHead, WireError
+from deployments.wire import Accepted, EncodedImage, HttpRequest, ImagePlace, ImageRefused, ResponseHead, WireError
 
 logger = logging.getLogger("ray.serve")
 
@@ -63,12 +63,13 @@ class LLM:
 
     async def handle(
         self, request: HttpRequest, places: Sequence[ImagePlace], *images: EncodedImage | ImageRefused
-    ) -> AsyncIterator[ResponseHead | bytes]:
-        """Answers one request: first a ResponseHead, then body chunks.
+    ) -> AsyncIterator[Accepted | ResponseHead | bytes]:
+        """Answers one request: at once that it is here, then a ResponseHead, then body chunks.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
         """
         arrived_at_s, arrived = time.time(), time.perf_counter()
+        yield Accepted()
         try:
             tensors = self._checked(places, images)
         except ApiError as error:

@@ -11,6 +11,7 @@ from enum import Enum
 
 from ray.serve import metrics
 
+from deployments.admission import Shed
 from encoder.run_counts import RunCounts
 
 
@@ -35,6 +36,9 @@ class Count(Enum):
     PIXELS_PIPED = "Images that came from their decoder through a pipe, for want of room in shared memory."
     BATCHES_RETRIED = "Batches that failed and were tried again image by image."
     QUEUE_FULL = "Images refused because too many visual tokens waited already."
+    ADMITTED_TOKENS = "Visual tokens of the requests whose turn at the ingress has come."
+    SHED_TOKENS = "Visual tokens of the requests that were dropped at the ingress; the tag `reason` says why."
+    SHED_REQUESTS = "Requests that were refused or dropped before they were worked on; the tag `reason` says why."
     CALLS_SPILLED = (
         "Calls that went elsewhere than to where their image or conversation is, or belongs, because that replica had "
         "too much to do; the tag `reason` says which deployment."
@@ -49,13 +53,16 @@ class Count(Enum):
         return f"vitray_{self.name.lower()}"
 
 
-WITH_REASON = (Count.EAGER_RUNS, Count.CALLS_SPILLED)
+WITH_REASON = (Count.EAGER_RUNS, Count.CALLS_SPILLED, Count.SHED_TOKENS, Count.SHED_REQUESTS)
 
 
 class Level(Enum):
     """What goes up and down. The value says what it means."""
 
     QUEUED_TOKENS = "Visual tokens that wait for the GPU or are being encoded."
+    WAITING_REQUESTS = "Requests at the ingress that no language model has accepted yet."
+    WAITING_TOKENS = "Visual tokens of the requests at the ingress whose turn has not come."
+    IN_FLIGHT_TOKENS = "Visual tokens whose turn has come and whose embeddings no language model has yet."
 
     @property
     def metric(self) -> str:
@@ -105,6 +112,30 @@ class RunMetrics:
         for reason, new in now.eager_runs.items():
             if new > before.eager_runs.get(reason, 0):
                 self._counts.add(Count.EAGER_RUNS, new - before.eager_runs.get(reason, 0), reason=reason)
+
+
+class AdmissionMetrics:
+    """Counts what is admitted and what is not. Make it in the replica."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+        self._requests, self._waiting, self._in_flight = map(
+            gauge, (Level.WAITING_REQUESTS, Level.WAITING_TOKENS, Level.IN_FLIGHT_TOKENS)
+        )
+
+    def levels(self, *, requests: int, tokens_waiting: int, tokens_in_flight: int) -> None:
+        self._requests(requests)
+        self._waiting(tokens_waiting)
+        self._in_flight(tokens_in_flight)
+
+    def admitted(self, tokens: int) -> None:
+        self._counts.add(Count.ADMITTED_TOKENS, tokens)
+
+    def shed(self, reason: Shed, tokens: int) -> None:
+        """`tokens`: 0 where they were not counted yet."""
+        self._counts.add(Count.SHED_REQUESTS, reason=reason.value)
+        if tokens:
+            self._counts.add(Count.SHED_TOKENS, tokens, reason=reason.value)
 
 
 def gauge(level: Level) -> Callable[[int], None]:

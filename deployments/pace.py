@@ -71,6 +71,14 @@ class BusySpeed:
         """0 before anything has been done."""
         return self._best
 
+    @property
+    def recent_tokens_per_s(self) -> float:
+        """A mean over the last SPEED_OVER_S of busy time, until now: it falls while nothing is done."""
+        busy_s = self._clock() - self._since if self._under_way else 0.0
+        kept = math.exp(max(-busy_s / SPEED_OVER_S, -500.0))  # over 0: nothing measured and nothing done are told apart
+        busy_s += self._busy_s * kept
+        return self._tokens * kept / busy_s if busy_s > 0 else 0.0
+
     def begin(self) -> None:
         """One more job is there."""
         if not self._under_way:

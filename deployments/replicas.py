@@ -17,19 +17,20 @@ from ray.serve.context import _set_request_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
+from deployments.admission import Shed
 from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
 from deployments.gpu_worker import QueueFullError, WorkerEndedError
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
-from deployments.wire import EncodedImage, HttpRequest, ImageJob, ImagePlace, ImageRefused, ResponseHead
+from deployments.wire import Accepted, EncodedImage, HttpRequest, ImageJob, ImagePlace, ImageRefused, ResponseHead
 from encoder.identity import EncoderIdentity
 
 logger = logging.getLogger("ray.serve")
 
 Encoding = SharedCall[DeploymentResponse[EncodedImage | ImageRefused]]
-Answer = DeploymentResponseGenerator[ResponseHead | bytes]
+Answer = DeploymentResponseGenerator[Accepted | ResponseHead | bytes]
 T = TypeVar("T")
 
 
@@ -40,12 +41,21 @@ class ReplicaLostError(ApiError):
 class Replicas:
     """The encoders and the language models of the application."""
 
-    def __init__(self, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any], *, retry_after_s: int) -> None:
+    def __init__(
+        self,
+        encoder: DeploymentHandle[Any],
+        llm: DeploymentHandle[Any],
+        *,
+        retry_after_s: int,
+        overloaded_retry_s: Callable[[], int],
+    ) -> None:
+        """`overloaded_retry_s` estimates when there is room again; `retry_after_s` is for what is not up."""
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
         self._encoder = encoder.options(_by_reference=True)
         self._encode = encoder.options(method_name="encode", _by_reference=True)
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
         self._retry_after_s = retry_after_s
+        self._overloaded_retry_s = overloaded_retry_s
         self._identity: EncoderIdentity | None = None
         self._encodings: SharedCalls[DeploymentResponse[EncodedImage | ImageRefused]] = SharedCalls()
         self._counts = Counts()
@@ -82,7 +92,7 @@ class Replicas:
         conversation: str | None = None,
         attempt: int = 0,
     ) -> Answer:
-        """Starts the answer: a ResponseHead, then body chunks. Serve waits for the encodings, then picks a replica.
+        """Starts the answer: Accepted, a head, body chunks. Serve waits for the encodings, then picks a replica.
 
         `conversation`: what its turns have in common, 64 hex characters.
         """
@@ -115,7 +125,9 @@ class Replicas:
             return error
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):
-            return ApiError(503, "the server is at its limit; try again", code="overloaded", retry_after_s=retry)
+            self._counts.add(Count.SHED_REQUESTS, reason=Shed.REPLICA_QUEUE.value)
+            told = "the server is at its limit; try again"
+            return ApiError(503, told, code="overloaded", retry_after_s=self._overloaded_retry_s())
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
         if _tells_of_a_lost_replica(error):

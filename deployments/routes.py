@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from deployments.errors import ApiError
+
 
 class Service(Enum):
     """What the ingress does with a request."""
@@ -69,6 +71,19 @@ ROUTES: tuple[Route, ...] = (
 def open_rows(path: str) -> list[Route]:
     """The rows that serve `path`, whatever their methods. A parameter of a path template counts as a value."""
     return [route for route in ROUTES if route.service is not Service.CLOSED and _matches(route.path, path)]
+
+
+def open_route(method: str, path: str, *, management: bool) -> Route:
+    """The table's row for this request; ApiError 404 or 405 where there is none, or where it is for the operator and
+    `management` is off."""
+    rows = [row for row in open_rows(path) if management or row.service is not Service.MANAGEMENT]
+    if not rows:
+        raise ApiError(404, f"{path} is not served here", code="not_found")
+    for route in rows:
+        if method in route.methods:
+            return route
+    allowed = ", ".join(sorted({name for route in rows for name in route.methods}))
+    raise ApiError(405, f"{method} {path}: allowed are {allowed}", code="method_not_allowed")
 
 
 def _matches(pattern: str, path: str) -> bool:

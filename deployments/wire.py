@@ -141,8 +141,13 @@ class ImagePlace:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """What a language model replica sends back first, at once: the request and its embeddings have arrived."""
+
+
+@dataclass(frozen=True)
 class ResponseHead:
-    """The first thing that a language model replica sends back; body chunks (bytes) follow."""
+    """What a language model replica sends back next; body chunks (bytes) follow."""
 
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)

@@ -39,7 +39,8 @@ MAX_VISUAL_TOKENS = 300
 FETCH_TIMEOUT_S = 1.0
 MAX_REDIRECTS = 2
 MAX_ANSWERING = 3
-MAX_QUEUED = 1
+MAX_WAITING = 4
+MAX_RETRY_AFTER_S = 5
 MAX_AT_THE_DOOR = 12
 MAX_WAITING_AT_THE_DOOR = 6
 
@@ -88,6 +89,9 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
             "max_image_pixels": MAX_IMAGE_PIXELS,
             "max_images_per_request": MAX_IMAGES,
             "max_visual_tokens_per_request": MAX_VISUAL_TOKENS,
+            "max_visual_tokens_in_flight": MAX_VISUAL_TOKENS,
+            "max_requests_waiting": MAX_WAITING,
+            "max_retry_after_s": MAX_RETRY_AFTER_S,
             "fetch": {
                 "http": True,
                 "allow_private_addresses": True,
@@ -110,7 +114,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
                 "name": "LLM",
                 "num_replicas": 1,
                 "max_ongoing_requests": MAX_ANSWERING,
-                "max_queued_requests": MAX_QUEUED,
+                "max_queued_requests": MAX_WAITING,
                 "health_check_period_s": 1,
             },
         ],

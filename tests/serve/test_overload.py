@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
 
@@ -19,7 +19,8 @@ from tests.serve import pictures
 from tests.serve.application import (
     MAX_ANSWERING,
     MAX_AT_THE_DOOR,
-    MAX_QUEUED,
+    MAX_RETRY_AFTER_S,
+    MAX_WAITING,
     MAX_WAITING_AT_THE_DOOR,
     RETRY_AFTER_S,
     ServedApplication,
@@ -33,8 +34,9 @@ pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"
 HELLO = chat({"role": "user", "content": "Hello!"})
 LONG = {**HELLO, "max_tokens": 7000, "ignore_eos": True}
-BETWEEN_S = 2.0
-MOST_ASKED = 20
+TOO_MANY = 4
+LARGE = (448, 448)  # 196 visual tokens: one at a time is in flight
+LIMIT_S = 2
 
 
 @contextmanager
@@ -52,33 +54,60 @@ def busy(application: ServedApplication) -> Iterator[None]:
 
 
 @contextmanager
-def overloaded(application: ServedApplication, body: Body) -> Iterator[httpx.Response]:
-    """Gives a refusal; what was asked before with the same body waits in the queue all the while, and is answered.
-
-    Serve counts a request as waiting once its images are encoded, so each is asked some time after the other.
-    """
-    with ThreadPoolExecutor(MOST_ASKED) as pool:
+def overloaded(application: ServedApplication, bodies: Sequence[Body]) -> Iterator[list[httpx.Response]]:
+    """Asks TOO_MANY more than may wait, all at once. Gives the refusals; the others wait, and are answered."""
+    assert len(bodies) == MAX_WAITING + TOO_MANY
+    with ThreadPoolExecutor(len(bodies)) as pool:
         with busy(application):
-            waiting: set[Future[httpx.Response]] = set()
-            done: set[Future[httpx.Response]] = set()
-            while not done and len(waiting) < MOST_ASKED:
-                asked = {*waiting, pool.submit(post, application.base_url("tight"), CHAT, body)}
-                done, waiting = wait(asked, BETWEEN_S, FIRST_COMPLETED)
-            assert done, f"{len(waiting)} wait where {MAX_QUEUED} may"
-            yield done.pop().result()
-        # A refusal may have been slower than the next one.
-        statuses = Counter(answer.result().status_code for answer in waiting)
-        assert statuses[200] >= MAX_QUEUED
-        assert set(statuses) <= {200, 503}
+            asked = [pool.submit(post, application.base_url("tight"), CHAT, body) for body in bodies]
+            first = as_completed(asked)
+            yield [next(first).result() for _ in range(TOO_MANY)]
+        assert [answer.result().status_code for answer in first] == [200] * MAX_WAITING
 
 
-@pytest.mark.parametrize("body", [HELLO, about(pictures.url(420))], ids=["text", "an image"])
-def test_more_than_the_queue_holds(application: ServedApplication, tight: str, body: Body) -> None:
-    ask(tight, body)  # an encoder is up
-    with overloaded(application, body) as refused:
-        assert error_of(refused, 503)["type"] == "overloaded_error"
-        assert refused.headers["retry-after"] == str(RETRY_AFTER_S)
-    ask(tight, body)
+@pytest.mark.parametrize(
+    "bodies",
+    [[HELLO] * (MAX_WAITING + TOO_MANY), [about(pictures.url(460 + n)) for n in range(MAX_WAITING + TOO_MANY)]],
+    ids=["text", "images"],
+)
+def test_more_than_may_wait(application: ServedApplication, tight: str, bodies: list[Body]) -> None:
+    """As many as may wait do, and no fewer: images are still to be encoded, which Serve's own queue would not count."""
+    ask(tight, about(pictures.url(420)))  # an encoder is up
+    with overloaded(application, bodies) as refusals:
+        for refused in refusals:
+            error = error_of(refused, 503)
+            assert error["type"] == "overloaded_error"
+            assert f"{MAX_WAITING} requests wait for a language model" in error["message"]
+            assert RETRY_AFTER_S <= int(refused.headers["retry-after"]) <= MAX_RETRY_AFTER_S
+    ask(tight, bodies[-1])
+
+
+def test_images_wait_in_line_for_an_encoder(application: ServedApplication, tight: str) -> None:
+    """The encoder stands still: one large image is with it and the rest wait.
+
+    Text is answered all the while, a deadline is kept, and nothing is lost.
+    """
+    ask(tight, about(pictures.url(421)))  # an encoder is up
+    (encoder,) = application.replicas("tight", "Encoder")
+    bodies = [about(pictures.url(470 + number, *LARGE)) for number in range(3)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        encoder.suspend()
+        try:
+            answers = [pool.submit(post, tight, CHAT, body) for body in bodies[:2]]
+            late = httpx.post(
+                tight + CHAT, json=bodies[2], headers={"x-request-timeout-s": str(LIMIT_S)}, timeout=TIMEOUT_S
+            )
+            assert error_of(late, 504)["message"] == f"the request took longer than {LIMIT_S} s, the limit"
+            assert ask(tight, HELLO)["choices"][0]["token_ids"]
+            assert not any(answer.done() for answer in answers)
+        finally:
+            encoder.resume()
+        timings = [answer.result().headers["server-timing"] for answer in answers]
+    assert [answer.result().status_code for answer in answers] == [200, 200]
+    waited_ms = [float(re.findall(r"admission;dur=([\d.]+)", timing)[0]) for timing in timings]
+    assert max(waited_ms) > LIMIT_S * 500, "both were in flight, with more tokens than may be"
+    for body in bodies:
+        ask(tight, body)
 
 
 def test_the_official_client_tries_again_and_is_answered(application: ServedApplication, tight: str) -> None:
@@ -93,7 +122,7 @@ def test_the_official_client_tries_again_and_is_answered(application: ServedAppl
         openai.OpenAI(base_url=tight + "/v1", api_key="unused", max_retries=20, http_client=http) as client,
         ThreadPoolExecutor(1) as pool,
     ):
-        with overloaded(application, HELLO):
+        with overloaded(application, [HELLO] * (MAX_WAITING + TOO_MANY)):
             asked = pool.submit(
                 client.chat.completions.create, model=MODEL, messages=HELLO["messages"], temperature=0, max_tokens=2
             )

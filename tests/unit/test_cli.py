@@ -161,6 +161,19 @@ def test_shipped_configuration_passes() -> None:
             {"args__ingress__door": {"authentication": "keys"}},
             'applications[0].args.ingress.door: authentication: "keys" needs api_keys_file',
         ),
+        (
+            {
+                "deployments": [
+                    {"name": "Ingress", "max_queued_requests": 1},
+                    {"name": "LLM", "max_queued_requests": 99},
+                ]
+            },
+            "deployments[1].max_queued_requests: 99 is less than args.ingress.max_requests_waiting, 512",
+        ),
+        (
+            {"deployments": [{"name": "Encoder", "max_queued_requests": 7}]},
+            "max_queued_requests: 7 is less than args.ingress.max_images_in_flight, 1024; Serve would refuse",
+        ),
         ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
     ],
 )

@@ -19,11 +19,13 @@ from starlette.requests import Request
 
 from configs.schema import AppConfig
 from deployments import ingress as ingress_module
+from deployments import json_body
 from deployments.affinity import Call
 from deployments.errors import ApiError, error_head_and_body
 from deployments.gpu_worker import QueueFullError, WorkerEndedError
-from deployments.ingress import MAX_JSON_VALUES, MAX_TRIES, Ingress
-from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
+from deployments.ingress import MAX_TRIES, Ingress
+from deployments.json_body import MAX_JSON_VALUES
+from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
 from tests.unit.deployments.samples import IDENTITY, png
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
@@ -39,7 +41,7 @@ class Pieces:
     """An answer in pieces; an exception is raised, an event is waited for."""
 
     def __init__(self, *pieces: object) -> None:
-        self._pieces = list(pieces)
+        self._pieces = [Accepted(), *pieces]
         self.cancelled = False
 
     def __aiter__(self) -> AsyncIterator[object]:
@@ -281,7 +283,7 @@ def test_a_body_of_very_many_values_is_refused_unread(value: bytes, monkeypatch:
     many = b'{"input": [' + b",".join([value] * (MAX_JSON_VALUES + 1)) + b"]}"
     parsed: list[object] = []
     with monkeypatch.context() as patch:
-        patch.setattr(ingress_module.json, "loads", parsed.append)
+        patch.setattr(json_body.json, "loads", parsed.append)
         response = asked(StandIns(), "POST", "/v1/responses", content=many)
     error = told(response, 413)
     assert f"the limit is {MAX_JSON_VALUES}" in error["message"]

@@ -20,7 +20,7 @@ from deployments import llm as llm_module
 from deployments import vllm_compat
 from deployments.media_keys import new_key
 from deployments.vllm_compat import AsgiApp
-from deployments.wire import EncodedImage, EncodeTimings, HttpRequest, ImagePlace, ImageRefused, ResponseHead
+from deployments.wire import Accepted, EncodedImage, EncodeTimings, HttpRequest, ImagePlace, ImageRefused, ResponseHead
 from tests.unit.deployments.controlled import StandInLLM
 
 WIDTH, MERGE = 6, 2
@@ -61,7 +61,8 @@ def answered(llm: StandInLLM, places: list[ImagePlace], images: list[Any]) -> tu
     async def ask() -> list[Any]:
         return [piece async for piece in llm.handle(request(*places), places, *images)]
 
-    head, *chunks = asyncio.run(ask())
+    accepted, head, *chunks = asyncio.run(ask())
+    assert isinstance(accepted, Accepted)
     return head, json.loads(b"".join(chunks))
 
 
@@ -127,6 +128,7 @@ def test_closing_a_stream_disconnects_and_withdraws() -> None:
     async def scenario() -> None:
         llm, places = replica(), [place(0)]
         stream = llm.handle(request(*places, stream=True), places, encoded())
+        assert isinstance(await anext(stream), Accepted)
         assert isinstance(await anext(stream), ResponseHead)
         assert cast(bytes, await anext(stream)).startswith(b"data: ")
         await stream.aclose()  # type: ignore[attr-defined]
@@ -148,7 +150,7 @@ def test_the_head_waits_for_the_first_chunk_and_tells_the_time_to_the_first_toke
     async def scenario() -> None:
         llm = replica()
         llm._app = cast(AsgiApp, slow)
-        head, *chunks = [piece async for piece in llm.handle(request(), [])]
+        _, head, *chunks = [piece async for piece in llm.handle(request(), [])]
         assert isinstance(head, ResponseHead)
         assert head.headers[0] == (b"x", b"y")
         assert b"first-token;dur=" in dict(head.headers)[b"server-timing"]
@@ -164,7 +166,7 @@ def test_requests_at_the_same_time_do_not_see_each_others_embeddings() -> None:
 
         async def ask(value: float) -> float:
             places = [place(0)]
-            _, *chunks = [piece async for piece in llm.handle(request(*places), places, encoded(value))]
+            _, _, *chunks = [piece async for piece in llm.handle(request(*places), places, encoded(value))]
             norm: float = json.loads(b"".join(cast(list[bytes], chunks)))["images"][0]["norm"]
             return norm
 

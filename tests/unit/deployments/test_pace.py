@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from deployments.pace import ARRIVALS_OVER_S, BEST_SPEED_OVER_S, BusySpeed, WorkUnderWay
+from deployments.pace import ARRIVALS_OVER_S, BEST_SPEED_OVER_S, SPEED_OVER_S, BusySpeed, WorkUnderWay
 
 
 class Clock:
@@ -95,3 +95,21 @@ def test_what_was_dropped_was_not_done() -> None:
     speed.end(0)
     speed.end(500)
     assert speed.tokens_per_s == pytest.approx(500)
+
+
+def test_recent_speed_falls_while_nothing_is_done() -> None:
+    """The best speed stays: a standstill says nothing of how many replicas are worth while."""
+    clock = Clock()
+    speed = BusySpeed(clock)
+    assert speed.recent_tokens_per_s == 0
+    speed.begin()
+    for _ in range(1000):
+        speed.begin()
+        clock.now += 0.1
+        speed.end(100)
+    assert speed.recent_tokens_per_s == pytest.approx(1000, rel=0.02)
+    clock.now += SPEED_OVER_S
+    assert 100 < speed.recent_tokens_per_s < 300
+    clock.now += 1e9
+    assert 0 < speed.recent_tokens_per_s < 1e-6
+    assert speed.tokens_per_s == pytest.approx(1000, rel=0.1)

@@ -216,7 +216,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(app: ServedApp) -> No
 
     third, admitted = asyncio.run(three())
     assert told(third, 503)["code"] == "overloaded"
-    assert third.headers["retry-after"] == str(RETRY_AFTER_S)
+    assert int(third.headers["retry-after"]) >= RETRY_AFTER_S
     assert [answer.status_code for answer in admitted] == [200, 200]
     assert app.encoder("state")["queued_tokens"] == 0
     assert app.encoder("counts")["QUEUE_FULL"] == refused + 1
