@@ -129,7 +129,8 @@ class AdmissionMetrics:
         self._in_flight(tokens_in_flight)
 
     def admitted(self, tokens: int) -> None:
-        self._counts.add(Count.ADMITTED_TOKENS, tokens)
+        if tokens:  # text that comes back after its replica was lost has none
+            self._counts.add(Count.ADMITTED_TOKENS, tokens)
 
     def shed(self, reason: Shed, tokens: int) -> None:
         """`tokens`: 0 where they were not counted yet."""

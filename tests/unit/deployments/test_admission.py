@@ -212,6 +212,7 @@ def test_a_request_whose_replica_was_lost_comes_back_to_its_old_place() -> None:
     async def scenario() -> None:
         scene = Scene(requests=2, tokens_waiting=60)
         lost = scene.asks(60)
+        scene.clock.now += 1
         lost.accepted()
         running = scene.asks(100)
         other = scene.asks(60)
@@ -221,7 +222,7 @@ def test_a_request_whose_replica_was_lost_comes_back_to_its_old_place() -> None:
         with pytest.raises(OverloadedError):
             scene.admission.arrive()
         running.accepted()
-        await again
+        await asyncio.wait_for(again, 1)
         assert begun(lost, other) == [True, False]
         await lost.again()  # it was not accepted since
         assert scene.seen.level == (2, 60, 60)

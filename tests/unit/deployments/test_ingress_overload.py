@@ -21,7 +21,7 @@ TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 PICTURE: dict[str, Any] = {"messages": [{"role": "user", "content": [IMAGE]}]}
 IMAGE_TOKENS = 4
 ONE_AT_A_TIME = {"max_visual_tokens_per_request": IMAGE_TOKENS, "max_visual_tokens_in_flight": IMAGE_TOKENS}
-MANY = 50
+MANY = 300
 
 
 class Held(Pieces):
