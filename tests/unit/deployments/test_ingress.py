@@ -38,10 +38,13 @@ RETRY_AFTER_S = 7
 
 
 class Pieces:
-    """An answer in pieces; an exception is raised, an event is waited for."""
+    """An answer in pieces, accepted right before its head; an exception is raised, an event is waited for."""
 
     def __init__(self, *pieces: object) -> None:
-        self._pieces = [Accepted(), *pieces]
+        self._pieces = list(pieces)
+        heads = [place for place, piece in enumerate(pieces) if isinstance(piece, ResponseHead)]
+        if heads:
+            self._pieces.insert(heads[0], Accepted())
         self.cancelled = False
 
     def __aiter__(self) -> AsyncIterator[object]:

@@ -213,7 +213,9 @@ def test_a_request_that_is_tried_again_is_counted_again(body: dict[str, Any], mo
 
     async def scenario() -> None:
         at_work = AtWork(1, max_requests_waiting=1, **ONE_AT_A_TIME)
-        at_work.stand_ins.answers.insert(0, Pieces(RayActorError()))
+        lost = Pieces()
+        lost._pieces = [Accepted(), RayActorError()]
+        at_work.stand_ins.answers.insert(0, lost)
         tried = at_work.ask(body)
         await settled()
         assert len(at_work.stand_ins.requests) == 2
@@ -230,9 +232,9 @@ def test_a_request_that_is_tried_again_is_counted_again(body: dict[str, Any], mo
 def test_a_request_that_fails_gives_its_room_back(body: dict[str, Any]) -> None:
     async def scenario() -> None:
         at_work = AtWork(0, max_requests_waiting=1, **ONE_AT_A_TIME)
-        failing = Pieces(RuntimeError("any"))
-        failing._pieces.pop(0)
-        at_work.stand_ins.answers = [failing, Pieces(RuntimeError("after it was accepted"))]
+        accepted = Pieces()
+        accepted._pieces = [Accepted(), RuntimeError("any")]
+        at_work.stand_ins.answers = [Pieces(RuntimeError("any")), accepted]
         assert [(await at_work.asked(body)).status_code for _ in range(3)] == [500, 500, 200]
         bad = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]}
         assert (await at_work.asked(bad)).status_code == 400
