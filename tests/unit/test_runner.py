@@ -16,7 +16,7 @@ from configs.encoder_config import EncoderConfig
 from encoder.attention_backends import BackendUnavailableError
 from encoder.budgets import default_budgets, tight_keys, whole_keys
 from encoder.capturing import Capturing
-from encoder.forwards import choose_forward
+from encoder.forwards import TowerForward, choose_forward
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphKey
 from encoder.grid_tables import GridTables
@@ -260,6 +260,22 @@ def test_a_compiled_tower_gives_what_the_plain_one_gives(tower: VisionTower, mon
             patches = patches_of(tower, grids)
             found = forward.run(patches, forward.exact_metadata(tables, layout))
             assert_close(found, expected_of(tower, patches, grids))
+
+
+class CompilerError(Exception):
+    """Of a kernel's compiler: derived from nothing that Python's own errors share."""
+
+
+def test_without_fused_kernels_the_plain_tower_runs(
+    tower: VisionTower, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> TowerForward:
+        raise CompilerError("no such instruction")
+
+    monkeypatch.setattr("encoder.forwards._can_fuse", lambda tower: True)
+    monkeypatch.setattr("encoder.forwards._fused", broken)
+    assert choose_forward(tower, EncoderConfig()).name == "eager"
+    assert "no fused kernels: no such instruction" in caplog.text
 
 
 def test_default_budgets_are_those_documented() -> None:
