@@ -184,12 +184,15 @@ class ServedApplication:
         return [process for process in found.values() if process.is_running()]
 
     def engine_cores(self, name: str) -> list[psutil.Process]:
-        """The processes of vLLM's engines behind an application, at least one."""
+        """The processes of vLLM's engines behind an application, at least one.
+
+        They are what an LLM replica spawns; vLLM's title for them does not always take.
+        """
         found = [
             process
             for replica in self.replicas(name, "LLM")
             for process in family(replica.pid)
-            if title(process).startswith("VLLM::EngineCore")
+            if title(process).startswith("VLLM::EngineCore") or "multiprocessing.spawn" in title(process)
         ]
         assert found, f"no engine behind {name}: {[title(process) for process in family(self._server.pid)]}"
         return found

@@ -16,7 +16,7 @@ from tests.serve.conversations import Body, about, chat, image, text, user
 pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
-STAGES = ("fetch", "preprocess", "queue", "encode", "transfer", "first-token")
+STAGES = ("fetch", "preprocess", "admission", "queue", "encode", "transfer", "first-token")
 
 
 def timing(response: httpx.Response) -> dict[str, str]:
