@@ -332,6 +332,9 @@ def test_a_failure_in_an_idle_moment_ends_no_thread(owned: Owned) -> None:
     assert value_of(owned.worker.submit(image(1))) == 1
     assert value_of(owned.worker.submit(image(2))) == 2
     assert owned.worker.alive
+    deadline = time.monotonic() + WAIT_S
+    while owned.worker._idling and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not owned.worker._idling
 
 
