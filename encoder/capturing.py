@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from math import isqrt
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,6 +25,7 @@ from encoder.capture_policy import (
 from encoder.costs import Costs, work
 from encoder.geometry import Grid
 from encoder.graph_inputs import Captured, GraphKey, Graphs, whole
+from encoder.graph_trials import compact_grid
 from encoder.graphs import GraphRefusedError, NoRoomError
 from encoder.grid_tables import Layout
 from encoder.run_counts import Reason, Tally
@@ -251,14 +251,9 @@ class Capturing:
 
     def _time_work(self, key: GraphKey, captured: Captured) -> None:
         """The same tokens as one image and as many: what differs is attention."""
-        budget, merge = key.budget, self._vision.spatial_merge_size
-        number = min(captured.shape.max_images, budget)
-
-        def image(tokens: int) -> Grid:
-            rows = isqrt(tokens)
-            return 1, rows * merge, tokens // rows * merge
-
-        one, many = [image(budget)], [image(budget // number)] * number
+        number = min(captured.shape.max_images, key.budget)
+        one = [compact_grid(key.budget, self._vision)]
+        many = [compact_grid(key.budget // number, self._vision)] * number
         self.costs.add_work(
             (self.graphs.replay_ms(key, many), work(many)), (self.graphs.replay_ms(key, one), work(one))
         )

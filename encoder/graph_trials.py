@@ -31,5 +31,10 @@ def timing_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
     """As many images alike as there may be: attention, which grows with their squares, takes the least of the time."""
     number = min(shape.max_images, shape.key.budget)
     tokens = min(shape.key.budget // number, shape.key.max_seqlen // config.merge_unit)
+    return [compact_grid(tokens, config)] * number
+
+
+def compact_grid(tokens: int, config: VisionConfig) -> Grid:
+    """An image about as wide as high, of at most `tokens` tokens."""
     rows, merge = isqrt(tokens), config.spatial_merge_size
-    return [(1, rows * merge, tokens // rows * merge)] * number
+    return 1, rows * merge, tokens // rows * merge

@@ -191,7 +191,6 @@ class EncoderGraphs:
         pairs = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (len(keys) + len(batches)))]
         begins, ends = pairs[::2], pairs[1::2]
         with torch.cuda.device(self._forward.device):
-            layouts = [self._layout(grids) for grids in batches]
             # Random values, since zeros take less power.
             patches = self._buffers.randomize()
             if keys:
@@ -203,7 +202,8 @@ class EncoderGraphs:
                 begin.record()
                 captured.graph.replay()
                 end.record()
-            for layout, begin, end in zip(layouts, begins[len(keys) :], ends[len(keys) :], strict=True):
+            for grids, begin, end in zip(batches, begins[len(keys) :], ends[len(keys) :], strict=True):
+                layout = self._layout(grids)
                 begin.record()
                 self._forward.run(patches[: layout.num_patches], self._forward.exact_metadata(self._tables, layout))
                 end.record()
