@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--without-hopper",
         action="store_true",
-        help="as on a GPU before Hopper: without the packages that only Hopper and newer can use",
+        help="as on a GPU before Hopper: without the packages and launches that only Hopper and newer can use",
     )
     parser.add_argument("--out", type=Path, help="write the JSON to this file too")
     parser.add_argument("--commit", help="of the sources, where git is not there to say it")
@@ -81,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.without_hopper:
         for name in HOPPER_PACKAGES:
             sys.modules[name] = None  # type: ignore[assignment] # what import of a missing package leaves behind
+        if options.device != "cpu":
+            from encoder.kernels import overlap
+
+            overlap.FIRST_CAPABILITY = (sys.maxsize, 0)
     rungs = options.only or RUNGS
     if options.without_hopper:
         rungs = tuple(name for name in rungs if name != "fp8")

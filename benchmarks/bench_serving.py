@@ -231,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Servers(served, checkpoint, gpu=device is not None, logs=logs) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             urls: dict[str, str] = {}
-            for one in served:
+            # vLLM alone answers at once; an encoder of ours starts with its first picture.
+            for one in sorted(served, key=lambda one: one.rung is not None):
                 reason = None
                 if one.name not in ready:
                     reason = f"did not come up: {servers.last_words(one.name)}"

@@ -2,7 +2,7 @@
 
 Each start is a process of its own on one checkpoint of a published tower's shape with random weights, as a replica's
 is, without Ray: lazy capture on an empty state folder and on the same folder again, then the default budgets captured
-at the start, twice. Ready is when a first blank image has been encoded; what is counted from the weights on leaves out
+at the start, twice. Python's bytecode is kept beside the state folder, since not every host has it with its packages. Ready is when a first blank image has been encoded; what is counted from the weights on leaves out
 imports, the device's context and reading the checkpoint. The last line on stdout is JSON. Needs torch, transformers'
 tokenizers and safetensors, on a GPU triton; `--tiny` runs anywhere.
 """
@@ -116,7 +116,7 @@ def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -
             status: int | str = subprocess.run(
                 [sys.executable, __file__, "--child", json.dumps(asked)],
                 cwd=ROOT,
-                env=os.environ | compile_caches.environment(str(state)),
+                env=_with_bytecode(state) | compile_caches.environment(str(state)),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=CHILD_LIMIT_S,
@@ -130,6 +130,12 @@ def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -
             return {"error": f"{status}: {last}"[:500]}
     found: dict[str, Any] = json.loads(out.read_text())
     return found | {"process_s": time.perf_counter() - began}
+
+
+def _with_bytecode(state: Path) -> dict[str, str]:
+    """This environment, with Python's own compiled modules kept too, as they are where packages were installed."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPYCACHEPREFIX": str(state / "bytecode")}
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:

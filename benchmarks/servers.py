@@ -43,7 +43,7 @@ class Servers:
         environment = shared_environment(gpu=gpu)
         try:
             if any(one.rung is not None for one in served):
-                config = serve_config_of(served, checkpoint, gpu=gpu)
+                config = serve_config_of(served, checkpoint, gpu=gpu, state_folder=self._scratch / "state")
                 port = config["http_options"]["port"]
                 self._app = LocalApp(config, environment)
                 self._app.start()
@@ -130,8 +130,9 @@ class Servers:
         self.stop()
 
 
-def serve_config_of(served: Sequence[Served], checkpoint: Path, *, gpu: bool) -> dict[str, Any]:
-    return serving_plan.serve_config(served, checkpoint, gpu=gpu, port=free_port(FIRST_PORT, "127.0.0.1"))
+def serve_config_of(served: Sequence[Served], checkpoint: Path, *, gpu: bool, state_folder: Path) -> dict[str, Any]:
+    port = free_port(FIRST_PORT, "127.0.0.1")
+    return serving_plan.serve_config(served, checkpoint, gpu=gpu, port=port, state_folder=state_folder)
 
 
 def shared_environment(*, gpu: bool) -> Mapping[str, str]:

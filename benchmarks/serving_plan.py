@@ -96,12 +96,15 @@ def engine_args(served: Served, *, gpu: bool) -> dict[str, Any]:
     return args
 
 
-def serve_config(all_served: Sequence[Served], checkpoint: Path, *, gpu: bool, port: int) -> dict[str, Any]:
-    """A serve_config of one application for each of ours.
+def serve_config(
+    all_served: Sequence[Served], checkpoint: Path, *, gpu: bool, port: int, state_folder: Path | None = None
+) -> dict[str, Any]:
+    """A serve_config of one application for each of ours. `state_folder`: of all encoders, for compiled kernels.
 
     No encoder runs until the first image comes, so that each starts on a GPU that nobody else uses at that moment: what
     it measures at its start decides what it replays.
     """
+    kept = {} if state_folder is None else {"state_folder": str(state_folder)}
     applications = []
     for served in all_served:
         if served.rung is None:
@@ -114,7 +117,7 @@ def serve_config(all_served: Sequence[Served], checkpoint: Path, *, gpu: bool, p
                 "import_path": "deployments.app:build_app",
                 "args": {
                     "model": str(checkpoint),
-                    "encoder": switches if gpu else {**switches, "warm_grids": []},
+                    "encoder": switches | (kept if gpu else {"warm_grids": []}),
                     "encoder_replica": {
                         "num_gpus": ENCODER_SHARE if gpu else 0,
                         "num_cpus": 0.1,

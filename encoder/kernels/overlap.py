@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_FIRST_CAPABILITY = (9, 0)
+FIRST_CAPABILITY = (9, 0)
+"""From which on a device has it."""
 
 
 @triton.jit
@@ -34,4 +35,4 @@ def overlapping(x: Tensor) -> dict[str, bool]:
 
 @lru_cache
 def _overlaps(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
