@@ -2,9 +2,10 @@
 
 Each start is a process of its own on one checkpoint of a published tower's shape with random weights, as a replica's
 is, without Ray: lazy capture on an empty state folder and on the same folder again, then the default budgets captured
-at the start, twice. Python's bytecode is kept beside the state folder, since not every host has it with its packages. Ready is when a first blank image has been encoded; what is counted from the weights on leaves out
-imports, the device's context and reading the checkpoint. The last line on stdout is JSON. Needs torch, transformers'
-tokenizers and safetensors, on a GPU triton; `--tiny` runs anywhere.
+at the start, twice. Python's bytecode is kept in the state folder, since not every host has it with its packages.
+Ready is when a first blank image has been encoded; what is counted from the weights on leaves out imports, the device's
+context and reading the checkpoint. The last line on stdout is JSON. Needs torch, transformers' tokenizers and
+safetensors, on a GPU triton; `--tiny` runs anywhere.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def serve_config(
     No encoder runs until the first image comes, so that each starts on a GPU that nobody else uses at that moment: what
     it measures at its start decides what it replays.
     """
-    kept = {} if state_folder is None else {"state_folder": str(state_folder)}
+    kept: dict[str, object] = {} if state_folder is None else {"state_folder": str(state_folder)}
     applications = []
     for served in all_served:
         if served.rung is None:
@@ -117,7 +117,7 @@ def serve_config(
                 "import_path": "deployments.app:build_app",
                 "args": {
                     "model": str(checkpoint),
-                    "encoder": switches | (kept if gpu else {"warm_grids": []}),
+                    "encoder": switches | kept if gpu else {**switches, "warm_grids": []},
                     "encoder_replica": {
                         "num_gpus": ENCODER_SHARE if gpu else 0,
                         "num_cpus": 0.1,

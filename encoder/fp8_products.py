@@ -14,7 +14,6 @@ from torch import Tensor
 
 from encoder.kernels.scaled import scaled_rows
 from encoder.products import Affine, After, Part, Rows, ScaledRows, TorchProducts
-from encoder.rotation import Rotation
 
 # From so many rows on 8 bits were faster on an H200 (benchmarks/LOG.md): by 5 to 35 %, and slower below. Rows from
 # attention pay for a pass that reads and writes them.
@@ -44,7 +43,7 @@ class Fp8Products(TorchProducts):
     ) -> None:
         """`parts`: of the blocks from `first_block` on, those in 8 bits. `fewest_rows`: from which on 8 bits are used;
         None takes what pays."""
-        self._wide, self.turns = wide, wide.turns
+        self._wide = wide
         self._parts, self._first_block = parts, first_block
         self._fewest_rows = fewest_rows
 
@@ -79,10 +78,6 @@ class Fp8Products(TorchProducts):
         assert out is None
         assert after is After.NOTHING
         return self._multiply(layer, x, layer.bias)
-
-    def turned(self, layer: Affine, x: Rows, rotation: Rotation) -> Tensor:
-        """See `TorchProducts`. Not in 8 bits."""
-        return self._wide.turned(layer, x, rotation)
 
     def add_(self, layer: Affine, x: Rows, residual: Tensor) -> None:
         """See `TorchProducts`. In 8 bits the product is rounded once itself."""

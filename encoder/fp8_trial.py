@@ -43,7 +43,8 @@ class Share:
         return f"{', '.join(self.parts)} of all but the first {self.skipped:.0%} of the blocks"
 
 
-_ALL, _WITHOUT_QKV = (Part.QKV, Part.PROJ, Part.MLP), (Part.PROJ, Part.MLP)
+_WITHOUT_QKV = (Part.PROJ, Part.UP, Part.DOWN)
+_ALL = (Part.QKV, *_WITHOUT_QKV)
 SHARES = (
     Share(0, _ALL),
     Share(1 / 8, _ALL),

@@ -42,8 +42,8 @@ class _Layer:
         width = products.inner_width(gate.weight.shape[0], gate.weight.dtype)
         # Exact: what is gated is 0 in the features added, and so are the weights that follow.
         paired = Affine.paired(gate.padded(outputs=width), up.padded(outputs=width))
-        self.gate_up = products.load(paired, Part.MLP, index)
-        self.down = products.load(down.padded(inputs=width), Part.MLP, index)
+        self.gate_up = products.load(paired, Part.UP, index)
+        self.down = products.load(down.padded(inputs=width), Part.DOWN, index)
         self.norm1 = _norm(block.norm1, missing)
         self.norm2 = _norm(block.norm2, missing + self.proj.bias.float())
         self.missing = missing + self.proj.bias.float() + self.down.bias.float()

@@ -38,8 +38,8 @@ class _Layer:
         first, second = Affine.of(mlp.linear_fc1), Affine.of(mlp.linear_fc2)
         width = products.inner_width(first.weight.shape[0], first.weight.dtype)
         # Exact: whatever the activation makes of the features added, weights of 0 follow.
-        self.fc1 = products.load(first.padded(outputs=width), Part.MLP, index)
-        self.fc2 = products.load(second.padded(inputs=width), Part.MLP, index)
+        self.fc1 = products.load(first.padded(outputs=width), Part.UP, index)
+        self.fc2 = products.load(second.padded(inputs=width), Part.DOWN, index)
         self.norm1 = _norm(block.norm1, missing)
         self.norm2 = _norm(block.norm2, missing + self.proj.bias.float())
         self.missing = missing + self.proj.bias.float() + self.fc2.bias.float()

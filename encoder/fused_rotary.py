@@ -52,10 +52,8 @@ class RotaryAttention:
         by_attention = longest is not None and self._plan.way(longest).turns
         turned = self._products.turns and not by_attention
         self._forms.add(turned)
-        if turned:
-            # Not in 8 bits: a pass that turns q and k afterwards costs more than they save.
-            return RotaryProduct(adjacent_pairs(qkv, self._heads), turned)
-        return RotaryProduct(self._products.load(qkv, Part.QKV, block), turned)
+        layer = adjacent_pairs(qkv, self._heads) if turned else qkv
+        return RotaryProduct(self._products.load(layer, Part.QKV, block), turned)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """`positions`: int32 `[num_patches, 2]`; `dtype`: of the heads. Once a forward, after all `product` calls."""

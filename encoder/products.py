@@ -38,7 +38,8 @@ class Part(StrEnum):
 
     QKV = "qkv"
     PROJ = "proj"
-    MLP = "mlp"
+    UP = "up"
+    DOWN = "down"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class Affine:
     """The weight in 8 bits, a scale for each feature that comes out, where there are products for it."""
     fewest_scaled_rows: int = 0
     """Rows of a batch from which on those are used."""
+    between: Tensor | None = None
+    """Of the MLP's layers where one hands 8 bits to the other: what the first multiplies its features with, and what
+    the second takes its weights' scales to be, that over the same factor. float32 `[out]`."""
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Affine:

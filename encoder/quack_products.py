@@ -5,6 +5,7 @@ QuACK (`quack-kernels`) comes with FlashAttention-4. Its kernels are compiled on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from encoder.rotation import Rotation
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
+    """How a product is cut."""
+
     rows: int
     columns: int
     pingpong: bool = True
@@ -43,28 +46,27 @@ class _Tile:
         return -(-rows // self.rows) * -(-columns // self.columns) / places
 
 
-_LARGE = _Tile(128, 192)
+_LARGE = Tile(128, 192)
 _CONFIG = _LARGE.config
 _NAMES = {After.NOTHING: None, After.GELU_TANH: "gelu_tanh_approx", After.SILU: "silu", After.SWIGLU: "swiglu"}
 
 # From this share of busy places on QuACK was faster than cuBLAS on an H200, where cuBLAS needs a pass more for the
 # activation earlier.
 _BUSY_ENOUGH = {After.NOTHING: 0.82, After.GELU_TANH: 0.8, After.SILU: 0.7, After.SWIGLU: 0.65}
-_RESIDUAL, _RESIDUAL_BUSY_ENOUGH = _Tile(128, 128), 0.95
-# q and k are turned in every product; which tile is fastest follows from the waves, and from what a tile costs beside
-# its columns.
-_TURNING, _TILE_OVERHEAD = (_Tile(128, 192), _Tile(128, 160), _Tile(128, 128)), 16
-_FEW_TURNING_ROWS, _FEW_TURNING = 512, _Tile(64, 128)
+_RESIDUAL, _RESIDUAL_BUSY_ENOUGH = Tile(128, 128), 0.95
+# q and k are turned in every product.
+_TURNING, _TILE_OVERHEAD = (Tile(128, 192), Tile(128, 160), Tile(128, 128)), 16
+_FEW_TURNING_ROWS, _FEW_TURNING = 512, Tile(64, 128)
 # Products of so few rows are launched while what comes before still runs, which makes QuACK's the faster ones. Sums are
 # left to the norm, and deep ones in parts, each of whole 16 bytes, that fill the device.
 _FEW_ROWS, _PARTS, _LEAST_DEPTH = 256, 3, 1024
-_IN_PARTS, _IN_ONE = _Tile(64, 128, pingpong=False), _Tile(64, 96, cluster=1)
+_IN_PARTS, _IN_ONE = Tile(64, 128, pingpong=False), Tile(64, 96, cluster=1)
 # Mergers' products are deeper than a layer's, and run beside the layers.
 _MOST_FEW_DEPTH = 2048
 _FEW = {
-    After.NOTHING: _Tile(64, 128).config,
-    After.GELU_TANH: _Tile(128, 96, pingpong=False).config,
-    After.SWIGLU: _Tile(128, 128, pingpong=False, cluster=1).config,
+    After.NOTHING: Tile(64, 128).config,
+    After.GELU_TANH: Tile(128, 96, pingpong=False).config,
+    After.SWIGLU: Tile(128, 128, pingpong=False, cluster=1).config,
 }
 
 
@@ -74,7 +76,7 @@ class QuackProducts(TorchProducts):
     turns = True
 
     def __init__(self, device: torch.device) -> None:
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(self, layer: Affine, x: Rows, after: After = After.NOTHING, out: Tensor | None = None) -> Tensor:
         """See `TorchProducts`."""
@@ -108,9 +110,10 @@ class QuackProducts(TorchProducts):
         assert isinstance(x, Tensor)
         rows, columns = x.shape[0], layer.weight.shape[0]
         out = x.new_empty(rows, columns)
-        row, column = rotation.positions.split(1)
-        values = {"row": row, "column": column, "frequency": rotation.frequencies, "bias": layer.bias[None]}
-        _multiply(quack_epilogues.turn, x, layer.weight, out, self._turning_tile(rows, columns), values)
+        tile = _FEW_TURNING
+        if rows > _FEW_TURNING_ROWS:
+            tile = best_tile(_TURNING, rows, columns, self.multiprocessors, _TILE_OVERHEAD)
+        multiply(quack_epilogues.turn, x, layer.weight, out, tile, turning(layer, rotation))
         return out
 
     def add_(self, layer: Affine, x: Rows, residual: Tensor) -> None:
@@ -119,7 +122,7 @@ class QuackProducts(TorchProducts):
         if self._busy(_RESIDUAL, x.shape[0], layer.weight.shape[0]) < _RESIDUAL_BUSY_ENOUGH:
             super().add_(layer, x, residual)
         else:
-            _multiply(quack_epilogues.add, x, layer.weight, residual, _RESIDUAL, {}, residual)
+            multiply(quack_epilogues.add, x, layer.weight, residual, _RESIDUAL, {}, residual)
 
     def add_later(self, layer: Affine, x: Rows, residual: Tensor) -> Tensor | None:
         """See `TorchProducts`."""
@@ -133,7 +136,7 @@ class QuackProducts(TorchProducts):
         # Each part of the depth is a product of its own in one launch.
         cut_x = x.view(rows, parts, -1).transpose(0, 1)
         cut_weight = layer.weight.view(columns, parts, -1).transpose(0, 1)
-        _multiply(quack_epilogues.keep, cut_x, cut_weight, sums, _IN_ONE if parts == 1 else _IN_PARTS, {})
+        multiply(quack_epilogues.keep, cut_x, cut_weight, sums, _IN_ONE if parts == 1 else _IN_PARTS, {})
         return sums
 
     def inner_width(self, width: int, dtype: torch.dtype) -> int:
@@ -141,30 +144,40 @@ class QuackProducts(TorchProducts):
         step = 8 * _PARTS
         return -(-super().inner_width(width, dtype) // step) * step
 
-    def _turning_tile(self, rows: int, columns: int) -> _Tile:
-        if rows <= _FEW_TURNING_ROWS:
-            return _FEW_TURNING
-
-        def cost(tile: _Tile) -> float:
-            return -(-tile.waves(rows, columns, self._multiprocessors) // 1) * (tile.columns + _TILE_OVERHEAD)
-
-        return min(_TURNING, key=cost)
-
-    def _busy(self, tile: _Tile, rows: int, columns: int) -> float:
+    def _busy(self, tile: Tile, rows: int, columns: int) -> float:
         """The share of places for tiles that hold one, from the first wave to the last."""
-        waves = tile.waves(rows, columns, self._multiprocessors)
+        waves = tile.waves(rows, columns, self.multiprocessors)
         return waves / -(-waves // 1)
 
 
-def _multiply(
+def best_tile(tiles: Sequence[Tile], rows: int, columns: int, multiprocessors: int, overhead: int) -> Tile:
+    """Which is fastest follows from the waves, and from what a tile costs beside its columns, in columns."""
+
+    def cost(tile: Tile) -> float:
+        return -(-tile.waves(rows, columns, multiprocessors) // 1) * (tile.columns + overhead)
+
+    return min(tiles, key=cost)
+
+
+def turning(layer: Affine, rotation: Rotation) -> dict[str, Tensor]:
+    """What `quack_epilogues.turn` reads beside the product. `layer`: of `rotation.adjacent_pairs`."""
+    row, column = rotation.positions.split(1)
+    return {"row": row, "column": column, "frequency": rotation.frequencies, "bias": layer.bias[None]}
+
+
+def multiply(
     epilogue: Any,  # noqa: ANN401
     x: Tensor,
     weight: Tensor,
     out: Tensor,
-    tile: _Tile,
+    tile: Tile,
     values: dict[str, Tensor],
     residual: Tensor | None = None,
 ) -> None:
+    """`x @ weight.T` and what `epilogue` makes of it with `values` and what is in `residual`, into `out`.
+
+    Factors in 8 bits are summed as the tensor cores do: sums that leave them at every step take ten times as long.
+    """
     epilogue.gemm(
         x,
         weight,
@@ -176,4 +189,5 @@ def _multiply(
         cluster_M=tile.cluster,
         cluster_N=1,
         pingpong=tile.pingpong,
+        post_init_attrs=(("fp8_slow_accum", False),) if x.dtype.itemsize == 1 else (),
     )

@@ -14,7 +14,7 @@ def attention_tile(rows: int, dtype: torch.dtype) -> Tile:
     """For `attention.attend` over `rows` rows in all. float32 is for parity, not for speed."""
     if dtype == torch.float32:
         return Tile(rows=32, keys=32, warps=4, stages=1)
-    return Tile(64, 64, 4, 3) if rows <= _FEW_ROWS else Tile(128, 64, 4, 3)
+    return Tile(64, 64, 4, 2) if rows <= _FEW_ROWS else Tile(128, 64, 4, 3)
 
 
 def short_rows(dtype: torch.dtype) -> int:

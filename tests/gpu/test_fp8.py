@@ -24,6 +24,7 @@ from encoder.fused import FusedTower, best_products, fuse  # noqa: E402
 from encoder.fused_attention import AttentionPlan, Way  # noqa: E402
 from encoder.image_rules import ImageRules  # noqa: E402
 from encoder.products import Affine, After, Part, TorchProducts  # noqa: E402
+from encoder.rotation import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
 from encoder.trial_images import trial_batch, trial_images  # noqa: E402
 from encoder.weights import VisionTower, load_tower  # noqa: E402
 from tests.gpu.test_kernels import random  # noqa: E402
@@ -38,6 +39,8 @@ PLAN = AttentionPlan.single(Way(AttentionBackend.TRITON, turns=True))
 # e4m3 keeps 4 bits: a factor is off by 1/16 at most and 0.026 on average, so a product of two is off by 0.037. It gets
 # no better in long sums, which grow as the errors do.
 FP8_ERROR = 0.05
+# Of what GELU makes of `layer`'s products of random rows.
+LARGEST_BETWEEN = 8.0
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +49,22 @@ def hopper() -> None:
         pytest.skip(f"8-bit products with a scale for each row need compute capability {CAPABILITY}")
 
 
-@pytest.fixture(params=["cuBLAS beside", "the fastest beside"])
+@pytest.fixture(params=["cuBLAS", "the fastest", "the fastest, one factor between"])
 def products(request: pytest.FixtureRequest) -> Fp8Products:
-    wide = TorchProducts() if request.param == "cuBLAS beside" else best_products(BFLOAT16, CUDA)
-    return Fp8Products(wide, fewest_rows=0)
+    if request.param == "cuBLAS":
+        return Fp8Products(TorchProducts(), fewest_rows=0)
+    return fastest((LARGEST_BETWEEN,) if "factor" in request.param else ())
+
+
+def fastest(largest: tuple[float, ...]) -> Fp8Products:
+    wide = best_products(BFLOAT16, CUDA)
+    if not wide.turns:
+        pytest.skip("quack-kernels, which comes with FlashAttention-4, is not installed")
+    from encoder.quack_fp8 import QuackFp8Products
+    from encoder.quack_products import QuackProducts
+
+    assert isinstance(wide, QuackProducts)
+    return QuackFp8Products(wide, largest=largest, fewest_rows=0)
 
 
 def dequantised(x: Tensor) -> Tensor:
@@ -60,7 +75,7 @@ def dequantised(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("inputs", "outputs"), [(144, 432), (1152, 3456), (4304, 1152), (3456, 1280)])
 @pytest.mark.parametrize("rows", [1, 196, 1031, 3136])
 def test_a_product_is_that_of_the_rounded_factors(products: Fp8Products, rows: int, inputs: int, outputs: int) -> None:
-    affine, x = products.load(layer(inputs, outputs, BFLOAT16), Part.MLP, 0), random(rows, inputs, dtype=BFLOAT16)
+    affine, x = products.load(layer(inputs, outputs, BFLOAT16), Part.QKV, 0), random(rows, inputs, dtype=BFLOAT16)
     # Rows and features of very different sizes: each has a scale of its own.
     x *= torch.logspace(-3, 3, rows, device=CUDA).unsqueeze(1)
     found = products(affine, x)
@@ -80,16 +95,39 @@ def test_two_products_with_an_activation_between_are_added(products: Fp8Products
     plain = F.linear(AFTER[after](expected(first, x)), second.weight.double())
     residual = stream.clone()
     sums = products.add_both_later(
-        products.load(first, Part.MLP, 0), products.load(second, Part.MLP, 0), scaled(x), after, residual
+        products.load(first, Part.UP, 0), products.load(second, Part.DOWN, 0), scaled(x), after, residual
     )
-    assert torch.equal(residual, stream)
-    assert sums is not None
-    assert relative_error(sums.sum(0), plain) < 2 * FP8_ERROR
+    assert (sums is None) == products.turns
+    added = residual.double() - stream.double() if sums is None else sums.sum(0)
+    assert relative_error(added, plain) < 2 * FP8_ERROR
+
+
+@pytest.mark.parametrize(("inputs", "heads", "dim"), [(1152, 16, 72), (1280, 16, 80)])
+@pytest.mark.parametrize("rows", [4, 1032, 3136, 17008])
+def test_q_and_k_turn_as_they_do_in_bfloat16(inputs: int, heads: int, dim: int, rows: int) -> None:
+    products = fastest(())
+    qkv, x = layer(inputs, 3 * heads * dim, BFLOAT16), random(rows, inputs, dtype=BFLOAT16)
+    positions = torch.randint(0, 64, (rows, 2), dtype=torch.int32, device=CUDA)
+    turn = rotation(positions, pair_frequencies(torch.logspace(0, -3, dim // 4, device=CUDA), heads))
+    paired = adjacent_pairs(qkv, heads)
+    found = products.turned(products.load(paired, Part.QKV, 0), scaled(x), turn)
+    assert relative_error(found, best_products(BFLOAT16, CUDA).turned(paired, x, turn)) < FP8_ERROR
+
+
+def test_what_is_over_the_range_between_two_products_is_cut_off_and_stays_a_number() -> None:
+    products = fastest((0.01,))
+    first, second = layer(1152, 4608, BFLOAT16), layer(4608, 1152, BFLOAT16)
+    residual = torch.zeros(1024, 1152, dtype=BFLOAT16, device=CUDA)
+    x = 100 * random(1024, 1152, dtype=BFLOAT16)
+    loaded = products.load(first, Part.UP, 0), products.load(second, Part.DOWN, 0)
+    assert products.add_both_later(*loaded, scaled(x), After.GELU_TANH, residual) is None
+    assert residual.isfinite().all()
+    assert residual.any()
 
 
 def test_few_rows_and_odd_sides_stay_as_they_are() -> None:
     products = Fp8Products(TorchProducts())
-    assert products.load(layer(144, 90, BFLOAT16), Part.MLP, 0).scaled is None
+    assert products.load(layer(144, 90, BFLOAT16), Part.UP, 0).scaled is None
     affine, attended = (
         products.load(layer(144, 144, BFLOAT16), Part.QKV, 0),
         products.load(layer(144, 144, BFLOAT16), Part.PROJ, 0),
@@ -234,5 +272,5 @@ def test_the_fused_tower_in_bfloat16_is_as_before() -> None:
     """8 bits took no part of it over: its products are not told of them."""
     tower = load_tower(SCENES, dtype=BFLOAT16, device=CUDA)
     assert not isinstance(fuse(tower, PLAN).products, Fp8Products)
-    affine = TorchProducts().load(Affine.of(torch.nn.Linear(32, 32)), Part.MLP, 0)
+    affine = TorchProducts().load(Affine.of(torch.nn.Linear(32, 32)), Part.UP, 0)
     assert affine.scaled is None
