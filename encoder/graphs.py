@@ -16,13 +16,9 @@ from torch import Tensor
 
 from encoder.forwards import TowerForward, largest_error
 from encoder.geometry import Grid
-from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting, whole
+from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting
 from encoder.graph_trials import timing_batch, trial_batch
 from encoder.grid_tables import GridTables, Layout
-
-# A long run is measured well enough by one replay; a short one by the median of several. Graphs of short images need
-# none: batches are packed by those that any image may fill.
-_SHORT_MS, _TIMED_REPLAYS = 5.0, 5
 
 
 class GraphRefusedError(RuntimeError):
@@ -130,8 +126,6 @@ class EncoderGraphs:
                     f"the graph of budget {key.budget} for images of up to {key.max_seqlen} patches differs from its "
                     f"forward by {error:.2e}, the limit is {self._tolerance:.2e}"
                 )
-            if captured_ms < _SHORT_MS and key == whole(key.budget, config):
-                captured_ms = self._median_ms(graph.replay)
         alike = timing_batch(shape, config)
         captured = CapturedGraph(
             shape,
@@ -183,33 +177,36 @@ class EncoderGraphs:
     def sustained_ms(
         self, keys: Sequence[GraphKey], batches: Sequence[Sequence[Grid]]
     ) -> tuple[list[float], list[float]]:
-        """Milliseconds of a replay of each graph, then of each batch without one, without a pause between them.
+        """Milliseconds of a replay of each graph, and of each batch without one, without a pause between them.
 
-        A device that is busy for long runs slower than one that is measured now and then. Launches of the batches
-        hide behind the replays. Waits for the device.
+        A device that is busy for long runs slower than one that is measured now and then, and the slower the longer:
+        what is of one size is measured side by side. Launches of the batches hide behind the replays. Waits for the
+        device.
         """
-        pairs = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (len(keys) + len(batches)))]
-        begins, ends = pairs[::2], pairs[1::2]
+        layouts = [self._layout(grids) for grids in batches]
+        sizes = [*(key.budget for key in keys), *(layout.num_tokens for layout in layouts)]
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in sizes]
         with torch.cuda.device(self._forward.device):
             # Random values, since zeros take less power.
             patches = self._buffers.randomize()
             if keys:
                 # Until it is busy the clock is another.
                 self._graphs[keys[0]].graph.replay()
-            for key, begin, end in zip(keys, begins, ends, strict=False):
-                captured = self._graphs[key]
-                self._buffers.describe(self._layout(captured.alike))
-                begin.record()
-                captured.graph.replay()
-                end.record()
-            for grids, begin, end in zip(batches, begins[len(keys) :], ends[len(keys) :], strict=True):
-                layout = self._layout(grids)
-                begin.record()
-                self._forward.run(patches[: layout.num_patches], self._forward.exact_metadata(self._tables, layout))
+            for at in sorted(range(len(sizes)), key=lambda at: (-sizes[at], at)):
+                begin, end = events[at]
+                if at < len(keys):
+                    captured = self._graphs[keys[at]]
+                    self._buffers.describe(self._layout(captured.alike))
+                    begin.record()
+                    captured.graph.replay()
+                else:
+                    layout = layouts[at - len(keys)]
+                    begin.record()
+                    self._forward.run(patches[: layout.num_patches], self._forward.exact_metadata(self._tables, layout))
                 end.record()
             torch.cuda.synchronize()
             self._buffers.clear()
-        times = [float(begin.elapsed_time(end)) for begin, end in zip(begins, ends, strict=True)]
+        times = [float(begin.elapsed_time(end)) for begin, end in events]
         return times[: len(keys)], times[len(keys) :]
 
     def trim(self) -> None:
@@ -262,9 +259,6 @@ class EncoderGraphs:
             graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(self._stream)
         return graph, torch.cuda.memory_reserved(device) - before
-
-    def _median_ms(self, run: Callable[[], object]) -> float:
-        return sorted(self._milliseconds(run) for _ in range(_TIMED_REPLAYS))[_TIMED_REPLAYS // 2]
 
     def _milliseconds(self, run: Callable[[], object]) -> float:
         torch.cuda.synchronize(self._forward.device)
