@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deployments.wire import EncodedImage, ImageRefused
+from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
 
 
 def metric(name: str, duration_ms: float) -> str:
@@ -15,7 +15,7 @@ def metric(name: str, duration_ms: float) -> str:
 
 
 def server_timing(
-    images: Sequence[EncodedImage | ImageRefused],
+    images: Sequence[EncodedImage | SharedEmbedding | ImageRefused],
     arrived_at_s: float,
     arrived: float,
     first_token_at_s: float | None,
@@ -28,7 +28,7 @@ def server_timing(
     came from the embedding cache.
     """
     metrics = []
-    encoded = [image for image in images if isinstance(image, EncodedImage)]
+    encoded = [image for image in images if not isinstance(image, ImageRefused)]
     if encoded:
         fresh = [image.timings for image in encoded if not image.timings.cached]
         metrics += [
