@@ -60,24 +60,31 @@ class Lender:
         try:
             packets.send(connection, {"num_bytes": self.shelf.arena.num_bytes}, self.shelf.arena.file)
             while (came := packets.receive(connection)) is not None:
-                packet, _ = came
-                digest = packet.get("hold")
-                if digest is None:
-                    kept = held.get(packet["release"], [])
-                    if kept:
-                        kept.pop()
-                    if not kept:
-                        held.pop(packet["release"], None)
-                    continue
-                lent = self.shelf.lend(digest)
-                if lent is not None:
-                    held.setdefault(digest, []).append(lent[1])
-                packets.send(connection, {"hold": digest, "start": None if lent is None else lent[0]})
+                if "hold" in came[0]:
+                    start = self._lend(came[0]["hold"], held)
+                    packets.send(connection, {"start": start})
+                else:
+                    _take_back(came[0]["release"], held)
         except (OSError, ValueError, KeyError):
             logger.debug("a borrower has gone", exc_info=True)
         finally:
             self._connections.discard(connection)
             connection.close()
+
+    def _lend(self, digest: str, held: dict[str, list[Bits]]) -> int | None:
+        lent = self.shelf.lend(digest)
+        if lent is None:
+            return None
+        held.setdefault(digest, []).append(lent[1])
+        return lent[0]
+
+
+def _take_back(digest: str, held: dict[str, list[Bits]]) -> None:
+    kept = held.get(digest, [])
+    if kept:
+        kept.pop()
+    if not kept:
+        held.pop(digest, None)
 
 
 class Borrowed:

@@ -32,10 +32,8 @@ from deployments.wire import Accepted, HttpRequest, ImagePlace, ImageRefused, Re
 
 logger = logging.getLogger("ray.serve")
 
-CONNECT_S = 30.0
-"""For the engine's processes to call, which they did before the engine was up."""
-
 TRIAL_S = 120.0
+"""For the first request that the engine loads an embedding for."""
 
 
 class LLM:
@@ -61,7 +59,6 @@ class LLM:
         await self._lifespan.__aenter__()
         await self._warm_up(args.model)  # the first name that it serves under
         if why_not is None:
-            self._incoming.engine_started(timeout_s=CONNECT_S)
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":

@@ -20,12 +20,17 @@ from deployments.media_keys import new_key
 from deployments.vllm_compat import EmbeddingShape
 from deployments.wire import EncodedImage, EncodeTimings, HttpRequest, ImagePlace, SharedEmbedding
 
+CONNECT_S = 10.0
+"""For processes of the engine to call: they did so before the engine was up, and may not have been heard yet."""
+
 Answer = Callable[[HttpRequest, ImagePlace, SharedEmbedding], Awaitable[int]]
 """Answers the request and gives its status."""
 
 
 async def loads_by_itself(incoming: Incoming, answer: Answer, model: str, shape: EmbeddingShape) -> str | None:
     """None where the engine loaded what only it could load; else why embeddings go with the requests from now on."""
+    if not incoming.engine_started(timeout_s=CONNECT_S):
+        return "the engine's processes have not called"
     grid = (1, shape.merge_size, shape.merge_size)
     shelf = EmbeddingShelf(HEADER_BYTES + 4 * shape.width)
     lender = Lender(shelf)
