@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from deployments.engine_link import Loaded, SchedulerEnd, WorkerEnd
+from deployments.engine_link import ADDRESS_KEY, Loaded, SchedulerEnd, WorkerEnd
 from deployments.engine_memory import EngineMemory
 from deployments.engine_table import Place
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-LINK = "vitray_link"
-"""The key of `ec_connector_extra_config` that holds the link's address."""
 
 DIGEST_CHARACTERS = 64
 
@@ -42,7 +39,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        address = vllm_config.ec_transfer_config.get_from_extra_config(LINK, None)
+        address = vllm_config.ec_transfer_config.get_from_extra_config(ADDRESS_KEY, None)
         self._loads = Loads()
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerEnd(address)

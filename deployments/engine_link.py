@@ -21,6 +21,8 @@ from deployments.engine_table import Ended, EngineTable, Place
 logger = logging.getLogger("ray.serve")
 
 SCHEDULER, WORKER = "scheduler", "worker"
+ADDRESS_KEY = "vitray_link"
+"""Of vLLM's `ec_connector_extra_config`: where its connectors call."""
 MAP_PATIENCE_S = 60.0
 """For a worker to map and pin an encoder's memory, which is some GiB."""
 

@@ -1,7 +1,8 @@
 """Every import from vLLM, 0.26 to 0.33: what moved between those versions is looked up here and nowhere else.
 
-Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, and a connector registered with
-MEDIA_CONNECTOR_REGISTRY. This module must not know of Ray or of the ingress. Nothing of vLLM is imported until a
+Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, a connector registered with
+MEDIA_CONNECTOR_REGISTRY and, where the engine loads them by itself, `deployments/ec_connector.py`, which vLLM imports
+in its own processes. This module must not know of Ray or of the ingress. Nothing of vLLM is imported until a
 function is called, so that the other deployments do not pay for it.
 """
 
@@ -24,6 +25,7 @@ from pydantic import JsonValue
 
 from configs.schema import unknown_key
 from deployments import import_shim
+from deployments.engine_link import ADDRESS_KEY
 from deployments.media_keys import KeyStore, connector_class
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
@@ -185,7 +187,7 @@ def start_engine(
             ec_connector="SharedMemoryConnector",
             ec_connector_module_path="deployments.ec_connector",
             ec_role="ec_consumer",
-            ec_connector_extra_config={"vitray_link": link},
+            ec_connector_extra_config={ADDRESS_KEY: link},
         )
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
     engine = ClockedLLM.from_engine_args(parsed_engine_args)

@@ -27,6 +27,7 @@ from deployments import encoder as encoder_module
 from deployments.encoder import EncoderReplica
 from deployments.incoming import Incoming
 from deployments.ingress import Ingress
+from deployments.lending import Lender
 from deployments.listening import serve_host
 from deployments.llm import LLM
 from deployments.media_keys import KeyStore, connector_class
@@ -92,6 +93,14 @@ class ControlledEncoder(EncoderReplica):
 
     def fail_for_several(self, fail: bool = True) -> None:
         GatedEncoder.fails_for_several = fail
+
+    def stop_lending(self) -> None:
+        assert self._lender is not None
+        self._lender.close()
+
+    def lend_again(self) -> None:
+        assert self._lender is not None
+        self._lender = Lender(self._lender.shelf)
 
     def state(self) -> dict[str, int]:
         return {
@@ -168,10 +177,12 @@ class StandInLLM(LLM):
         self._app = stand_in(self._keys, self)
         self.disconnects = 0
         self.calls = 0
+        self.came: list[str] = []
         self.writeable: list[bool] = []
 
     def _checked(self, places: Any, images: Any, embeddings: Any) -> Any:
         self.calls += 1
+        self.came = [type(image).__name__ for image in images]
         self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
         return super()._checked(places, images, embeddings)
 
@@ -184,6 +195,7 @@ class StandInLLM(LLM):
             "calls": self.calls,
             "disconnects": self.disconnects,
             "keys": len(self._keys),
+            "came": self.came,
             "writeable": self.writeable,
         }
 
