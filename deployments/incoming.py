@@ -64,6 +64,13 @@ class Arrived:
     def engine_loads(self) -> bool:
         return bool(self.leases)
 
+    @property
+    def way(self) -> Way:
+        """Of those that lie in shared memory, or of all where none does."""
+        if self.engine_loads:
+            return Way.ENGINE
+        return Way.REQUEST if self.held else Way.OBJECT_STORE
+
     def tensor(self, number: int, image: EncodedImage | SharedEmbedding, *, width: int, merge_size: int) -> Tensor:
         """What vLLM gets with the request: the embedding `[num_tokens, width]`, or one without columns in its place.
 

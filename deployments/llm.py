@@ -146,7 +146,9 @@ class LLM:
                         start = message
                         continue
                     if start is not None:
-                        timing = server_timing(images, arrived_at_s, arrived, clock.first_token_at_s)
+                        timing = server_timing(
+                            images, arrived_at_s, arrived, clock.first_token_at_s, embeddings.way.value
+                        )
                         yield ResponseHead(start["status"], [*start["headers"], (b"server-timing", timing.encode())])
                         start = None
                     if message.get("body"):
