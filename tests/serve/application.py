@@ -2,8 +2,8 @@
 
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
 may be killed; vLLM's engines load their embeddings from shared memory. `tight` is bfloat16 with embeddings through the
-object store, under limits that a test can reach, may fetch from this machine, keeps no encoder while nobody sends images,
-and may be broken.
+object store, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody sends
+images, and may be broken.
 """
 
 from __future__ import annotations
