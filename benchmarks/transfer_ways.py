@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,20 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from deployments.embedding_shelf import EmbeddingShelf
+from deployments.engine_memory import EngineMemory
+from deployments.engine_table import Place
+from deployments.lending import Borrowed, Held, Lender
+from deployments.wire import EncodedImage, EncodeTimings, SharedEmbedding
+from encoder.image_rules import ImageRules
 from encoder.lanes import Mark, lanes_of, pin_shared
+from encoder.staging import Staging
 
 MIB = 2**20
 HEADER_BYTES = mmap.PAGESIZE
 """Before the bytes of an embedding: how many of them are there."""
+SHELVES = 4
+"""Embeddings that find room on a shelf."""
 SLOTS = 2
 """Embeddings lie in them in turn, so that one is still whole while the next is written."""
 PATIENCE_S = 60.0
@@ -46,8 +56,8 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    def receive(self, out: Tensor) -> None:
-        """Fills `out`, on the receiver's device, and returns when it is filled."""
+    def receive(self, out: Tensor) -> Tensor:
+        """The embedding on the receiver's device, once it is there: `out`, or other memory of its shape."""
 
 
 def slot_bytes(most_bytes: int) -> int:
@@ -109,7 +119,7 @@ class SharedMemoryReceiver:
         self._slots = _Slots(side, pinned=pinned)
         self._lane = lanes_of(side.device).copy_in
 
-    def receive(self, out: Tensor) -> None:
+    def receive(self, out: Tensor) -> Tensor:
         turn, total = self._side.channel.recv()
         arrived, slot = self._slots.arrived[turn], self._slots.bytes[turn]
         target = out.view(-1).view(torch.uint8)
@@ -121,6 +131,7 @@ class SharedMemoryReceiver:
             elif time.monotonic() > patience:
                 raise TimeoutError(f"{done} of {total} bytes came within {PATIENCE_S} s")
         self._lane.mark().wait()
+        return out
 
 
 class CudaIpcSender:
@@ -144,10 +155,11 @@ class CudaIpcReceiver:
         self._side = side
         self._remote = cast(Tensor, ForkingPickler.loads(side.channel.recv_bytes()))
 
-    def receive(self, out: Tensor) -> None:
+    def receive(self, out: Tensor) -> Tensor:
         count = self._side.channel.recv()
         out.view(-1).view(torch.uint8).copy_(self._remote[:count])
         torch.cuda.synchronize(self._side.device)
+        return out
 
 
 class CudaHandleSender:
@@ -166,10 +178,55 @@ class CudaHandleReceiver:
     def __init__(self, side: Side) -> None:
         self._side = side
 
-    def receive(self, out: Tensor) -> None:
+    def receive(self, out: Tensor) -> Tensor:
         remote = cast(Tensor, ForkingPickler.loads(self._side.channel.recv_bytes()))
         out.copy_(remote)
         torch.cuda.synchronize(self._side.device)
+        return out
+
+
+class LendingSender:
+    """As an encoder replica does it: straight to the shelf, and offered there."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._shelf = EmbeddingShelf(SHELVES * slot_bytes(side.most_bytes))
+        self._lender = Lender(self._shelf)
+        if side.device.type == "cuda":
+            pin_shared(self._shelf.arena.address, self._shelf.arena.num_bytes)
+        self._lanes = lanes_of(side.device)
+        self._staging = Staging(ImageRules(), self._lanes)
+        self._number = 0
+
+    def send(self, tokens: Tensor) -> None:
+        rows = len(tokens)
+        (fetched,) = self._staging.fetch(tokens, [rows], self._lanes.compute.mark(), self._shelf.room)
+        self._number += 1
+        timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
+        image = EncodedImage.pack(fetched, (1, 2, 2 * rows), f"{self._number:064x}", timings)
+        if not self._shelf.offer(image):
+            raise RuntimeError("the shelf has no room")
+        self._side.channel.send(image.lent_by(self._lender.address))
+
+
+class BorrowingReceiver:
+    """As a language model replica and a worker of its engine do it, in one process, without vLLM's scheduler."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._memory = EngineMemory(side.device)
+        self._borrowed: Borrowed | None = None
+
+    def receive(self, out: Tensor) -> Tensor:
+        image: SharedEmbedding = self._side.channel.recv()
+        if self._borrowed is None:
+            self._borrowed = Borrowed(image.lender)
+            self._memory.map(image.lender, os.dup(self._borrowed.file), self._borrowed.num_bytes)
+        start = self._borrowed.hold(image.digest).result(PATIENCE_S)
+        header = Held(image, self._borrowed, start).header
+        loaded = self._memory.load(Place("", image.lender, start, header, 0.0), out.dtype)
+        self._borrowed.release(image.digest)
+        return loaded
 
 
 @dataclass(frozen=True)
@@ -189,6 +246,7 @@ def _shared(pinned: bool, chunk: int | None, says: str) -> Way:
 
 
 WAYS: dict[str, Way] = {
+    "application": Way(LendingSender, BorrowingReceiver, "the application's own code, without Serve and vLLM"),
     "shared_memory": _shared(True, None, "pinned at both ends, one copy out, then one copy in"),
     "shared_memory_2mib": _shared(True, 2 * MIB, "likewise in chunks of 2 MiB, copies out and in at the same time"),
     "shared_memory_8mib": _shared(True, 8 * MIB, "likewise in chunks of 8 MiB"),
