@@ -47,10 +47,10 @@ class Count(Enum):
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
     REPLICAS_LOST = "Losses of a replica while it worked on a request."
     EMBEDDINGS_UNSHARED = "Embeddings that found no room in the encoder's shared memory."
-    EMBEDDING_BYTES_COPIED = "Bytes of embeddings that an encoder copied within host memory."
     EMBEDDINGS_ARRIVED = (
-        "Embeddings that came to a language model; the tag `reason` says how: engine_loads from shared memory, "
-        "in_request from shared memory, object_store."
+        "Embeddings that came to a language model; the tag `reason` says how: engine_loads (a copy off the encoder's "
+        "device and a copy onto the engine's), in_request (vLLM copies it between its processes as well), object_store "
+        "(Ray copies it too)."
     )
     EMBEDDING_BYTES_ARRIVED = "Their bytes, those included that the engine had already; the tag `reason` says how."
     EMBEDDINGS_LOADED = "Embeddings that an engine's worker copied from shared memory to its device."
