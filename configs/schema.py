@@ -80,6 +80,9 @@ class EncoderReplicaConfig(Options):
     room there comes through a pipe."""
     decode_memory_bytes: PositiveInt = 2 * GIB
     """What one image may take in its worker process; one that takes more is refused."""
+    shared_embedding_bytes: PositiveInt = 4 * GIB
+    """Shared memory in which embeddings lie for the language models of the same host, the cache's among them, pinned
+    where the encoder is on a GPU. What finds no room there goes through Ray's object store."""
     cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     """Bound of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144
@@ -231,6 +234,10 @@ class AppConfig(Options):
     model: Annotated[str, Field(min_length=1)] = "auto"
     """A checkpoint folder or a hub name; "auto" is the small shipped model where the cluster has no
     GPU and cannot get one."""
+    transfer: Literal["auto", "object_store", "shared_memory"] = "auto"
+    """How embeddings go to the language model. "auto": from an encoder's shared memory where the language models are on
+    its host, and into vLLM's engine without passing through the request where this vLLM can do that; else through Ray's
+    object store. "shared_memory" fails at the start where the engine cannot."""
     encoder: EncoderConfig = EncoderConfig()
     encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
     llm: LLMConfig = LLMConfig()

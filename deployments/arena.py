@@ -1,8 +1,9 @@
-"""Shared memory in which decoder processes leave pixels: one bounded piece without a name, handed out in leases.
+"""Shared memory for what processes hand to one another: one bounded piece without a name, handed out in leases.
 
-The memory is an anonymous file that child processes inherit, so nothing lies in /dev/shm and the kernel takes it back
-when the last process that holds it is gone, however it died. A lease ends when nobody refers to it or to an array in it
-any more. It must not know of images or processes.
+Decoder processes leave pixels in one, embeddings wait in another for language models. The memory is an anonymous file
+that other processes are given, so nothing lies in /dev/shm and the kernel takes it back when the last process that
+holds it is gone, however it died. A lease ends when nobody refers to it or to an array in it any more. It must not know
+of images or processes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ PAGE_BYTES = mmap.PAGESIZE
 class Arena:
     """The owner's side. Leases may be taken and may end on any thread."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """`num_bytes` is rounded up to whole pages, which take memory when they are first written to."""
+    def __init__(self, num_bytes: int, *, holds: str = "pixels") -> None:
+        """`num_bytes` is rounded up to whole pages, which take memory when they are first written to. `holds`: for
+        whoever looks at a process's files."""
         self.num_bytes = _pages(num_bytes)
-        self._file = os.memfd_create("vitray-pixels", os.MFD_CLOEXEC)
+        self._file = os.memfd_create(f"vitray-{holds}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._file, self.num_bytes)
             self._memory = mmap.mmap(self._file, self.num_bytes)
@@ -57,9 +59,18 @@ class Arena:
                     return Lease(self, start, wanted)
         return None
 
+    @property
+    def file(self) -> int:
+        """Open for as long as the arena lives."""
+        return self._file
+
     def handle(self) -> ArenaHandle:
         """What a child process gets as an argument when it is started, with the method "spawn"."""
         return ArenaHandle(self._file, self.num_bytes)
+
+    def write(self, start: int, written: bytes) -> None:
+        """Bytes into a lease of the caller's."""
+        self._memory[start : start + len(written)] = written
 
     def _end(self, start: int, num_bytes: int) -> None:
         self._ended.append((start, start + num_bytes))

@@ -19,9 +19,12 @@ from deployments.affinity import published
 from deployments.affinity_router import HELD
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
+from deployments.embedding_shelf import EmbeddingShelf
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.lending import Lender
 from deployments.metrics import Count, Counts, Level, RunMetrics, gauge
 from deployments.pace import WorkUnderWay
+from deployments.packets import host_name
 from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
@@ -30,7 +33,7 @@ from deployments.scaling_policy import (
     TOKENS_PER_S,
 )
 from deployments.single_flight import SingleFlight
-from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused
+from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused, SharedEmbedding
 from encoder.cache import EmbeddingCache
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
@@ -70,9 +73,13 @@ class EncoderReplica:
         path: Path = resolve_checkpoint(local_model(config.model))
         limits = config.encoder_replica
         self._counts = Counts()
+        shares = config.transfer != "object_store"
+        self._lender = Lender(EmbeddingShelf(limits.shared_embedding_bytes)) if shares else None
+        self._host = host_name()
         self._worker = GpuWorker(
             lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
+            room=None if self._lender is None else self._lender.shelf.room,
             events=WorkerEvents(
                 queued_tokens=gauge(Level.QUEUED_TOKENS),
                 retried=lambda batches: self._counts.add(Count.BATCHES_RETRIED, batches),
@@ -90,10 +97,11 @@ class EncoderReplica:
             memory_bytes=limits.decode_memory_bytes,
         )
         if self._worker.resizes:
-            try:
-                pin_shared(self._decoders.arena.address, self._decoders.arena.num_bytes)
-            except RuntimeError as error:  # the staging copies through pinned memory of its own then, and counts it
-                logger.warning("images take one more copy on the host: %s", error)
+            for arena in (self._decoders.arena, *([] if self._lender is None else [self._lender.shelf.arena])):
+                try:
+                    pin_shared(arena.address, arena.num_bytes)
+                except RuntimeError as error:  # the staging copies through pinned memory of its own then
+                    logger.warning("images or embeddings take one more copy on the host: %s", error)
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
         self._work = WorkUnderWay()
@@ -123,9 +131,20 @@ class EncoderReplica:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._handed_off and not await batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
+        if self._lender is not None:
+            self._lender.shelf.prune()
 
-    async def encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
+    async def encode(self, job: ImageJob) -> EncodedImage | SharedEmbedding | ImageRefused:
         """The image's embedding, from the cache, from an encoding that is under way, or made now."""
+        image = await self._encoded(job)
+        if self._lender is None or isinstance(image, ImageRefused) or job.read_on != (self._host,):
+            return image
+        if self._lender.shelf.offer(image):
+            return image.lent_by(self._lender.address)
+        self._counts.add(Count.EMBEDDINGS_UNSHARED)
+        return image
+
+    async def _encoded(self, job: ImageJob) -> EncodedImage | ImageRefused:
         if job.identity != self._worker.identity.fingerprint:
             raise IdentityChangedError("the encoder has other weights or numerics than the job's digest was made for")
         cached = self._cache.get(job.digest)
@@ -178,6 +197,9 @@ class EncoderReplica:
         return futures
 
     def __del__(self) -> None:
+        lender = getattr(self, "_lender", None)
+        if lender is not None:
+            lender.close()
         if hasattr(self, "_decoders"):
             self._decoders.stop()
         if hasattr(self, "_worker"):

@@ -26,6 +26,7 @@ from encoder.image_size import num_tokens
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 from encoder.run_counts import RunCounts
+from encoder.staging import Room
 
 logger = logging.getLogger("ray.serve")
 
@@ -84,10 +85,19 @@ class GpuWorker:
     """Owns one Encoder, on one thread."""
 
     def __init__(
-        self, make_encoder: Callable[[], Encoder], *, max_queued_tokens: int, events: WorkerEvents | None = None
+        self,
+        make_encoder: Callable[[], Encoder],
+        *,
+        max_queued_tokens: int,
+        events: WorkerEvents | None = None,
+        room: Room | None = None,
     ) -> None:
-        """Blocks until the encoder is made, on the thread that will own it; raises what making it raises."""
+        """Blocks until the encoder is made, on the thread that will own it; raises what making it raises.
+
+        `room`: where embeddings are to lie, asked on a thread of the worker's.
+        """
         self._max_queued_tokens = max_queued_tokens
+        self._room = room
         self._events = events or WorkerEvents()
         self._queue: queue.SimpleQueue[_Job | _Sign] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -252,7 +262,7 @@ class GpuWorker:
     def _answer(self, launched: Launched, jobs: Sequence[_Job], started: float) -> None:
         """Waits for a batch and answers its jobs; runs beside the thread that owns the GPU."""
         try:
-            fetched = launched.fetch()
+            fetched = launched.fetch(self._room)
         except BaseException as error:
             self._failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
             return

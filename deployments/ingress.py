@@ -214,8 +214,8 @@ class Ingress:
             waited_for.clear()
 
         try:
-            await _accepted(answer, visit)
-            self._replicas.encoded(waited_for)
+            accepted = await _accepted(answer, visit)
+            self._replicas.encoded(waited_for, accepted.reads_on)
             waited_for.clear()
             head = await anext(answer)
             if not isinstance(head, ResponseHead):
@@ -270,12 +270,13 @@ class Ingress:
         return self._admission.visit(lambda: deadline.passed(asyncio.get_running_loop().time()))
 
 
-async def _accepted(answer: Answer, visit: Visit) -> None:
+async def _accepted(answer: Answer, visit: Visit) -> Accepted:
     """Waits until a replica has the request, which ends the visit."""
     first = await anext(answer)
     if not isinstance(first, Accepted):
         raise AssertionError(f"a replica answers with Accepted first, got {type(first).__name__}")
     visit.accepted()
+    return first
 
 
 def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

@@ -6,35 +6,50 @@ must not know how images are fetched, decoded or encoded.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import cast
 
 import torch
+from pydantic import JsonValue
 
 from configs.schema import AppConfig
 from deployments import asgi, vllm_compat
 from deployments.checkpoint import local_model
 from deployments.errors import ApiError, error_head_and_body
+from deployments.incoming import Arrived, Image, Incoming
 from deployments.media_keys import KeyStore
+from deployments.metrics import Counts
 from deployments.orphans import guard_children
+from deployments.packets import host_name
 from deployments.server_timing import server_timing
-from deployments.wire import Accepted, EncodedImage, HttpRequest, ImagePlace, ImageRefused, ResponseHead, WireError
+from deployments.transfer_trial import loads_by_itself
+from deployments.wire import Accepted, HttpRequest, ImagePlace, ImageRefused, ResponseHead, SharedEmbedding, WireError
 
 logger = logging.getLogger("ray.serve")
+
+TRIAL_S = 120.0
+"""For the first request that the engine loads an embedding for."""
 
 
 class LLM:
     """One vLLM engine. Serve calls `handle` for every request that the ingress lets through."""
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
+        engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
+        self._incoming = Incoming(Counts(), num_workers=cast(int, engine_args.get("tensor_parallel_size", 1)))
+        self._reads_on = None if config.transfer == "object_store" else host_name()
+        why_not = _why_not_loading(config)
         self._engine, args = vllm_compat.start_engine(
             local_model(config.model),
-            {"served_model_name": [config.model], **config.llm.engine_args},
+            engine_args,
             config.llm.server_args,
             cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
+            link=self._incoming.link.address if why_not is None else None,
         )
         self._guard = guard_children()
         self._keys = KeyStore()
@@ -43,6 +58,12 @@ class LLM:
         self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
         await self._lifespan.__aenter__()
         await self._warm_up(args.model)  # the first name that it serves under
+        if why_not is None:
+            why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
+        if why_not is not None and config.transfer != "object_store":
+            if config.transfer == "shared_memory":
+                raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
+            logger.warning("embeddings go to the engine with the requests: %s", why_not)
 
     async def _warm_up(self, model: str) -> None:
         """Answers a request, so that the first client does not wait for what vLLM does at its first one."""
@@ -52,26 +73,61 @@ class LLM:
         async for _ in asgi.call(self._app, request):
             pass
 
+    async def _answer_trial(self, request: HttpRequest, place: ImagePlace, image: SharedEmbedding) -> int:
+        """The status of the answer. A trial that takes longer than TRIAL_S has failed: 504."""
+        status = 500
+        try:
+            async with asyncio.timeout(TRIAL_S):
+                async for piece in self.handle(request, [place], image):
+                    if isinstance(piece, ResponseHead):
+                        status = piece.status
+        except TimeoutError:
+            return 504
+        return status
+
     async def check_health(self) -> None:
         """Raises when the engine is dead; Serve then replaces the replica."""
         await self._engine.check_health()
+        self._incoming.forget_the_lost()
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
+        if hasattr(self, "_incoming"):
+            self._incoming.shut_down()
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImagePlace], *images: EncodedImage | ImageRefused
+        self, request: HttpRequest, places: Sequence[ImagePlace], *images: Image
     ) -> AsyncIterator[Accepted | ResponseHead | bytes]:
-        """Answers one request: at once that it is here, then a ResponseHead, then body chunks.
+        """Answers one request: first that its embeddings are within reach, then a ResponseHead, then body chunks.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
+
+        Raises:
+            TransferFailedError: before anything else, where an embedding is not where it was said to lie.
         """
         arrived_at_s, arrived = time.time(), time.perf_counter()
-        yield Accepted()
+        embeddings = await self._incoming.borrow(images)
         try:
-            tensors = self._checked(places, images)
+            yield Accepted(self._reads_on)
+            async with aclosing(self._answered(request, places, images, embeddings, arrived_at_s, arrived)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._incoming.close(embeddings)
+
+    async def _answered(
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        images: Sequence[Image],
+        embeddings: Arrived,
+        arrived_at_s: float,
+        arrived: float,
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        try:
+            tensors = self._checked(places, images, embeddings)
         except ApiError as error:
             head, body = error_head_and_body(error)
             yield head
@@ -90,7 +146,9 @@ class LLM:
                         start = message
                         continue
                     if start is not None:
-                        timing = server_timing(images, arrived_at_s, arrived, clock.first_token_at_s)
+                        timing = server_timing(
+                            images, arrived_at_s, arrived, clock.first_token_at_s, embeddings.way.value
+                        )
                         yield ResponseHead(start["status"], [*start["headers"], (b"server-timing", timing.encode())])
                         start = None
                     if message.get("body"):
@@ -99,20 +157,22 @@ class LLM:
             self._keys.withdraw(key for place in places for key in (place.tokens_key, place.grid_key))
 
     def _checked(
-        self, places: Sequence[ImagePlace], images: Sequence[EncodedImage | ImageRefused]
+        self, places: Sequence[ImagePlace], images: Sequence[Image], embeddings: Arrived
     ) -> list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]:
-        """Each place with its embedding `[num_tokens, width]` and its grid `[3]` int64.
+        """Each place with its embedding `[num_tokens, width]`, without columns where the engine loads it by itself, and
+        its grid `[3]` int64.
 
         Raises:
             ApiError: 400 for an image that the encoder refused, 500 for an embedding that does not fit the model.
         """
         checked = []
+        width, merge_size = self._shape.width, self._shape.merge_size
         for place in places:
             image = images[place.image]
             if isinstance(image, ImageRefused):
                 raise ApiError(400, f"{place.label}: {image.message}", param="messages", code="invalid_image")
             try:
-                tokens = image.unpack(width=self._shape.width, merge_size=self._shape.merge_size)
+                tokens = embeddings.tensor(place.image, image, width=width, merge_size=merge_size)
             except WireError as error:
                 logger.error("embedding refused: %s", error)
                 raise ApiError(
@@ -120,3 +180,9 @@ class LLM:
                 ) from error
             checked.append((place, tokens, torch.tensor(image.grid_thw, dtype=torch.int64)))
         return checked
+
+
+def _why_not_loading(config: AppConfig) -> str | None:
+    if config.transfer == "object_store":
+        return "transfer is object_store"
+    return vllm_compat.why_not_loading(config.llm.engine_args)

@@ -46,6 +46,17 @@ class Count(Enum):
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
     REPLICAS_LOST = "Losses of a replica while it worked on a request."
+    EMBEDDINGS_UNSHARED = "Embeddings that found no room in the encoder's shared memory."
+    EMBEDDINGS_ARRIVED = (
+        "Embeddings that came to a language model; the tag `reason` says how: engine_loads (a copy off the encoder's "
+        "device and a copy onto the engine's), in_request (vLLM copies it between its processes as well), object_store "
+        "(Ray copies it too)."
+    )
+    EMBEDDING_BYTES_ARRIVED = "Their bytes, those included that the engine had already; the tag `reason` says how."
+    EMBEDDINGS_LOADED = "Embeddings that an engine's worker copied from shared memory to its device."
+    EMBEDDING_BYTES_LOADED = "Their bytes."
+    LOAD_MS = "Milliseconds from an embedding's being ready to its being on the worker's device, added up."
+    TRANSFERS_FAILED = "Requests that were tried again because an embedding could not be had from shared memory."
 
     @property
     def metric(self) -> str:
@@ -53,7 +64,14 @@ class Count(Enum):
         return f"vitray_{self.name.lower()}"
 
 
-WITH_REASON = (Count.EAGER_RUNS, Count.CALLS_SPILLED, Count.SHED_TOKENS, Count.SHED_REQUESTS)
+WITH_REASON = (
+    Count.EAGER_RUNS,
+    Count.CALLS_SPILLED,
+    Count.SHED_TOKENS,
+    Count.SHED_REQUESTS,
+    Count.EMBEDDINGS_ARRIVED,
+    Count.EMBEDDING_BYTES_ARRIVED,
+)
 
 
 class Level(Enum):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,16 +23,31 @@ from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
 from deployments.gpu_worker import QueueFullError, WorkerEndedError
+from deployments.incoming import TransferFailedError
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
-from deployments.wire import Accepted, EncodedImage, HttpRequest, ImageJob, ImagePlace, ImageRefused, ResponseHead
+from deployments.wire import (
+    Accepted,
+    EncodedImage,
+    HttpRequest,
+    ImageJob,
+    ImagePlace,
+    ImageRefused,
+    ResponseHead,
+    SharedEmbedding,
+)
 from encoder.identity import EncoderIdentity
 
 logger = logging.getLogger("ray.serve")
 
-Encoding = SharedCall[DeploymentResponse[EncodedImage | ImageRefused]]
+EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
+Encoding = SharedCall[DeploymentResponse[EncoderAnswer]]
 Answer = DeploymentResponseGenerator[Accepted | ResponseHead | bytes]
 T = TypeVar("T")
+
+
+NOWHERE = "nowhere"
+"""Stands for the host of a language model that takes nothing from shared memory."""
 
 
 class ReplicaLostError(ApiError):
@@ -57,7 +73,8 @@ class Replicas:
         self._retry_after_s = retry_after_s
         self._overloaded_retry_s = overloaded_retry_s
         self._identity: EncoderIdentity | None = None
-        self._encodings: SharedCalls[DeploymentResponse[EncodedImage | ImageRefused]] = SharedCalls()
+        self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
+        self._read_on: set[str] = set()
         self._counts = Counts()
 
     async def encoder_identity(self) -> EncoderIdentity:
@@ -75,10 +92,13 @@ class Replicas:
     def encode(self, job: ImageJob, attempt: int = 0) -> Encoding:
         """Starts encoding, or joins a call for the same image; what is returned goes to `answer`, not awaited here.
 
-        `attempt`: how often a replica was lost at it. Let `encoded` or `cancel` follow.
+        `attempt`: how often a replica was lost at it, or an embedding could not be had from shared memory; after the
+        first it goes through the object store. Let `encoded` or `cancel` follow.
         """
+        job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)))
         to = self._encode.options(session_id=Call(job.digest, job.num_tokens, attempt).label())
-        encoding, shared = self._encodings.take(job.digest, lambda: cast(Any, _on_its_own(lambda: to.remote(job))))
+        key = f"{job.digest} {job.read_on}"
+        encoding, shared = self._encodings.take(key, lambda: cast(Any, _on_its_own(lambda: to.remote(job))))
         if shared:
             self._counts.add(Count.ENCODINGS_SHARED)
         return encoding
@@ -99,8 +119,9 @@ class Replicas:
         llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
         return cast(Answer, llm.remote(request, places, *(encoding.response for encoding in encodings)))
 
-    def encoded(self, encodings: Sequence[Encoding]) -> None:
-        """The language model has them."""
+    def encoded(self, encodings: Sequence[Encoding], read_on: str | None) -> None:
+        """A language model on this host has them; None for one that takes nothing from shared memory."""
+        self._read_on.add(read_on or NOWHERE)
         for encoding in encodings:
             self._encodings.used(encoding)
 
@@ -110,7 +131,7 @@ class Replicas:
         `failed`: something of it has failed, and those who come are not to share it.
         """
         give_up = self._encodings.failed if failed else self._encodings.left
-        started: list[Answer | DeploymentResponse[EncodedImage | ImageRefused]] = [answer]
+        started: list[Answer | DeploymentResponse[EncoderAnswer]] = [answer]
         started += [encoding.response for encoding in encodings if give_up(encoding)]
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises here what made the call fail, which was told already
@@ -130,6 +151,9 @@ class Replicas:
             return ApiError(503, told, code="overloaded", retry_after_s=self._overloaded_retry_s())
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
+        if isinstance(error, TransferFailedError):
+            self._counts.add(Count.TRANSFERS_FAILED)
+            return ReplicaLostError(503, "an embedding was lost; try again", code="replica_lost", retry_after_s=retry)
         if _tells_of_a_lost_replica(error):
             self._counts.add(Count.REPLICAS_LOST)
             lost = "a replica was lost while it worked on this; try again"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deployments.wire import EncodedImage, ImageRefused
+from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
 
 
 def metric(name: str, duration_ms: float) -> str:
@@ -15,20 +15,21 @@ def metric(name: str, duration_ms: float) -> str:
 
 
 def server_timing(
-    images: Sequence[EncodedImage | ImageRefused],
+    images: Sequence[EncodedImage | SharedEmbedding | ImageRefused],
     arrived_at_s: float,
     arrived: float,
     first_token_at_s: float | None,
+    way: str | None = None,
 ) -> str:
     """`preprocess, queue, encode, transfer, first-token` in milliseconds.
 
     The images of a request are worked on side by side, so each stage counts its slowest image. `transfer` runs from
     the moment the last embedding was ready (seconds since the epoch, so clocks of different hosts must agree) to its
     arrival at the language model; `first-token` from there to vLLM's first token. `cache` says how many of the images
-    came from the embedding cache.
+    came from the embedding cache, `way` how the embeddings came to the engine.
     """
     metrics = []
-    encoded = [image for image in images if isinstance(image, EncodedImage)]
+    encoded = [image for image in images if not isinstance(image, ImageRefused)]
     if encoded:
         fresh = [image.timings for image in encoded if not image.timings.cached]
         metrics += [
@@ -38,6 +39,7 @@ def server_timing(
             metric("transfer", max(0.0, arrived_at_s - max(image.timings.ready_at_s for image in encoded)) * 1e3),
             f'cache;desc="{sum(image.timings.cached for image in encoded)}/{len(encoded)}"',
         ]
+        metrics += [f'way;desc="{way}"'] if way is not None else []
     if first_token_at_s is not None:
         metrics.append(metric("first-token", (first_token_at_s - arrived) * 1e3))
     return ", ".join(metrics)

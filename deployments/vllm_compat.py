@@ -1,7 +1,8 @@
 """Every import from vLLM, 0.26 to 0.33: what moved between those versions is looked up here and nowhere else.
 
-Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, and a connector registered with
-MEDIA_CONNECTOR_REGISTRY. This module must not know of Ray or of the ingress. Nothing of vLLM is imported until a
+Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, a connector registered with
+MEDIA_CONNECTOR_REGISTRY and, where the engine loads them by itself, `deployments/ec_connector.py`, which vLLM imports
+in its own processes. This module must not know of Ray or of the ingress. Nothing of vLLM is imported until a
 function is called, so that the other deployments do not pay for it.
 """
 
@@ -24,6 +25,7 @@ from pydantic import JsonValue
 
 from configs.schema import unknown_key
 from deployments import import_shim
+from deployments.engine_link import ADDRESS_KEY
 from deployments.media_keys import KeyStore, connector_class
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
@@ -50,6 +52,8 @@ LOCATIONS: dict[str, tuple[str, ...]] = {
     "AsyncEngineArgs": ("vllm.engine.arg_utils",),
     "AsyncLLM": ("vllm.v1.engine.async_llm",),
     "MEDIA_CONNECTOR_REGISTRY": ("vllm.multimodal.media",),
+    "ECTransferConfig": ("vllm.config",),
+    "ECConnectorBase": ("vllm.distributed.ec_transfer.ec_connector.base",),
 }
 
 
@@ -148,11 +152,12 @@ def start_engine(
     server_args: Mapping[str, JsonValue],
     *,
     cpu_kv_cache_gib: int | None,
+    link: str | None = None,
 ) -> tuple[Engine, Namespace]:
     """Loads the model, which takes from 30 s to minutes.
 
-    `cpu_kv_cache_gib` is the KV cache of vLLM's CPU backend, None on a GPU. Returns vLLM's AsyncLLM and the arguments
-    that its application wants.
+    `cpu_kv_cache_gib` is the KV cache of vLLM's CPU backend, None on a GPU. `link`: where the engine's connectors call,
+    if the engine is to load embeddings by itself. Returns vLLM's AsyncLLM and the arguments that its application wants.
     """
     check_args(engine_args, server_args)
     if cpu_kv_cache_gib is not None:
@@ -177,6 +182,13 @@ def start_engine(
         "model": model,
         "enable_mm_embeds": True,
     }
+    if link is not None:
+        arguments["ec_transfer_config"] = lookup("ECTransferConfig")(
+            ec_connector="SharedMemoryConnector",
+            ec_connector_module_path="deployments.ec_connector",
+            ec_role="ec_consumer",
+            ec_connector_extra_config={ADDRESS_KEY: link},
+        )
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
     engine = ClockedLLM.from_engine_args(parsed_engine_args)
     namespace = default_server_args()
@@ -187,6 +199,20 @@ def start_engine(
     names = arguments.get("served_model_name")
     namespace.model = names[0] if isinstance(names, list) and names else names or Path(model).name
     return engine, namespace
+
+
+def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
+    """Why an engine with these arguments cannot load embeddings by itself; None where it can."""
+    for taken in ("ec_transfer_config", "kv_transfer_config"):
+        if engine_args.get(taken) is not None:
+            return f"llm.engine_args sets {taken!r}"
+    if engine_args.get("pipeline_parallel_size", 1) != 1:
+        return "of a pipeline only the first stage loads embeddings"
+    if engine_args.get("mm_processor_kwargs") is not None:
+        return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
+    if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
+        return "this vLLM has no connectors that wait for embeddings"
+    return None
 
 
 async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:

@@ -41,6 +41,8 @@ class ImageJob:
     """Upright width and height in pixels, as the file's header states them."""
     num_tokens: int
     """Visual tokens that it comes to: what it is to encode."""
+    read_on: tuple[str, ...] = ()
+    """The hosts whose language models may get the embedding (`packets.host_name`), where shared memory is wanted."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class EncodedImage:
             raise WireError(f"embedding dtype {dtype!r} cannot travel; known: {', '.join(_BIT_VIEWS)}")
         return cls(digest, grid_thw, dtype, tokens.contiguous().view(_BIT_VIEWS[dtype][1]).numpy(), timings)
 
+    def lent_by(self, lender: str) -> SharedEmbedding:
+        """What stands for it where it lies in the lender's shared memory."""
+        rows, width = self.bits.shape
+        return SharedEmbedding(self.digest, self.grid_thw, self.dtype, (rows, width), self.timings, lender)
+
     def unpack(self, *, width: int, merge_size: int) -> torch.Tensor:
         """`[num_tokens, width]` in the dtype of the header, sharing memory with `bits`.
 
@@ -87,25 +94,57 @@ class EncodedImage:
             WireError: shape, dtype, width or grid are not what the language model takes. A wrong width would kill its
                 engine.
         """
-        if not isinstance(self.dtype, str) or self.dtype not in _BIT_VIEWS:
-            raise WireError(f"embedding dtype {self.dtype!r} is unknown; known: {', '.join(_BIT_VIEWS)}")
         if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
             raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
-        if not isinstance(self.grid_thw, tuple) or [type(side) for side in self.grid_thw] != [int] * 3:
-            raise WireError(f"grid_thw {self.grid_thw!r} is not three integers")
+        _check(self.dtype, self.bits.shape, self.grid_thw, width=width, merge_size=merge_size)
         target, _, bits_dtype = _BIT_VIEWS[self.dtype]
         if self.bits.dtype != bits_dtype:
             raise WireError(f"embedding bits are {self.bits.dtype}, expected {np.dtype(bits_dtype)} for {self.dtype}")
-        t, h, w = self.grid_thw
-        if min(t, h, w) < 1 or h % merge_size or w % merge_size:
-            raise WireError(f"grid_thw {self.grid_thw} is not positive multiples of the merge size {merge_size}")
-        expected = (t * h * w // merge_size**2, width)
-        if self.bits.shape != expected:
-            raise WireError(f"embedding shape {self.bits.shape} does not fit grid {self.grid_thw}: expected {expected}")
         with warnings.catch_warnings():
             # Memory of the object store is read-only; vLLM only reads it, and a copy would cost tens of megabytes.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self.bits).view(target)
+
+
+@dataclass(frozen=True)
+class SharedEmbedding:
+    """An embedding that waits in shared memory of the encoder's host. Whoever wants it asks its lender."""
+
+    digest: str
+    grid_thw: tuple[int, int, int]
+    dtype: str
+    """ "bfloat16" or "float32"."""
+    shape: tuple[int, int]
+    """Tokens, width."""
+    timings: EncodeTimings
+    lender: str
+    """Address for `packets.connect`, on the encoder's host."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * np.dtype(_BIT_VIEWS[self.dtype][2]).itemsize
+
+    def check(self, *, width: int, merge_size: int) -> None:
+        """Raises WireError as `EncodedImage.unpack` does."""
+        _check(self.dtype, self.shape, self.grid_thw, width=width, merge_size=merge_size)
+
+
+def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
+    """`shape` in `dtype`, sharing memory with `flat`, uint8 `[num_bytes]`."""
+    return flat.view(_BIT_VIEWS[dtype][0]).view(shape)
+
+
+def _check(dtype: object, shape: object, grid: object, *, width: int, merge_size: int) -> None:
+    if not isinstance(dtype, str) or dtype not in _BIT_VIEWS:
+        raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BIT_VIEWS)}")
+    if not isinstance(grid, tuple) or [type(side) for side in grid] != [int] * 3:
+        raise WireError(f"grid_thw {grid!r} is not three integers")
+    t, h, w = grid
+    if min(t, h, w) < 1 or h % merge_size or w % merge_size:
+        raise WireError(f"grid_thw {grid} is not positive multiples of the merge size {merge_size}")
+    expected = (t * h * w // merge_size**2, width)
+    if shape != expected:
+        raise WireError(f"embedding shape {shape} does not fit grid {grid}: expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -143,6 +182,9 @@ class ImagePlace:
 @dataclass(frozen=True)
 class Accepted:
     """What a language model replica sends back first, at once: the request and its embeddings have arrived."""
+
+    reads_on: str | None = None
+    """Its host, where it takes embeddings from shared memory of that host."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from encoder.image_size import Grid, num_tokens
 from encoder.lanes import Mark
 from encoder.packing import Batch
 from encoder.preprocess import Pixels
-from encoder.staging import Staged, Staging
+from encoder.staging import Room, Staged, Staging
 
 Run = Callable[[Tensor, Sequence[Grid], int | None], Tensor]
 """`(patches, grids, budget) -> [sum of num_tokens, width]`, which is the caller's to keep."""
@@ -35,10 +35,10 @@ class Launched:
     staging: Staging
     staged: Staged
 
-    def fetch(self) -> list[Tensor]:
-        """The images' tokens in host memory, `[num_tokens, width]` each. Blocks, and may be called on another thread,
-        which is then the only one that fetches."""
-        return self.staging.fetch(self.outputs, self.num_tokens, self.ready)
+    def fetch(self, room: Room | None = None) -> list[Tensor]:
+        """The images' tokens in host memory, `[num_tokens, width]` each, of `room` where that has any. Blocks, and may
+        be called on another thread, which is then the only one that fetches."""
+        return self.staging.fetch(self.outputs, self.num_tokens, self.ready, room)
 
     def on_device(self) -> list[Tensor]:
         """The same on the device, in the order of the compute lane."""

@@ -9,7 +9,7 @@ and one, maybe another, fetches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +25,9 @@ from encoder.pixel_plan import PixelPlan, is_planar, plan_pixels, shape_of
 from encoder.preprocess import Pixels
 
 MIB = 2**20
+
+Room = Callable[[int, int, torch.dtype], Tensor | None]
+"""`(num_tokens, width, dtype)` -> host memory of that shape, contiguous, or None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class StagingCounts:
     """Copied through the sets' pinned memory."""
     bytes_unpinned: int = 0
     """Copied with the host waiting, for want of pinned memory."""
+    bytes_fetched_direct: int = 0
+    """Copied from the device straight to where the embeddings are to lie."""
+    bytes_fetched_pinned: int = 0
+    """Copied from the device to pinned memory, and from there by the host."""
     oversized: int = 0
     """Batches whose bytes were more than a set keeps."""
 
@@ -177,16 +184,29 @@ class Staging:
             copy_in.do(partial(target.copy_, source, non_blocking=True))
 
     @torch.inference_mode()
-    def fetch(self, outputs: Tensor, num_tokens: Sequence[int], ready: Mark) -> list[Tensor]:
+    def fetch(self, outputs: Tensor, num_tokens: Sequence[int], ready: Mark, room: Room | None = None) -> list[Tensor]:
         """The images' tokens in host memory of their own, `[num_tokens[i], width]` each. Blocks until they are there.
 
-        `outputs` `[sum of num_tokens, width]` on the device, contiguous, computed once `ready` has passed. The host
-        copies one piece while the device copies the next.
+        `outputs` `[sum of num_tokens, width]` on the device, contiguous, computed once `ready` has passed. Where all of
+        them find `room` that the device copies to by itself, it does; else the host copies one piece while the device
+        copies the next.
         """
         rows, width = outputs.shape
+        given = [None if room is None else room(count, width, outputs.dtype) for count in num_tokens]
+        results = [
+            torch.empty(count, width, dtype=outputs.dtype) if place is None else place
+            for count, place in zip(num_tokens, given, strict=True)
+        ]
+        if all(place is not None and self.lanes.direct(place) for place in given):
+            self.lanes.copy_out.after(ready)
+            for result, source in zip(results, torch.split(outputs, list(num_tokens)), strict=True):
+                self.lanes.copy_out.do(partial(result.copy_, source, non_blocking=True))
+            self.lanes.copy_out.mark().wait()
+            self.counts.bytes_fetched_direct += outputs.nbytes
+            return results
+        self.counts.bytes_fetched_pinned += outputs.nbytes
         row_bytes = width * outputs.element_size()
         each = self._pieces[0].numel() // row_bytes
-        results = [torch.empty(count, width, dtype=outputs.dtype) for count in num_tokens]
         if each == 0:
             raise ValueError(f"a token has {row_bytes} bytes, a piece of pinned memory {self._pieces[0].numel()}")
         borders = [0, *itertools.accumulate(num_tokens)]

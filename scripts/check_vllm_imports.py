@@ -21,7 +21,18 @@ CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
 # What is used of these classes: methods, and the fields that are set.
 MEMBERS = {
     "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "shutdown"),
-    "AsyncEngineArgs": ("model", "enable_mm_embeds", "skip_mm_profiling", "served_model_name", "load_format"),
+    "AsyncEngineArgs": (
+        *("model", "enable_mm_embeds", "skip_mm_profiling", "served_model_name", "load_format"),
+        "ec_transfer_config",
+    ),
+    "ECTransferConfig": (
+        *("ec_connector", "ec_role", "ec_connector_module_path", "ec_connector_extra_config"),
+        "get_from_extra_config",
+    ),
+    "ECConnectorBase": (
+        *("ensure_cache_available", "has_cache_item", "update_state_after_alloc", "build_connector_meta"),
+        *("request_finished", "start_load_caches", "save_caches", "shutdown"),
+    ),
 }
 ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE")
 

@@ -1,8 +1,9 @@
 """What is tested: the real `serve run` with a configuration of three applications, on a Ray cluster of its own.
 
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
-may be killed. `tight` is bfloat16 under limits that a test can reach, may fetch from this machine, keeps no encoder
-while nobody sends images, and may be broken.
+may be killed; vLLM's engines load their embeddings from shared memory. `tight` is bfloat16 with embeddings through the
+object store, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody sends
+images, and may be broken.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Settings = dict[str, Any]
 
 
 def _application(
-    name: str, checkpoint: Path, *, dtype: str, ingress: Settings, deployments: list[Settings]
+    name: str, checkpoint: Path, *, dtype: str, transfer: str, ingress: Settings, deployments: list[Settings]
 ) -> Settings:
     return {
         "name": name,
@@ -56,6 +57,7 @@ def _application(
         "import_path": "deployments.app:build_app",
         "args": {
             "model": str(checkpoint),
+            "transfer": transfer,
             "encoder_replica": {"num_cpus": 0.01, "decode_workers": 1},
             "llm": {
                 "num_cpus": 0.01,
@@ -83,6 +85,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         "tight",
         checkpoints["tight"],
         dtype="bfloat16",
+        transfer="object_store",
         ingress={
             "max_body_bytes": MAX_BODY_BYTES,
             "max_image_bytes": MAX_IMAGE_BYTES,
@@ -124,6 +127,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
             name,
             checkpoints[name],
             dtype="float32",
+            transfer="shared_memory",
             ingress={},
             deployments=[{"name": "Encoder", "num_replicas": 2}] if name == "qwen3" else [],
         )

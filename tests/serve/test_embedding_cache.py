@@ -40,6 +40,14 @@ def test_the_second_time_an_image_comes_from_the_cache(base_url: str) -> None:
     difference(second, first, tolerance=1e-3)
 
 
+def test_the_engine_loads_embeddings_by_itself(qwen3: str) -> None:
+    """Once the ingress has heard from the language model where it is. That its answers are those of vLLM alone is what
+    test_parity.py compares."""
+    ask(qwen3, about(pictures.url(410)))
+    body = chat(user(image(pictures.url(411)), image(pictures.url(412)), text("Compare.")))
+    assert timing(post(qwen3, CHAT, body))["way"] == 'desc="engine_loads"'
+
+
 def test_each_distinct_image_counts_once(base_url: str) -> None:
     known, fresh = image(pictures.url(401)), image(pictures.url(402))
     ask(base_url, chat(user(known, text("What is it?"))))

@@ -25,13 +25,16 @@ from starlette.routing import Route
 from configs.schema import AppConfig
 from deployments import encoder as encoder_module
 from deployments.encoder import EncoderReplica
+from deployments.incoming import Incoming
 from deployments.ingress import Ingress
+from deployments.lending import Lender
 from deployments.listening import serve_host
 from deployments.llm import LLM
 from deployments.media_keys import KeyStore, connector_class
 from deployments.metrics import Count, Counts
+from deployments.packets import host_name
 from deployments.vllm_compat import AsgiApp, EmbeddingShape
-from deployments.wire import EncodedImage, ImageJob, ImageRefused
+from deployments.wire import EncodedImage, ImageJob, ImageRefused, SharedEmbedding
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.pipeline import Launched
@@ -77,7 +80,7 @@ class ControlledEncoder(EncoderReplica):
         self._counts: RecordedCounts = RecordedCounts()
         self._new_weights_always = False
 
-    async def encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
+    async def encode(self, job: ImageJob) -> EncodedImage | SharedEmbedding | ImageRefused:
         if self._new_weights_always:
             self.new_weights()
         return await super().encode(job)
@@ -90,6 +93,14 @@ class ControlledEncoder(EncoderReplica):
 
     def fail_for_several(self, fail: bool = True) -> None:
         GatedEncoder.fails_for_several = fail
+
+    def stop_lending(self) -> None:
+        assert self._lender is not None
+        self._lender.close()
+
+    def lend_again(self) -> None:
+        assert self._lender is not None
+        self._lender = Lender(self._lender.shelf)
 
     def state(self) -> dict[str, int]:
         return {
@@ -161,15 +172,19 @@ class StandInLLM(LLM):
         self._engine = cast(Any, SimpleNamespace(shutdown=lambda: None))
         self._keys = KeyStore()
         self._shape = EmbeddingShape(width, merge_size)
+        self._incoming = Incoming(Counts(), num_workers=0)
+        self._reads_on = None if config.transfer == "object_store" else host_name()
         self._app = stand_in(self._keys, self)
         self.disconnects = 0
         self.calls = 0
+        self.came: list[str] = []
         self.writeable: list[bool] = []
 
-    def _checked(self, places: Any, images: Any) -> Any:
+    def _checked(self, places: Any, images: Any, embeddings: Any) -> Any:
         self.calls += 1
+        self.came = [type(image).__name__ for image in images]
         self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
-        return super()._checked(places, images)
+        return super()._checked(places, images, embeddings)
 
     async def check_health(self) -> None:
         """The stand-in cannot die."""
@@ -180,6 +195,7 @@ class StandInLLM(LLM):
             "calls": self.calls,
             "disconnects": self.disconnects,
             "keys": len(self._keys),
+            "came": self.came,
             "writeable": self.writeable,
         }
 

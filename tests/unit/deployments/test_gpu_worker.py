@@ -23,6 +23,7 @@ from encoder.packing import Batch
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 from encoder.run_counts import RunCounts
+from encoder.staging import Room
 from tests.unit.deployments.samples import IDENTITY, png
 
 WAIT_S = 10
@@ -95,7 +96,7 @@ class FakeLaunched:
     batch: Batch
     values: list[int]
 
-    def fetch(self) -> list[torch.Tensor]:
+    def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
         self.encoder.fetch_threads.add(threading.get_ident())
         assert self.encoder.fetch_gate.wait(WAIT_S)
         for value in self.values:

@@ -196,7 +196,7 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
 
     async def start() -> None:
         llm = llm_module.LLM.__new__(llm_module.LLM)
-        await llm.__init__(AppConfig(model="/somewhere"))  # type: ignore[misc]
+        await llm.__init__(AppConfig(model="/somewhere", transfer="object_store"))  # type: ignore[misc]
         llm._engine = None  # type: ignore[assignment] # nothing to shut down
 
     asyncio.run(start())

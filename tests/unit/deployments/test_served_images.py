@@ -92,9 +92,27 @@ def test_embeddings_reach_the_language_model(app: ServedApp, checkpoints: dict[s
 
 
 def test_embeddings_pass_the_ingress_by(app: ServedApp) -> None:
-    """It cannot unpack one (`WatchedIngress`), and what the language model reads is the object store's own memory."""
-    assert ask(app, chat(png(640, 320, (1, 2, 3)))).status_code == 200
-    assert app.llm("state")["writeable"] == [False]
+    """It cannot unpack one (`WatchedIngress`). What the language model reads is the encoder's shared memory, once an
+    ingress has heard that it reads on the encoder's host."""
+    for colour in ((1, 2, 3), (3, 2, 1)):
+        assert ask(app, chat(png(640, 320, colour))).status_code == 200
+    assert app.llm("state")["came"] == ["SharedEmbedding"]
+
+
+def test_an_embedding_that_cannot_be_had_from_shared_memory_comes_through_the_object_store(app: ServedApp) -> None:
+    """The request is tried again, and the client notices nothing; where it comes from is the store's own memory."""
+    body = chat(png(320, 640, (4, 5, 6)))
+    before, first = app.ingress("counts"), ask(app, body).json()["images"]
+    app.encoder("stop_lending")
+    try:
+        assert ask(app, body).json()["images"] == first
+        state = app.llm("state")
+        assert (state["came"], state["writeable"]) == (["EncodedImage"], [False])
+        assert added(before, app.ingress("counts")) == {"TRANSFERS_FAILED": 1, "TRIES_AGAIN": 1}
+    finally:
+        app.encoder("lend_again")
+    assert ask(app, body).json()["images"] == first
+    assert app.llm("state")["came"] == ["SharedEmbedding"]
 
 
 def test_nothing_is_left_behind(app: ServedApp) -> None:

@@ -45,6 +45,9 @@ def test_images_from_the_cache_cost_no_encoding() -> None:
     timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 100.0, 7.0, None))
     assert (timing["preprocess"], timing["queue"], timing["encode"]) == ("dur=0.0",) * 3
     assert timing["cache"] == 'desc="1/1"'
+    assert "way" not in timing
+    timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 100.0, 7.0, None, "engine_loads"))
+    assert timing["way"] == 'desc="engine_loads"'
     assert "first-token" not in timing
 
 

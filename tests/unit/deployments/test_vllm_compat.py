@@ -103,7 +103,7 @@ SOURCES = {
     "vllm/utils/argparse_utils.py": "class FlexibleArgumentParser: ...\n",
     "vllm/engine/arg_utils.py": (
         "class EngineArgs:\n    model: str\n    enable_mm_embeds: bool = False\n    skip_mm_profiling: bool = False\n"
-        "    load_format: str = ''\n"
+        "    load_format: str = ''\n    ec_transfer_config: object = None\n"
         "    served_model_name: str = ''\n"
         "class AsyncEngineArgs(EngineArgs): ...\n"
     ),
@@ -111,6 +111,18 @@ SOURCES = {
         "from ..base import Base\n"
         "class AsyncLLM(Base):\n    def from_engine_args(cls): ...\n    async def generate(self): ...\n"
         "    async def get_supported_tasks(self): ...\n    def check_health(self): ...\n"
+    ),
+    "vllm/config/__init__.py": "from vllm.config.ec_transfer import ECTransferConfig\n",
+    "vllm/config/ec_transfer.py": (
+        "class ECTransferConfig:\n    ec_connector: str\n    ec_role: str\n    ec_connector_module_path: str\n"
+        "    ec_connector_extra_config: dict\n    def get_from_extra_config(self, key, default): ...\n"
+    ),
+    "vllm/distributed/ec_transfer/ec_connector/base.py": (
+        "class ECConnectorMetadata: ...\nclass ECConnectorRole: ...\nclass ECConnectorBase:\n"
+        "    def ensure_cache_available(self, request, computed): ...\n    def has_cache_item(self, identifier): ...\n"
+        "    def update_state_after_alloc(self, request, index): ...\n    def build_connector_meta(self, output): ...\n"
+        "    def request_finished(self, request): ...\n    def start_load_caches(self, cache, **kwargs): ...\n"
+        "    def save_caches(self, cache, mm_hash): ...\n    def shutdown(self): ...\n"
     ),
     "vllm/v1/base.py": "class Base:\n    def shutdown(self): ...\n",
     "vllm/multimodal/media/__init__.py": "from .connector import MEDIA_CONNECTOR_REGISTRY\n",
@@ -150,6 +162,8 @@ def test_the_static_check_passes_a_tree_that_has_everything(tmp_path: Path) -> N
         ("vllm/v1/base.py", "shutdown", "stop", "AsyncLLM has no shutdown"),
         ("vllm/v1/engine/async_llm.py", "generate", "produce", "AsyncLLM has no generate"),
         ("vllm/multimodal/media/connector.py", "MEDIA_CONNECTOR_REGISTRY", "X", "MEDIA_CONNECTOR_REGISTRY is in none"),
+        ("vllm/distributed/ec_transfer/ec_connector/base.py", "ensure_cache_available", "wait",
+         "ECConnectorBase has no ensure_cache_available"),
         ("vllm/envs.py", "VLLM_MEDIA_CONNECTOR", "X", "vllm.envs does not know VLLM_MEDIA_CONNECTOR"),
     ],
 )  # fmt: skip

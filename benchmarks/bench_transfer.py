@@ -1,0 +1,184 @@
+"""From the encoder's device to the engine's, by every way of one host: `python benchmarks/bench_transfer.py`.
+
+Timed from the moment an embedding `[num_tokens, width]` is computed on the encoder's GPU, in one process, until another
+process has it on its own GPU. Every embedding differs from the one before and is compared after it was timed. Each
+process sees its own GPU alone, as replicas of Ray Serve do. `separate`: a GPU each; `one_gpu`: both on the same one.
+`today` goes through Ray's object store to a third process, which stands for the language model replica, and from there
+to the engine as vLLM sends tensors in requests; a process with pyzmq and torch stands in for vLLM's engine. Serve's own
+messages are in none of them. Needs torch and numpy; `today` needs ray, pyzmq and msgspec. The last line on stdout is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks import transfer_today
+from benchmarks.record import gpu, provenance, write
+from benchmarks.transfer_figures import BARS_MS, Asked, Took, bars_met, change, device_here, sum_of_bits
+from benchmarks.transfer_ways import SLOTS, WAYS, Receiver, Side, slot_bytes
+from deployments.arena import Arena, ArenaHandle
+
+TODAY = "today"
+PAIR_PATIENCE_S = 240.0
+
+
+def send_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection) -> None:
+    """The encoder's process."""
+    side = Side(device_here(), channel, handle.open(), asked.most_bytes)
+    sender = WAYS[way].sender(side)
+    in_place = getattr(sender, "buffer", None) if way == "cuda_ipc_in_place" else None
+    for megabytes in asked.megabytes:
+        shape = (asked.num_tokens(megabytes), asked.width)
+        tokens = torch.randn(shape, device=side.device).to(torch.bfloat16)
+        if in_place is not None:
+            tokens = in_place[: tokens.nbytes].view(torch.bfloat16).view(shape).copy_(tokens)
+        for _ in range(asked.warm_ups + asked.rounds):
+            change(tokens)
+            channel.send(sum_of_bits(tokens))
+            channel.recv()  # the other side waits for the embedding, as an engine does
+            began = time.perf_counter()  # of one clock for all processes on Linux
+            sender.send(tokens)
+            channel.send(began)
+            channel.recv()
+
+
+def receive_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
+    """The engine's process; tells what was measured, or why nothing could be."""
+    try:
+        side = Side(device_here(), channel, handle.open(), asked.most_bytes)
+        receiver = WAYS[way].receiver(side)
+        results.send({megabytes: _receive(receiver, side, asked, megabytes) for megabytes in asked.megabytes})
+    except Exception as error:
+        traceback.print_exc()
+        results.send(f"{type(error).__name__}: {error}")
+
+
+def _receive(receiver: Receiver, side: Side, asked: Asked, megabytes: float) -> Took:
+    out = torch.zeros(asked.num_tokens(megabytes), asked.width, dtype=torch.bfloat16, device=side.device)
+    seconds = []
+    for number in range(asked.warm_ups + asked.rounds):
+        expected = side.channel.recv()
+        side.channel.send("ready")
+        found_tokens = receiver.receive(out)
+        ended = time.perf_counter()
+        began = side.channel.recv()
+        if (found := sum_of_bits(found_tokens)) != expected:
+            raise AssertionError(f"{megabytes} MB: bits add up to {found}, sent were {expected}")
+        if number >= asked.warm_ups:
+            seconds.append(ended - began)
+        side.channel.send("next")
+    return Took.of(seconds, out.nbytes)
+
+
+@contextmanager
+def sees_gpu(number: int | None) -> Iterator[None]:
+    """Processes started inside see this GPU and no other."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if number is not None:
+        names = before.split(",") if before else [str(each) for each in range(number + 1)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[number]
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def measure(way: str, asked: Asked, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
+    """In two fresh processes, on these GPUs; or why not."""
+    context = multiprocessing.get_context("spawn")
+    arena = Arena(SLOTS * slot_bytes(asked.most_bytes))
+    one, other = context.Pipe()
+    results, told = context.Pipe(duplex=False)
+    processes: list[BaseProcess] = [
+        context.Process(target=send_all, args=(way, asked, arena.handle(), one)),
+        context.Process(target=receive_all, args=(way, asked, arena.handle(), other, told)),
+    ]
+    for process, number in zip(processes, gpus, strict=True):
+        with sees_gpu(number):
+            process.start()
+    for end in (one, other, told):
+        end.close()
+    try:
+        wait([results, processes[0].sentinel], timeout=PAIR_PATIENCE_S)
+        if not results.poll(5.0):  # the sender may have ended first, as it should at the end
+            return f"no result; the sender ended with {processes[0].exitcode}"
+        return results.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return "the receiver ended without a word"
+    finally:
+        for process in processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def today(asked: Asked, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
+    """In a Ray of its own that has no GPUs but these."""
+    with sees_gpu(0 if gpus == (0, 0) else None):
+        return transfer_today.measure(asked, num_gpus=len({number for number in gpus if number is not None}))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", default="10,70,500", help="sizes of embeddings, 10^6 bytes")
+    parser.add_argument("--width", type=int, default=16384, help="of a token's embedding; Qwen3-VL-8B has 16384")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--ways", default=",".join([*WAYS, TODAY]))
+    parser.add_argument("--tiny", action="store_true", help="0.1 and 1 MB, few rounds, some of the ways")
+    parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(arguments)
+    if given.tiny:
+        given.megabytes, given.rounds, given.ways = "0.1,1", 5, "application,shared_memory,shared_memory_2mib,cuda_ipc"
+    asked = Asked(tuple(map(float, given.megabytes.split(","))), given.width, given.rounds, 5)
+    count = torch.cuda.device_count()
+    layouts: dict[str, tuple[int | None, int | None]] = {"host_memory": (None, None)} if not count else {}
+    if count >= 2:
+        layouts["separate"] = (0, 1)
+    if count >= 1:
+        layouts["one_gpu"] = (0, 0)
+    report: dict[str, object] = {"benchmark": "transfer", **provenance(given.commit, arguments), "gpu": gpu()}
+    report |= {"gpus": count, "cpus": os.cpu_count(), "width": asked.width, "dtype": "bfloat16"}
+    report["peer_access"] = torch.cuda.can_device_access_peer(0, 1) if count >= 2 else None
+    report["bars_ms"] = {f"{mb:g}": most for mb, most in BARS_MS.items()}
+    measured: dict[str, object] = {}
+    for layout, gpus in layouts.items():
+        here: dict[str, object] = {}
+        for way in given.ways.split(","):
+            if way != TODAY and WAYS[way].needs_gpu and not count:
+                here[way] = {"unavailable": "there is no GPU"}
+                continue
+            found = today(asked, gpus) if way == TODAY else measure(way, asked, gpus)
+            if isinstance(found, str):
+                here[way] = {"unavailable": found}
+                print(f"{layout:12} {way:24} {found}", file=sys.stderr, flush=True)
+                continue
+            here[way] = {"sizes": {f"{mb:g}": asdict(took) for mb, took in found.items()}, "bars_met": bars_met(found)}
+            times = "  ".join(f"{mb:g} MB {took.p50_ms:.2f} ({took.p90_ms:.2f})" for mb, took in found.items())
+            print(f"{layout:12} {way:24} {times}  ms, p50 (p90)", file=sys.stderr, flush=True)
+        measured[layout] = here
+    write({**report, "layouts": measured}, given.out)
+
+
+if __name__ == "__main__":
+    main()

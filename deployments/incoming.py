@@ -1,0 +1,235 @@
+"""Embeddings on their way into the engine: borrowed from the encoders' shared memory, and loaded by the engine itself
+where it can, else handed to vLLM with the request.
+
+It must not know of HTTP or of vLLM's requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from deployments.embedding_header import WrongEmbeddingError
+from deployments.engine_link import EngineLink, Loaded
+from deployments.engine_table import Place
+from deployments.lending import Borrowed, GoneError, Held
+from deployments.metrics import Count, Counts
+from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
+
+logger = logging.getLogger("ray.serve")
+
+Image = EncodedImage | SharedEmbedding | ImageRefused
+
+
+class Way(Enum):
+    """How an embedding came to the engine."""
+
+    ENGINE = "engine_loads"
+    """The engine copied it from the encoder's memory."""
+    REQUEST = "in_request"
+    """From the encoder's memory into vLLM's request."""
+    OBJECT_STORE = "object_store"
+    """From Ray's object store into vLLM's request."""
+
+
+class TransferFailedError(RuntimeError):
+    """An embedding could not be had where it was said to lie. The request can be tried again."""
+
+
+@dataclass
+class _Lender:
+    borrowed: Borrowed
+    in_engine: bool
+    num_leases: int = 0
+
+
+@dataclass
+class Arrived:
+    """The embeddings of one request. `close` it when the request has ended, whatever became of it."""
+
+    held: dict[int, Held] = field(default_factory=dict)
+    """By the image's number."""
+    leases: dict[int, str] = field(default_factory=dict)
+    """Likewise, where the engine loads by itself: then all of them or none."""
+
+    @property
+    def engine_loads(self) -> bool:
+        return bool(self.leases)
+
+    @property
+    def way(self) -> Way:
+        """Of those that lie in shared memory, or of all where none does."""
+        if self.engine_loads:
+            return Way.ENGINE
+        return Way.REQUEST if self.held else Way.OBJECT_STORE
+
+    def tensor(self, number: int, image: EncodedImage | SharedEmbedding, *, width: int, merge_size: int) -> Tensor:
+        """What vLLM gets with the request: the embedding `[num_tokens, width]`, or one without columns in its place.
+
+        Raises WireError for an embedding that does not fit the model, TransferFailedError for another one's bytes.
+        """
+        if isinstance(image, EncodedImage):
+            return image.unpack(width=width, merge_size=merge_size)
+        image.check(width=width, merge_size=merge_size)
+        try:
+            found = self.held[number].tensor()
+        except WrongEmbeddingError as error:
+            raise TransferFailedError(str(error)) from error
+        return found[:, :0] if self.engine_loads else found
+
+
+class Incoming:
+    """All that is borrowed for one engine. Used on one event loop, and told by the link's threads."""
+
+    def __init__(self, counts: Counts, *, num_workers: int) -> None:
+        self._counts = counts
+        self._num_workers = num_workers
+        self.link = EngineLink(ended=self._lease_ended, loaded=self._loaded)
+        self._engine_loads = False
+        self._lenders: dict[str, asyncio.Task[_Lender]] = {}
+        self._lock = threading.Lock()
+        self._by_lease: dict[str, tuple[Held, _Lender]] = {}
+        self.num_loaded = 0
+        """Embeddings that workers have copied to their devices."""
+
+    def __len__(self) -> int:
+        """Embeddings that the engine may load now."""
+        return len(self._by_lease)
+
+    def engine_started(self, *, timeout_s: float) -> bool:
+        """Whether the engine has connectors that have called. From now on it loads by itself where it can."""
+        self._engine_loads = self.link.connected(self._num_workers, timeout_s=timeout_s)
+        return self._engine_loads
+
+    def engine_fails(self) -> None:
+        """The engine does not do what it should; from now on embeddings go with the requests."""
+        self._engine_loads = False
+
+    async def borrow(self, images: Sequence[Image]) -> Arrived:
+        """Holds every image that lies in shared memory, all at once. Raises TransferFailedError."""
+        shared = [(number, image) for number, image in enumerate(images) if isinstance(image, SharedEmbedding)]
+        arrived = Arrived()
+        lenders: dict[int, _Lender] = {}
+        try:
+            holding = [self._hold(number, image, arrived, lenders) for number, image in shared]
+            for ended in await asyncio.gather(*holding, return_exceptions=True):
+                if isinstance(ended, BaseException):
+                    raise ended
+            all_shared = len(shared) == sum(not isinstance(image, ImageRefused) for image in images)
+            if shared and all_shared and self._engine_loads and all(each.in_engine for each in lenders.values()):
+                self._give(arrived, lenders)
+        except BaseException as error:
+            self.close(arrived)
+            if isinstance(error, GoneError | OSError):
+                raise TransferFailedError(str(error)) from error
+            raise
+        self._count(images, arrived)
+        return arrived
+
+    def close(self, arrived: Arrived) -> None:
+        """Gives back what nothing reads any more; what the engine may still read it gives back itself."""
+        for number, held in arrived.held.items():
+            lease = arrived.leases.get(number)
+            if lease is None:
+                held.release()
+                continue
+            try:
+                self.link.withdraw(lease)
+            except OSError:  # the engine has gone, and reads nothing
+                self._lease_ended(lease)
+
+    def forget_the_lost(self) -> None:
+        """Unmaps the memory of encoders that have gone, where the engine needs nothing of it; to be called at times."""
+        for address, task in list(self._lenders.items()):
+            if not task.done():
+                continue
+            if task.cancelled() or task.exception() is not None:
+                del self._lenders[address]
+                continue
+            lender = task.result()
+            with self._lock:
+                needed = lender.num_leases > 0
+            if not lender.borrowed.alive and not needed:
+                del self._lenders[address]
+                if lender.in_engine:
+                    self.link.forget(address)
+
+    def shut_down(self) -> None:
+        self.link.close()
+        for task in self._lenders.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().borrowed.close()
+
+    async def _hold(self, number: int, image: SharedEmbedding, arrived: Arrived, lenders: dict[int, _Lender]) -> None:
+        task = self._lenders.get(image.lender)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._lenders[image.lender] = asyncio.create_task(self._open(image.lender))
+        lender = await asyncio.shield(task)
+        asked = lender.borrowed.hold(image.digest)
+        try:
+            start = await asyncio.shield(asyncio.wrap_future(asked))
+        except asyncio.CancelledError:  # the answer is on its way, and nobody will want what it brings
+            asked.add_done_callback(lambda done: _give_back(lender, image.digest, done))
+            raise
+        arrived.held[number] = Held(image, lender.borrowed, start)
+        lenders[number] = lender
+
+    async def _open(self, address: str) -> _Lender:
+        borrowed = await asyncio.to_thread(Borrowed, address)
+        if not self._engine_loads:
+            return _Lender(borrowed, in_engine=False)
+        try:
+            futures = self.link.map(address, borrowed.file, borrowed.num_bytes)
+            await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except (OSError, RuntimeError) as error:
+            logger.warning("the engine cannot map an encoder's memory; embeddings go with the requests: %s", error)
+            return _Lender(borrowed, in_engine=False)
+        return _Lender(borrowed, in_engine=True)
+
+    def _give(self, arrived: Arrived, lenders: dict[int, _Lender]) -> None:
+        for number, held in arrived.held.items():
+            lease = secrets.token_hex(8)
+            place = Place(lease, held.image.lender, held.start, held.header, held.image.timings.ready_at_s)
+            with self._lock:
+                self._by_lease[lease] = held, lenders[number]
+                lenders[number].num_leases += 1
+            arrived.leases[number] = lease
+            self.link.give(place)
+
+    def _lease_ended(self, lease: str) -> None:
+        with self._lock:
+            found = self._by_lease.pop(lease, None)
+            if found is not None:
+                found[1].num_leases -= 1
+        if found is not None:
+            found[0].release()
+
+    def _loaded(self, loaded: Loaded) -> None:
+        if loaded.num_bytes:
+            with self._lock:
+                self.num_loaded += 1
+            self._counts.add(Count.EMBEDDINGS_LOADED)
+            self._counts.add(Count.EMBEDDING_BYTES_LOADED, loaded.num_bytes)
+            self._counts.add(Count.LOAD_MS, round(loaded.seconds * 1e3))
+
+    def _count(self, images: Sequence[Image], arrived: Arrived) -> None:
+        for image in images:
+            if isinstance(image, ImageRefused):
+                continue
+            way = Way.OBJECT_STORE if isinstance(image, EncodedImage) else Way.REQUEST
+            way = Way.ENGINE if arrived.engine_loads else way
+            self._counts.add(Count.EMBEDDINGS_ARRIVED, reason=way.value)
+            self._counts.add(Count.EMBEDDING_BYTES_ARRIVED, image.num_bytes, reason=way.value)
+
+
+def _give_back(lender: _Lender, digest: str, asked: Future[int]) -> None:
+    if not asked.cancelled() and asked.exception() is None:
+        lender.borrowed.release(digest)

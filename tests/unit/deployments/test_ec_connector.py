@@ -1,0 +1,154 @@
+"""The connector as vLLM calls it, beside its scheduler and in a worker, on vLLM's own base class."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deployments import vllm_compat
+from deployments.embedding_header import WrongEmbeddingError
+from deployments.embedding_shelf import EmbeddingShelf
+from deployments.engine_link import ADDRESS_KEY
+from deployments.incoming import Arrived, Incoming
+from deployments.lending import Lender
+from deployments.wire import EncodedImage
+from tests.unit.deployments.test_incoming import MERGE, FreeAdded
+from tests.unit.deployments.test_lending import WIDTH, encoded, eventually
+
+
+@dataclass
+class Engine:
+    incoming: Incoming
+    shelf: EmbeddingShelf
+    lender: Lender
+    scheduler: Any
+    worker: Any
+    loop: asyncio.AbstractEventLoop
+
+    def given(self, *numbers: int) -> tuple[list[EncodedImage], Arrived]:
+        """Embeddings that a request has come with."""
+        images = [encoded(self.shelf, number) for number in numbers]
+        for image in images:
+            self.shelf.offer(image)
+        borrowing = self.incoming.borrow([image.lent_by(self.lender.address) for image in images])
+        arrived = self.loop.run_until_complete(borrowing)
+        eventually(lambda: all(self.scheduler.has_cache_item(image.digest) for image in images))
+        return images, arrived
+
+    def step(self, cache: dict[str, torch.Tensor]) -> None:
+        """What vLLM does between scheduling and the forward pass."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(SimpleNamespace()))
+        self.worker.start_load_caches(cache)
+        self.worker.clear_connector_metadata()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    vllm_compat.lookup("ECConnectorBase")  # the packages that vLLM needs are mended by now
+    from vllm.config import ECTransferConfig
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+    incoming = Incoming(FreeAdded(), num_workers=1)
+    shelf = EmbeddingShelf(2**20)
+    lender = Lender(shelf)
+    transfer = ECTransferConfig(
+        ec_connector="SharedMemoryConnector",
+        ec_connector_module_path="deployments.ec_connector",
+        ec_role="ec_consumer",
+        ec_connector_extra_config={ADDRESS_KEY: incoming.link.address},
+    )
+    config: Any = SimpleNamespace(ec_transfer_config=transfer, model_config=SimpleNamespace(dtype=torch.float32))
+    scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
+    worker = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
+    assert incoming.engine_started(timeout_s=60)
+    loop = asyncio.new_event_loop()
+    try:
+        yield Engine(incoming, shelf, lender, scheduler, worker, loop)
+    finally:
+        scheduler.shutdown()
+        worker.shutdown()
+        incoming.shut_down()
+        lender.close()
+        loop.close()
+
+
+def feature(image: EncodedImage | str, offset: int, *, width: int = 0, length: int = 6) -> Any:
+    digest = image if isinstance(image, str) else image.digest
+    data = {"image_embeds": SimpleNamespace(data=torch.empty(length, width))}
+    position = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(data=data, identifier=digest, mm_position=position)
+
+
+def request(*features: Any, name: str = "request") -> Any:
+    return SimpleNamespace(request_id=name, mm_features=list(features))
+
+
+def test_an_embedding_is_loaded_before_its_step_and_never_twice(engine: Engine) -> None:
+    (image, other), arrived = engine.given(1, 2)
+    asked = request(feature(image, 0), feature(other, 10), feature(image, 20))
+    assert engine.scheduler.ensure_cache_available(asked, 0)
+    for index in (0, 1, 2):
+        engine.scheduler.update_state_after_alloc(asked, index)
+    cache: dict[str, torch.Tensor] = {}
+    engine.step(cache)
+    for each in (image, other):
+        assert torch.equal(cache[each.digest], each.unpack(width=WIDTH, merge_size=MERGE).float())
+    eventually(lambda: engine.incoming.num_loaded == 2)
+    engine.step(cache)
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    engine.step(cache)  # it is there already, and only told of
+    assert engine.scheduler.request_finished(asked) == (False, None)
+    engine.incoming.close(arrived)
+    eventually(lambda: len(engine.incoming) == 0)
+    assert engine.incoming.num_loaded == 2
+
+
+def test_a_request_waits_for_what_is_not_there_and_not_for_what_it_brings(engine: Engine) -> None:
+    (image,), arrived = engine.given(1)
+    missing = "f" * 64
+    assert not engine.scheduler.ensure_cache_available(request(feature(image, 0), feature(missing, 10)), 0)
+    assert engine.scheduler.ensure_cache_available(request(feature(missing, 0, width=WIDTH)), 0)
+    assert not engine.scheduler.has_cache_item(missing), "vLLM takes what the request brings"
+    assert engine.scheduler.ensure_cache_available(request(), 0)
+    engine.incoming.close(arrived)
+
+
+def test_what_the_prefix_cache_has_is_not_waited_for(engine: Engine) -> None:
+    missing = "f" * 64
+    asked = request(feature(missing, 4))
+    assert not engine.scheduler.ensure_cache_available(asked, 9)
+    assert engine.scheduler.ensure_cache_available(asked, 10)
+
+
+def test_an_adapters_name_before_the_digest_is_no_other_image(engine: Engine) -> None:
+    (image,), arrived = engine.given(1)
+    identifier = f"adapter:{image.digest}"
+    asked = request(feature(identifier, 0))
+    assert engine.scheduler.ensure_cache_available(asked, 0)
+    assert engine.scheduler.has_cache_item(identifier)
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    cache: dict[str, torch.Tensor] = {}
+    engine.step(cache)
+    assert list(cache) == [identifier]
+    engine.incoming.close(arrived)
+
+
+def test_another_embedding_in_its_place_is_never_loaded(engine: Engine) -> None:
+    """It cannot come to that; if it did, the engine had to end rather than answer from another image."""
+    (image,), arrived = engine.given(1)
+    asked = request(feature(image, 0))
+    assert engine.scheduler.ensure_cache_available(asked, 0)
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    engine.shelf.offer(EncodedImage("e" * 64, image.grid_thw, image.dtype, image.bits, image.timings))
+    cache: dict[str, torch.Tensor] = {}
+    with pytest.raises(WrongEmbeddingError):
+        engine.step(cache)
+    assert cache == {}
+    engine.incoming.close(arrived)
