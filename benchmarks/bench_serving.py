@@ -72,6 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The ladder end to end, beside vLLM alone.")
     parser.add_argument("--rungs", type=_rungs, default=RUNGS, help=f"some of {','.join(RUNGS)}")
     parser.add_argument("--no-peers", action="store_true", help="without vLLM alone")
+    parser.add_argument("--names", help="some of what would be served, such as fusion,fusion-object-store,vllm-graphs")
     parser.add_argument("--tiny", action="store_true", help="a small checkpoint, on the CPU")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument("--rounds", type=int, default=3)
@@ -193,6 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.latency_tokens, options.prompts, options.output_tokens, options.rate,
     )  # fmt: skip
     served, skipped = compared(options.rungs, gpu=device is not None, peers=not options.no_peers)
+    if options.names:
+        names = options.names.split(",")
+        if unknown := sorted(set(names) - {one.name for one in served}):
+            raise SystemExit(f"--names has {unknown[0]!r}; there are {', '.join(one.name for one in served)}")
+        served = [one for one in served if one.name in names]
     common = {
         "gpu": device and device["name"],
         "images": [list(size) for size in load.images],

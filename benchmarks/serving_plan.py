@@ -21,8 +21,8 @@ MODEL = "bench"
 ENCODER_SHARE, LLM_SHARE = 0.04, 0.08
 DECODE_WORKERS = 4
 REQUEST_TIMEOUT_S = 240
-EAGER_LLM = "fusion"
-"""The rung that is served a second time with a language model without graphs."""
+AGAIN = "fusion"
+"""The rung that is served a second time with a language model without graphs, a third time by the object store."""
 _GPU_ENGINE: Mapping[str, Any] = {
     "max_model_len": 16384,
     "max_num_batched_tokens": 16384,
@@ -57,6 +57,8 @@ class Served:
     llm_graphs: bool = True
     encoder_graphs: bool = False
     """Of vLLM alone: `cudagraph_mm_encoder`."""
+    transfer: str = "auto"
+    """Of ours: how embeddings go to the language model."""
 
 
 def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[list[Served], list[dict[str, str]]]:
@@ -70,9 +72,10 @@ def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[l
             skipped.append({"name": rung, "reason": str(error)})
         else:
             made.append(Served(rung, LABELS[rung], rung))
-    if gpu and any(one.rung == EAGER_LLM for one in made):
-        label = f"{LABELS[EAGER_LLM]}, language model without graphs"
-        made.append(Served(f"{EAGER_LLM}-llm-eager", label, EAGER_LLM, llm_graphs=False))
+    if gpu and any(one.rung == AGAIN for one in made):
+        without, by = f"{LABELS[AGAIN]}, language model without graphs", f"{LABELS[AGAIN]}, by the object store"
+        made.append(Served(f"{AGAIN}-llm-eager", without, AGAIN, llm_graphs=False))
+        made.append(Served(f"{AGAIN}-object-store", by, AGAIN, transfer="object_store"))
     if peers:
         made.append(Served("vllm", "vLLM alone, encoder launched", None))
         if gpu:
@@ -117,6 +120,7 @@ def serve_config(
                 "import_path": "deployments.app:build_app",
                 "args": {
                     "model": str(checkpoint),
+                    "transfer": served.transfer,
                     "encoder": switches | kept if gpu else {**switches, "warm_grids": []},
                     "encoder_replica": {
                         "num_gpus": ENCODER_SHARE if gpu else 0,
