@@ -185,4 +185,4 @@ class LLM:
 def _why_not_loading(config: AppConfig) -> str | None:
     if config.transfer == "object_store":
         return "transfer is object_store"
-    return vllm_compat.why_not_loading(config.llm.engine_args)
+    return vllm_compat.why_not_loading(config.llm.engine_args, insists=config.transfer == "shared_memory")

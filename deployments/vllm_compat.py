@@ -30,6 +30,9 @@ from deployments.media_keys import KeyStore, connector_class
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
+NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+NEWER_RUNNERS_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
+"""By which the newer model runner loads embeddings; 0.26 has the runner without it."""
 PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """vLLM's ways of loading weights that take files of pickles, or fall back to them."""
 
@@ -201,8 +204,12 @@ def start_engine(
     return engine, namespace
 
 
-def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
-    """Why an engine with these arguments cannot load embeddings by itself; None where it can."""
+def why_not_loading(engine_args: Mapping[str, JsonValue], *, insists: bool) -> str | None:
+    """Why an engine with these arguments cannot load embeddings by itself; None where it can.
+
+    `insists`: the operator wants it at the price of vLLM's older model runner, which is taken from now on where the
+    newer one cannot. vLLM would not refuse: the engine would die of the first such request.
+    """
     for taken in ("ec_transfer_config", "kv_transfer_config"):
         if engine_args.get(taken) is not None:
             return f"llm.engine_args sets {taken!r}"
@@ -212,6 +219,10 @@ def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
         return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
+    if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER) != "0":
+        if not insists:
+            return "this vLLM's newer model runner cannot; `transfer: shared_memory` takes the older one"
+        os.environ[NEWER_RUNNER] = "0"  # vLLM has no other way to choose it
     return None
 
 
