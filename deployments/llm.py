@@ -18,6 +18,7 @@ from configs.schema import AppConfig
 from deployments import asgi, vllm_compat
 from deployments.checkpoint import local_model
 from deployments.errors import ApiError, error_head_and_body
+from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.orphans import guard_children
 from deployments.server_timing import server_timing
@@ -30,19 +31,20 @@ class LLM:
     """One vLLM engine. Serve calls `handle` for every request that the ingress lets through."""
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
-        self._engine, args = vllm_compat.start_engine(
-            local_model(config.model),
-            {"served_model_name": [config.model], **config.llm.engine_args},
-            config.llm.server_args,
-            cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
-        )
-        self._guard = guard_children()
-        self._keys = KeyStore()
-        self._app = await vllm_compat.build_application(self._engine, args, self._keys)
-        self._shape = vllm_compat.embedding_shape(self._engine)
-        self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
-        await self._lifespan.__aenter__()
-        await self._warm_up(args.model)  # the first name that it serves under
+        with log_buffers_kept():
+            self._engine, args = vllm_compat.start_engine(
+                local_model(config.model),
+                {"served_model_name": [config.model], **config.llm.engine_args},
+                config.llm.server_args,
+                cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
+            )
+            self._guard = guard_children()
+            self._keys = KeyStore()
+            self._app = await vllm_compat.build_application(self._engine, args, self._keys)
+            self._shape = vllm_compat.embedding_shape(self._engine)
+            self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
+            await self._lifespan.__aenter__()
+            await self._warm_up(args.model)  # the first name that it serves under
 
     async def _warm_up(self, model: str) -> None:
         """Answers a request, so that the first client does not wait for what vLLM does at its first one."""
