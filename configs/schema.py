@@ -237,8 +237,7 @@ class AppConfig(Options):
     transfer: Literal["auto", "object_store", "shared_memory"] = "auto"
     """How embeddings go to the language model. "auto": from an encoder's shared memory where the language models are on
     its host, and into vLLM's engine without passing through the request where this vLLM can do that; else through Ray's
-    object store. "shared_memory" takes vLLM's older model runner where only that can (0.26), and fails at the start
-    where the engine cannot at all."""
+    object store. "shared_memory" fails at the start where the engine cannot."""
     encoder: EncoderConfig = EncoderConfig()
     encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
     llm: LLMConfig = LLMConfig()

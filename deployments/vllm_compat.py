@@ -204,12 +204,8 @@ def start_engine(
     return engine, namespace
 
 
-def why_not_loading(engine_args: Mapping[str, JsonValue], *, insists: bool) -> str | None:
-    """Why an engine with these arguments cannot load embeddings by itself; None where it can.
-
-    `insists`: the operator wants it at the price of vLLM's older model runner, which is taken from now on where the
-    newer one cannot. vLLM would not refuse: the engine would die of the first such request.
-    """
+def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
+    """Why an engine with these arguments cannot load embeddings by itself; None where it can."""
     for taken in ("ec_transfer_config", "kv_transfer_config"):
         if engine_args.get(taken) is not None:
             return f"llm.engine_args sets {taken!r}"
@@ -219,10 +215,9 @@ def why_not_loading(engine_args: Mapping[str, JsonValue], *, insists: bool) -> s
         return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
-    if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER) != "0":
-        if not insists:
-            return "this vLLM's newer model runner cannot; `transfer: shared_memory` takes the older one"
-        os.environ[NEWER_RUNNER] = "0"  # vLLM has no other way to choose it
+    # Left to itself, vLLM takes its older runner then; told to take the newer one, its engine would not start.
+    if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
+        return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
     return None
 
 
