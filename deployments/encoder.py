@@ -22,7 +22,7 @@ from deployments.decode import DecodePool
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
 from deployments.lending import Lender
-from deployments.metrics import Count, Counts, Level, RunMetrics, gauge
+from deployments.metrics import Count, Counts, Distribution, Distributions, Level, RunMetrics, Tier, gauge
 from deployments.pace import WorkUnderWay
 from deployments.packets import host_name
 from deployments.scaling_policy import (
@@ -76,6 +76,7 @@ class EncoderReplica:
         shares = config.transfer != "object_store"
         self._lender = Lender(EmbeddingShelf(limits.shared_embedding_bytes)) if shares else None
         self._host = host_name()
+        self._times = Distributions()
         self._worker = GpuWorker(
             lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
@@ -148,8 +149,10 @@ class EncoderReplica:
         if job.identity != self._worker.identity.fingerprint:
             raise IdentityChangedError("the encoder has other weights or numerics than the job's digest was made for")
         cached = self._cache.get(job.digest)
-        self._counts.add(Count.CACHE_MISSES if cached is None else Count.CACHE_HITS)
-        if cached is not None:
+        if cached is None:
+            self._counts.add(Count.CACHE_MISSES)
+        else:
+            self._counts.add(Count.CACHE_HITS, tier=Tier.REPLICA)
             return dataclasses.replace(
                 cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)
             )
@@ -169,6 +172,9 @@ class EncoderReplica:
         preprocess_ms = (time.perf_counter() - started) * 1e3
         encoded: Encoded = await (await self._hand_off(pixels))
         self._counts.add(Count.IMAGES_ENCODED)
+        self._times.add(Distribution.PREPROCESS_MS, preprocess_ms)
+        self._times.add(Distribution.QUEUE_MS, encoded.queue_ms)
+        self._times.add(Distribution.ENCODE_MS, encoded.encode_ms)
         timings = EncodeTimings(preprocess_ms, encoded.queue_ms, encoded.encode_ms, time.time(), cached=False)
         image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
         self._cache.put(job.digest, image, image.num_bytes)

@@ -23,7 +23,7 @@ from deployments.checkpoint import local_model
 from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Arrived, Image, Incoming
 from deployments.media_keys import KeyStore
-from deployments.metrics import Counts
+from deployments.metrics import Counts, Distribution, Distributions
 from deployments.orphans import guard_children
 from deployments.packets import host_name
 from deployments.server_timing import server_timing
@@ -53,6 +53,7 @@ class LLM:
         )
         self._guard = guard_children()
         self._keys = KeyStore()
+        self._times = Distributions()
         self._app = await vllm_compat.build_application(self._engine, args, self._keys)
         self._shape = vllm_compat.embedding_shape(self._engine)
         self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
@@ -133,6 +134,9 @@ class LLM:
             yield head
             yield body
             return
+        if encoded := [image for image in images if not isinstance(image, ImageRefused)]:
+            transfer_s = arrived_at_s - max(image.timings.ready_at_s for image in encoded)
+            self._times.add(Distribution.TRANSFER_MS, transfer_s * 1e3)
         clock = vllm_compat.FirstTokenClock()
         vllm_compat.first_token_clock.set(clock)
         for place, tokens, grid in tensors:
@@ -146,6 +150,8 @@ class LLM:
                         start = message
                         continue
                     if start is not None:
+                        if clock.first_token_at_s is not None:
+                            self._times.add(Distribution.FIRST_TOKEN_MS, (clock.first_token_at_s - arrived) * 1e3)
                         timing = server_timing(
                             images, arrived_at_s, arrived, clock.first_token_at_s, embeddings.way.value
                         )
