@@ -33,6 +33,7 @@ from deployments.scaling_policy import (
     TOKENS_PER_S,
 )
 from deployments.single_flight import SingleFlight
+from deployments.tracing import Stage, stage
 from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused, SharedEmbedding
 from encoder.cache import EmbeddingCache
 from encoder.decoded import Decoded
@@ -64,6 +65,18 @@ def warm_encoder(path: Path, config: EncoderConfig) -> Encoder:
     encoder = Encoder.from_checkpoint(path, config, progress=True)
     encoder.warm_up()
     return encoder
+
+
+def _trace(timings: EncodeTimings, num_tokens: int) -> None:
+    """The stages that led to an embedding, one after the other until it was ready."""
+    ended_s = timings.ready_at_s
+    for which, ms in (
+        (Stage.ENCODE, timings.encode_ms),
+        (Stage.ENCODE_QUEUE, timings.queue_ms),
+        (Stage.DECODE_IMAGE, timings.preprocess_ms),
+    ):
+        stage(which, ms / 1e3, ended_s=ended_s, attributes={"vitray.visual_tokens": num_tokens})
+        ended_s -= ms / 1e3
 
 
 class EncoderReplica:
@@ -153,11 +166,16 @@ class EncoderReplica:
             self._counts.add(Count.CACHE_MISSES)
         else:
             self._counts.add(Count.CACHE_HITS, tier=Tier.REPLICA)
+            stage(Stage.CACHED, 0)
             return dataclasses.replace(
                 cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)
             )
+        asked, joins = time.perf_counter(), job.digest in self._flights
         try:
-            return await self._flights.run(job.digest, lambda: self._encode_now(job))
+            encoded = await self._flights.run(job.digest, lambda: self._encode_now(job))
+            if joins:
+                stage(Stage.SHARED, time.perf_counter() - asked)
+            return encoded
         except ImageError as error:
             self._counts.add(Count.IMAGES_REFUSED)
             return ImageRefused(str(error))
@@ -176,6 +194,7 @@ class EncoderReplica:
         self._times.add(Distribution.QUEUE_MS, encoded.queue_ms)
         self._times.add(Distribution.ENCODE_MS, encoded.encode_ms)
         timings = EncodeTimings(preprocess_ms, encoded.queue_ms, encoded.encode_ms, time.time(), cached=False)
+        _trace(timings, job.num_tokens)
         image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
         self._cache.put(job.digest, image, image.num_bytes)
         return image

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
-from deployments import body_bounds, chat_images, routes
+from deployments import body_bounds, chat_images, routes, tracing
 from deployments.admission import Admission, AdmissionBounds, OverloadedError, Shed, Visit
 from deployments.body import read_body
 from deployments.deadline import TIMEOUT_HEADER, Deadline
@@ -35,6 +35,7 @@ from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
+from deployments.tracing import Stage
 from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
 
 logger = logging.getLogger("ray.serve")
@@ -75,7 +76,8 @@ class Ingress:
             asked = request.headers.get(TIMEOUT_HEADER)
             deadline = Deadline.of(asked, arrived=arrived, most_s=self._limits.request_timeout_s)
             async with asyncio.timeout_at(deadline.at):
-                return await self._answer(request, deadline)
+                with tracing.continued(request.headers):
+                    return await self._answer(request, deadline)
         except TimeoutError:
             error = deadline.error()
         except OverloadedError as full:
@@ -140,12 +142,14 @@ class Ingress:
             stages = metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
             if not last_try:
                 self._times.add(Distribution.FETCH_MS, fetch_ms)
+                tracing.stage(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(parts)})
                 asked = time.perf_counter()
                 visit.ask(sum(job.num_tokens for job in images.jobs), len(images.jobs))
                 await self._door.charge_visual_tokens(client, images.num_tokens)
                 await visit.turn()
                 stages += ", " + metric("admission", admission_ms := (time.perf_counter() - asked) * 1e3)
                 self._times.add(Distribution.ADMISSION_MS, admission_ms)
+                tracing.stage(Stage.ADMISSION, admission_ms / 1e3)
             places = [
                 ImagePlace(new_key(), new_key(), job, part.label)
                 for part, job in zip(parts, images.job_of_part, strict=True)

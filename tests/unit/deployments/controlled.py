@@ -222,7 +222,7 @@ def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
             clock.first_token_at_s = time.perf_counter()
         if body.get("stream"):
             return StreamingResponse(endless(request), media_type="text/event-stream")
-        return JSONResponse({"images": found, "body": body})
+        return JSONResponse({"images": found, "body": body, "traceparent": request.headers.get("traceparent")})
 
     async def endless(request: Request) -> AsyncIterator[bytes]:
         try:
