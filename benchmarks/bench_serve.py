@@ -100,7 +100,8 @@ def _speed(_: click.Context, __: click.Parameter, value: str) -> float:
 )
 @click.option("--detail", type=click.Choice(["auto", "low", "high"]), help="OpenAI's, with every picture.")
 @click.option("-m", "--model", help="Default: the first that each server names.")
-@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, sent to both servers.")
+@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, for the server at URL.")
+@click.option("--against-key", help="An API key, for the other one.")
 @click.option("--timeout-s", default=600.0, show_default=True, help="For one request.")
 @click.option("--warm-ups", default=1, show_default=True, type=click.IntRange(min=0), help="Before the clock starts.")
 @click.option(
@@ -122,11 +123,11 @@ def _speed(_: click.Context, __: click.Parameter, value: str) -> float:
 )
 @click.option("--commit", help="Of the sources, where git is not there to say it.")
 def main(
-    url: str, against: str | None, labels: tuple[str, ...], trace_file: Path | None, requests: int | None, speed: float,
-    pieces: int, ttft_ms: float, tpot_ms: float, max_prompt_tokens: int | None, max_output_tokens: int | None,
-    ignore_eos: bool, detail: str | None, model: str | None, key: str | None, timeout_s: float, warm_ups: int,
-    max_lag_ms: float, folder: Path | None, plot: Path | None, out: Path | None, write_trace: Path | None,
-    commit: str | None,
+    url: str, against: str | None, labels: tuple[str, ...], trace_file: Path | None, requests: int | None,
+    speed: float, pieces: int, ttft_ms: float, tpot_ms: float, max_prompt_tokens: int | None,
+    max_output_tokens: int | None, ignore_eos: bool, detail: str | None, model: str | None, key: str | None,
+    against_key: str | None, timeout_s: float, warm_ups: int, max_lag_ms: float, folder: Path | None,
+    plot: Path | None, out: Path | None, write_trace: Path | None, commit: str | None,
 ) -> None:  # fmt: skip
     """Send a trace of chat requests with pictures to the server at URL, at the trace's own times, and measure.
 
@@ -149,7 +150,8 @@ def main(
         raise click.UsageError("--plot needs matplotlib: pip install '.[bench]'")
     bases = [address.rstrip("/").removesuffix("/v1") for address in addresses]
     names = labels or (bases if len(set(bases)) == len(bases) else ("first", "second"))
-    servers = [Server(name, base) for name, base in zip(names, bases, strict=True)]
+    keys = (key, against_key)[: len(bases)]
+    servers = [Server(name, base, one) for name, base, one in zip(names, bases, keys, strict=True)]
     try:
         whole = read_trace(trace_file) if trace_file else generated()
         trace = whole.cut(requests).capped(max_prompt_tokens, max_output_tokens)
@@ -158,7 +160,7 @@ def main(
         if write_trace is not None:
             write_trace.write_text("".join(f"{line}\n" for line in lines(trace.requests)))
         files = make_images(trace, folder or cache_folder(), _progress)
-        plan = Plan(trace, speed, pieces, timeout_s, model, key, ignore_eos, detail, warm_ups)
+        plan = Plan(trace, speed, pieces, timeout_s, model, ignore_eos, detail, warm_ups)
         runs = asyncio.run(measure(plan, servers, files, lambda told: click.echo(told, err=True)))
     except (TraceError, BenchError) as error:
         raise click.ClickException(str(error)) from error
@@ -185,11 +187,12 @@ def main(
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:
-    """A result is passed around; the key is nobody's business."""
+    """A result is passed around; keys are nobody's business."""
+    options = ("-k", "--key", "--against-key")
     kept: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
-        named = argument.startswith(("--key=", "-k")) and argument not in ("-k", "--key")
-        kept.append("KEY" if before in ("-k", "--key") or named else argument)
+        joined = argument not in options and argument.startswith(("-k", "--key=", "--against-key="))
+        kept.append("KEY" if before in options or joined else argument)
     return kept
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Server:
 
     label: str
     url: str
+    key: str | None = None
+    """An API key, for this server alone."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,6 @@ class Plan:
     """In which the servers take turns; 1 sends the whole trace to the one, then to the other."""
     timeout_s: float
     model: str | None = None
-    key: str | None = None
     ignore_eos: bool = True
     detail: str | None = None
     warm_ups: int = 1
@@ -66,10 +68,12 @@ async def measure(
 ) -> dict[str, Run]:
     """What each server did, by label. Raises BenchError where one does not answer as it should."""
     runs: dict[str, list[Run]] = {server.label: [] for server in servers}
-    async with session(plan.key, plan.timeout_s) as http:
-        bodies: dict[str, Bodies] = {}
-        tokens_per_word: float | None = None
+    bodies: dict[str, Bodies] = {}
+    tokens_per_word: float | None = None
+    async with AsyncExitStack() as stack:
+        sessions = {one.label: await stack.enter_async_context(session(one.key, plan.timeout_s)) for one in servers}
         for server in servers:
+            http = sessions[server.label]
             model = plan.model or await _model(http, server)
             if tokens_per_word is None:  # of the first server, so that all get the same texts
                 tokens_per_word = await _tokens_per_word(http, server, model)
@@ -80,12 +84,16 @@ async def measure(
         for server, piece in plan.order(servers):
             say(f"{server.label}: {len(piece)} requests")
             due_s = [plan.trace.requests[index].at_s / plan.speed for index in piece]
-            make = bodies[server.label].of
-            run = await open_loop(http, server.url, due_s, lambda place, make=make, piece=piece: make(piece[place]))  # type: ignore[misc]
+            make = _of_piece(bodies[server.label], piece)
+            run = await open_loop(sessions[server.label], server.url, due_s, make)
             for one, index in zip(run.sent, piece, strict=True):
                 one.index = index
             runs[server.label].append(run)
     return {label: joined(found) for label, found in runs.items()}
+
+
+def _of_piece(bodies: Bodies, piece: Sequence[int]) -> Callable[[int], bytes]:
+    return lambda place: bodies.of(piece[place])
 
 
 async def _model(http: aiohttp.ClientSession, server: Server) -> str:

@@ -162,7 +162,7 @@ def test_a_server_that_is_gone(trace: Path, tmp_path: Path, server: ChatServer) 
 def test_two_servers_one_after_the_other(servers: tuple[ChatServer, ChatServer], trace: Path, tmp_path: Path) -> None:
     first, second = servers
     done = bench(first.url, "--against", second.url, "--label", "ours", "--label", "theirs", "--trace", trace,
-                 "--images", tmp_path, "--key", "secret", *RELAXED)  # fmt: skip
+                 "--images", tmp_path, "--key", "secret", "--against-key", "other", *RELAXED)  # fmt: skip
     report = result(done)
     assert report["order"] == "one after the other: all to ours, then all to theirs"
     assert list(report["servers"]) == ["ours", "theirs"]
@@ -173,7 +173,16 @@ def test_two_servers_one_after_the_other(servers: tuple[ChatServer, ChatServer],
     assert len(first.bodies) == 5
     assert asked(first) == asked(second)
     assert report["compared"]["output_tokens_per_s"]["first"] == report["servers"]["ours"]["output_tokens_per_s"]
-    assert set(first.keys + second.keys) == {"Bearer secret"}
+    assert (set(first.keys), set(second.keys)) == ({"Bearer secret"}, {"Bearer other"})
+
+
+def test_the_key_of_one_server_is_not_for_the_other(
+    servers: tuple[ChatServer, ChatServer], trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable with the key is there for other commands too, and --against may name anybody's server."""
+    monkeypatch.setenv("VITRAY_API_KEY", "secret")
+    bench(servers[0].url, "--against", servers[1].url, "--trace", trace, "--images", tmp_path, *RELAXED)
+    assert (set(servers[0].keys), set(servers[1].keys)) == ({"Bearer secret"}, {None})
 
 
 def test_two_servers_in_turns(servers: tuple[ChatServer, ChatServer], trace: Path, tmp_path: Path) -> None:
@@ -194,8 +203,8 @@ def test_two_servers_in_turns(servers: tuple[ChatServer, ChatServer], trace: Pat
     assert [one["sent"] for one in result(done)["servers"].values()] == [5, 5]
 
 
-def test_a_key_is_not_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in (["--key", "secret"], ["-k", "secret"], ["--key=secret"], ["-ksecret"]):
+def test_a_key_is_not_in_the_result() -> None:
+    for given in (["--key", "secret"], ["-k", "secret"], ["--key=secret"], ["-ksecret"], ["--against-key", "secret"]):
         assert bench_serve._without_key(["url", *given, "--speed", "2"])[-2:] == ["--speed", "2"]
         assert not [one for one in bench_serve._without_key(["url", *given]) if "secret" in one]
 
