@@ -115,13 +115,13 @@ def test_who_does_not_ask_is_not_traced(app: ServedApp, cluster: Cluster) -> Non
 
 def test_a_client_that_shares_an_encoding(app: ServedApp, cluster: Cluster) -> None:
     """Two requests with one image at once: each trace has what happened for it."""
+    shared = app.ingress("counts")["ENCODINGS_SHARED"]
     app.encoder("hold")
     clients = [Client(), Client()]
 
     async def both() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=REQUEST_S) as http:
             url, body = f"{app.url}/v1/chat/completions", chat(png(64, 64, (7, 7, 7)))
-            shared = app.ingress("counts")["ENCODINGS_SHARED"]
             tasks = [asyncio.create_task(http.post(url, json=body, headers=one.headers)) for one in clients]
             await asyncio.to_thread(
                 until, lambda: app.ingress("counts")["ENCODINGS_SHARED"] == shared + 1, "both to have come"
@@ -129,7 +129,10 @@ def test_a_client_that_shares_an_encoding(app: ServedApp, cluster: Cluster) -> N
             await asyncio.to_thread(app.encoder, "release")
             return await asyncio.gather(*tasks)
 
-    assert [answer.status_code for answer in asyncio.run(both())] == [200, 200]
+    try:
+        assert [answer.status_code for answer in asyncio.run(both())] == [200, 200]
+    finally:
+        app.encoder("release")
     until(lambda: all("vitray.generate" in stages(cluster.spans.of(one.trace_id)) for one in clients), "both ends")
     until(
         lambda: sorted("vitray.encode" in stages(cluster.spans.of(one.trace_id)) for one in clients) == [False, True],
