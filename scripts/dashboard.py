@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.metrics import Count, Distribution, Level
+from deployments.metrics import Count, Distribution, Level, tag_of
 
 WIDTH, HEIGHT = 8, 7
 """Of a panel, in Grafana's units: 24 are the whole width."""
@@ -196,7 +196,24 @@ ROWS = (
 )
 
 
-def dashboard(rows: Sequence[Row] = ROWS) -> dict[str, Any]:
+def rows() -> tuple[Row, ...]:
+    """ROWS, and one more for the metrics that have no panel there."""
+    shown = " ".join(line.expression for row in ROWS for panel in row.panels for line in panel.lines)
+    left = [one for kind in (Count, Level, Distribution) for one in kind if exported(one)[0] not in shown]
+    return (*ROWS, Row("Others", tuple(map(_plain, left)))) if left else ROWS
+
+
+def _plain(one: Count | Level | Distribution) -> Panel:
+    title = one.name.lower().replace("_", " ").capitalize()
+    if isinstance(one, Distribution):
+        return _times(one, title)
+    if isinstance(one, Level):
+        return Panel(title, (Line(level(one, "replica"), "{{replica}}"),), meaning=one.value)
+    tag = tag_of(one)
+    return _by(f"{title}, per s", one, tag) if tag else _rate(f"{title}, per s", (one, "all"))
+
+
+def dashboard() -> dict[str, Any]:
     """What Grafana imports."""
     return {
         "title": "vitray",
@@ -207,7 +224,7 @@ def dashboard(rows: Sequence[Row] = ROWS) -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
         "templating": {"list": [_datasource(), _application()]},
-        "panels": list(_panels(rows)),
+        "panels": list(_panels(rows())),
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deployments.metrics import BOUNDS_MS, Count, Distribution, Level, tag_of
-from scripts.dashboard import ROWS, dashboard, exported
+from scripts.dashboard import dashboard, exported, rows
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TABLES, DASHBOARD = DOCS / "metrics.md", DOCS / "grafana.json"
@@ -44,7 +44,7 @@ def tables() -> str:
     parts.append("| name | |\n|---|---|")
     parts += [f"| `ray_{one.metric}` | {one.value} |" for one in Distribution]
     parts.append("\n## The dashboard's expressions\n")
-    for row in ROWS:
+    for row in rows():
         parts.append(f"### {row.title}\n\n| panel | expression |\n|---|---|")
         parts += [
             f"| {panel.title}{f', {line.legend}' if len(panel.lines) > 1 else ''} | `{line.expression}` |"
