@@ -181,7 +181,19 @@ ROWS = (
         "Language models",
         (
             _times(Distribution.TRANSFER_MS, "Transfer of embeddings"),
-            _by("Embeddings, bytes per s", Count.EMBEDDING_BYTES_ARRIVED, "reason"),
+            _by("Embeddings by their way, per s", Count.EMBEDDINGS_ARRIVED, "reason"),
+            _by("Bytes of embeddings by their way, per s", Count.EMBEDDING_BYTES_ARRIVED, "reason"),
+            _rate("Bytes that engines loaded, per s", (Count.EMBEDDING_BYTES_LOADED, "bytes"), unit="bytes"),
+            Panel(
+                "Until an engine has loaded one, mean",
+                (Line(f"{rate(Count.LOAD_MS)} / {rate(Count.EMBEDDINGS_LOADED)}", "from its being ready"),),
+                "ms",
+            ),
+            _rate(
+                "Past shared memory, per s",
+                (Count.EMBEDDINGS_UNSHARED, "no room in it"),
+                (Count.TRANSFERS_FAILED, "requests tried again"),
+            ),
             _times(Distribution.FIRST_TOKEN_MS, "From arrival to the first token"),
         ),
     ),

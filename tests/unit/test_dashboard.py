@@ -53,7 +53,7 @@ def test_a_metric_without_a_panel_gets_one(monkeypatch: pytest.MonkeyPatch) -> N
     others = dashboard.rows()[-1]
     assert others.title == "Others"
     found = {panel.title: [line.expression for line in panel.lines] for panel in others.panels}
-    assert found["Transferred bytes, per s"] == [dashboard.rate(Count.TRANSFERRED_BYTES)]
+    assert found["Embeddings loaded, per s"] == [dashboard.rate(Count.EMBEDDINGS_LOADED)]
     assert found["Cache hits, per s"] == [dashboard.rate(Count.CACHE_HITS, "tier")]
     assert found["Waiting tokens"] == [dashboard.level(Level.WAITING_TOKENS, "replica")]
     assert len(found["Ttft ms"]) == 3
