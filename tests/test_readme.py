@@ -206,7 +206,11 @@ def test_named_settings_are_there() -> None:
 def test_server_timing_table_has_the_names_that_are_sent() -> None:
     image = EncodedImage.__new__(EncodedImage)
     object.__setattr__(image, "timings", EncodeTimings(1.0, 1.0, 1.0, 1.0, cached=False))
-    sent = ["fetch", "admission", *re.findall(r"(?:^|, )([\w-]+);", server_timing([image], 1.0, 1.0, 1.0))]
+    sent = [
+        "fetch",
+        "admission",
+        *re.findall(r"(?:^|, )([\w-]+);", server_timing([image], 1.0, 1.0, 1.0, "object_store")),
+    ]
     table = README.read_text().partition("| metric | |\n")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == sent
 
