@@ -9,9 +9,11 @@
 # that are let in) and put it in the place of the shipped one:
 #   docker run --shm-size=4g -p 8000:8000 -v ./my_config.yaml:/app/serve_config.yaml:ro vitray:cpu
 FROM python:3.12-slim AS base
-# triton and vLLM compile small kernels when they start; KubeRay probes with wget.
+# triton and vLLM compile small kernels when they start, vLLM for the CPU loads libnuma; KubeRay probes with wget. Without
+# versions: Debian keeps one of each, the newest.
+# hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ wget \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 wget \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /app
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore

@@ -34,10 +34,11 @@ fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of th
 soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, flat memory (SECONDS=N for another time)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
 
-check: setup ## ruff, mypy, and pip-audit on the locks where it can reach the advisories
+check: setup ## ruff, mypy, hadolint, and pip-audit on the locks where it can reach the advisories
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/hadolint Dockerfile
 	@$(VENV)/bin/python scripts/audit.py
 
 lock: setup ## resolve pyproject.toml anew into locks/, which `make setup` and the Dockerfile install

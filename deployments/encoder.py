@@ -22,6 +22,7 @@ from deployments.decode import DecodePool
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
 from deployments.lending import Lender
+from deployments.log_buffers import log_buffers_kept
 from deployments.metrics import Count, Counts, Distribution, Distributions, Level, RunMetrics, Tier, gauge
 from deployments.pace import WorkUnderWay
 from deployments.packets import host_name
@@ -82,6 +83,7 @@ def _trace(timings: EncodeTimings, num_tokens: int) -> None:
 class EncoderReplica:
     """Encodes images, one GPU a replica. Serve calls `encode` once for every image of every request."""
 
+    @log_buffers_kept()  # an attention kernel may come with vLLM
     def __init__(self, config: AppConfig) -> None:
         path: Path = resolve_checkpoint(local_model(config.model))
         limits = config.encoder_replica

@@ -23,6 +23,7 @@ from deployments import asgi, tracing, vllm_compat
 from deployments.checkpoint import local_model
 from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Arrived, Image, Incoming
+from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.metrics import Counts, Distribution, Distributions
 from deployments.orphans import guard_children
@@ -46,21 +47,22 @@ class LLM:
         self._incoming = Incoming(Counts(), num_workers=cast(int, engine_args.get("tensor_parallel_size", 1)))
         self._reads_on = None if config.transfer == "object_store" else host_name()
         why_not = _why_not_loading(config)
-        self._engine, args = vllm_compat.start_engine(
-            local_model(config.model),
-            engine_args,
-            config.llm.server_args,
-            cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
-            link=self._incoming.link.address if why_not is None else None,
-        )
-        self._guard = guard_children()
-        self._keys = KeyStore()
-        self._times = Distributions()
-        self._app = await vllm_compat.build_application(self._engine, args, self._keys)
-        self._shape = vllm_compat.embedding_shape(self._engine)
-        self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
-        await self._lifespan.__aenter__()
-        await self._warm_up(args.model)  # the first name that it serves under
+        with log_buffers_kept():
+            self._engine, args = vllm_compat.start_engine(
+                local_model(config.model),
+                engine_args,
+                config.llm.server_args,
+                cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
+                link=self._incoming.link.address if why_not is None else None,
+            )
+            self._guard = guard_children()
+            self._keys = KeyStore()
+            self._times = Distributions()
+            self._app = await vllm_compat.build_application(self._engine, args, self._keys)
+            self._shape = vllm_compat.embedding_shape(self._engine)
+            self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
+            await self._lifespan.__aenter__()
+            await self._warm_up(args.model)  # the first name that it serves under
         if why_not is None:
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
         if why_not is not None and config.transfer != "object_store":

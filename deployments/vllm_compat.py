@@ -30,6 +30,9 @@ from deployments.media_keys import KeyStore, connector_class
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
+NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+NEWER_RUNNERS_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
+"""By which the newer model runner loads embeddings; 0.26 has the runner without it."""
 PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """vLLM's ways of loading weights that take files of pickles, or fall back to them."""
 
@@ -212,6 +215,9 @@ def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
         return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
+    # Left to itself, vLLM takes its older runner then; told to take the newer one, its engine would not start.
+    if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
+        return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
     return None
 
 

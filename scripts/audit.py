@@ -1,19 +1,22 @@
 """Looks every locked package up in the advisories of PyPI, with pip-audit; part of `make check`.
 
-Where the advisories cannot be reached it says so and is content: that nothing was found and that nothing was looked up
-must not look the same, so a version with a known flaw is looked up first.
+Where the advisories cannot be reached it says so and is content; where they can, an advisory or a failure fails. That
+nothing was found and that nothing was looked up must not look the same, so a version with a known flaw is looked up
+first. `--osv-url` asks another source, one that speaks OSV's API, such as a mirror of https://api.osv.dev/v1/query.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = (ROOT / "locks" / "cpu.txt", ROOT / "locks" / "gpu.txt")
@@ -30,51 +33,80 @@ def pins(text: str) -> set[str]:
     return {f"{name}=={version.partition('+')[0]}" for name, version in _PIN.findall(text)}
 
 
-def audited(requirements: Iterable[str]) -> dict[str, list[str]] | None:
-    """Advisories by package, of those packages that were found; None where pip-audit did not get through.
+def rounds(requirements: Iterable[str]) -> list[list[str]]:
+    """The requirements in as few groups as have each package once: pip-audit refuses two versions of one package."""
+    made: list[dict[str, str]] = []
+    for requirement in sorted(requirements):
+        name = requirement.partition("==")[0]
+        first = next((group for group in made if name not in group), None)
+        if first is None:
+            made.append(first := {})
+        first[name] = requirement
+    return [list(group.values()) for group in made]
+
+
+class AuditError(Exception):
+    """pip-audit did not get through; what it said last."""
+
+
+def audited(requirements: Iterable[str], source: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Advisories by package, of those packages that were found.
+
+    `source`: pip-audit's options that choose whom it asks.
 
     Raises:
+        AuditError: pip-audit gave no answer.
         subprocess.TimeoutExpired: it took longer than TIMEOUT_S.
     """
+    found: dict[str, list[str]] = {}
+    for group in rounds(requirements):
+        for package in _asked(group, source):
+            if "vulns" in package:
+                found[f"{package['name']}=={package['version']}"] = [flaw["id"] for flaw in package["vulns"]]
+    return found
+
+
+def _asked(requirements: Sequence[str], source: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "requirements.txt"
-        file.write_text("\n".join(sorted(requirements)) + "\n")
+        file.write_text("\n".join(requirements) + "\n")
         options = ["--no-deps", "--disable-pip", "--format", "json", "--progress-spinner", "off"]
-        found = subprocess.run(
-            [sys.executable, "-m", "pip_audit", "--requirement", str(file), *options],
+        told = subprocess.run(
+            [sys.executable, "-m", "pip_audit", "--requirement", str(file), *options, *source],
             capture_output=True,
             text=True,
             check=False,
             timeout=TIMEOUT_S,
         )
     try:
-        answers = json.loads(found.stdout)["dependencies"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return {
-        f"{package['name']}=={package['version']}": [flaw["id"] for flaw in package["vulns"]]
-        for package in answers
-        if "vulns" in package
-    }
+        packages: list[dict[str, Any]] = json.loads(told.stdout)["dependencies"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise AuditError((told.stderr.strip().splitlines() or ["nothing"])[-1]) from error
+    return packages
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Looks every locked package up in published advisories.")
+    parser.add_argument("--osv-url", help="where OSV's API answers; default: the advisories of PyPI")
+    osv_url = parser.parse_args(arguments).osv_url
+    name = osv_url or "PyPI"
+    source = ("--vulnerability-service", "osv", "--osv-url", osv_url) if osv_url else ()
     if importlib.util.find_spec("pip_audit") is None:
         print("audit: pip-audit is not installed; make setup")
         return 1
     try:
-        reachable = audited([KNOWN_FLAW])
-        if not reachable or not any(reachable.values()):
-            print("audit: the advisories of PyPI cannot be reached from here; nothing was looked up")
-            return 0
-        wanted = set().union(*(pins(lock.read_text()) for lock in LOCKS))
-        found = audited(wanted)
-    except subprocess.TimeoutExpired:
-        print(f"audit: the advisories of PyPI did not answer in {TIMEOUT_S} s")
+        reachable = any(audited([KNOWN_FLAW], source).values())
+    except (AuditError, subprocess.TimeoutExpired):
+        reachable = False
+    if not reachable:
+        print(f"audit: NOTHING WAS LOOKED UP: the advisories of {name} cannot be reached from here")
         return 0
-    if found is None:
-        print("audit: the advisories of PyPI did not answer")
-        return 0
+    wanted = set().union(*(pins(lock.read_text()) for lock in LOCKS))
+    try:
+        found = audited(wanted, source)
+    except (AuditError, subprocess.TimeoutExpired) as error:
+        print(f"audit: the advisories of {name} answer, but not about the locks: {error}")
+        return 1
     flaws = {package: [flaw for flaw in ids if flaw not in ACCEPTED] for package, ids in found.items()}
     for package, ids in sorted(flaws.items()):
         if ids:

@@ -34,7 +34,7 @@ MEMBERS = {
         *("request_finished", "start_load_caches", "save_caches", "shutdown"),
     ),
 }
-ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE")
+ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE", "VLLM_USE_V2_MODEL_RUNNER")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 

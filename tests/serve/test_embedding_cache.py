@@ -48,6 +48,32 @@ def test_the_engine_loads_embeddings_by_itself(qwen3: str) -> None:
     assert timing(post(qwen3, CHAT, body))["way"] == 'desc="engine_loads"'
 
 
+def test_answers_stay_right_while_clients_leave(qwen3: str) -> None:
+    """Embeddings lie in memory that is used again as soon as nobody reads it. Of many requests at once some are given
+    up at any stage; what the others are told is what they are told again when nothing else is going on."""
+    bodies = [
+        chat(user(*(image(pictures.url(500 + 3 * n + k, 70 + n, 90)) for k in range(1 + n % 3)), text("What is it?")))
+        for n in range(18)
+    ]
+
+    def asked(number: int) -> Json | None:
+        patience = httpx.Timeout(600.0, read=0.02 * (1 + number) if number % 3 == 0 else 600.0)
+        try:
+            response = httpx.post(qwen3 + CHAT, json=bodies[number], timeout=patience)
+        except httpx.TimeoutException:
+            return None
+        assert response.status_code == 200, response.text
+        answer: Json = response.json()
+        return answer
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(asked, range(len(bodies))))
+    assert sum(answer is not None for answer in answers) >= 12
+    for answer, body in zip(answers, bodies, strict=True):
+        if answer is not None:
+            difference(answer, ask(qwen3, body), tolerance=1e-3)
+
+
 def test_each_distinct_image_counts_once(base_url: str) -> None:
     known, fresh = image(pictures.url(401)), image(pictures.url(402))
     ask(base_url, chat(user(known, text("What is it?"))))

@@ -67,6 +67,11 @@ def test_the_control_store_asks_for_a_token(application: ServedApplication) -> N
     assert asked(RAY_AUTH_MODE="token").stdout.strip() == "1", "the operator's own token"
 
 
+def test_no_server_of_rays_client_is_up(application: ServedApplication) -> None:
+    """It would listen on every address; `ray start --head` has one, which README wants closed to the outside."""
+    assert not any("ray.util.client.server" in title(process) for process in family(application.pid))
+
+
 def test_only_serve_answers_on_the_servers_port(application: ServedApplication, qwen3: str) -> None:
     port = httpx.URL(qwen3).port
     assert {address for address, found in listening(application, "ray::ProxyActor") if found == port} == {"127.0.0.1"}

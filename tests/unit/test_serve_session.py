@@ -59,8 +59,15 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rungs._SWITCHES, "compile", {"warp_drive": True})  # type: ignore[arg-type]
     served, skipped = compared(("eager", "compile", "fusion"), gpu=True, peers=True)
-    assert [one.name for one in served] == ["eager", "fusion", "fusion-llm-eager", "vllm", "vllm-graphs"]
-    assert [one.llm_graphs for one in served] == [True, True, False, True, True]
+    assert [one.name for one in served] == [
+        "eager",
+        "fusion",
+        "fusion-llm-eager",
+        "fusion-object-store",
+        "vllm",
+        "vllm-graphs",
+    ]
+    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True]
     assert len({one.label for one in served}) == len(served)
     assert skipped == [{"name": "compile", "reason": "the encoder has no switch warp_drive"}]
     without, _ = compared(("eager",), gpu=False, peers=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -317,6 +319,40 @@ def test_the_dockerfile_copies_what_exists_and_is_not_ignored() -> None:
     for source in sources:
         assert (ROOT / source).exists(), source
         assert any(fnmatch(source, pattern) for pattern in let_in), source
+
+
+# What brings the libraries that are not in any wheel: Debian's packages, or the image that ours is made from.
+BRINGS = {
+    "libnuma.so.1": "libnuma1",
+    "libstdc++.so.6": "g++",
+    "libgcc_s.so.1": "g++",
+    "libgomp.so.1": "g++",
+    "librt.so.1": "base",
+    "libdl.so.2": "base",
+    "libpthread.so.0": "base",
+    "libm.so.6": "base",
+    "libc.so.6": "base",
+}
+
+
+@pytest.mark.skipif(
+    importlib.metadata.version("torch").partition("+")[2] != "cpu",
+    reason="it looks at vLLM for the CPU, which is there",
+)
+def test_the_dockerfile_installs_the_libraries_that_vllm_loads() -> None:
+    """Without libnuma vLLM for the CPU warns once and dies later, of an operator that is missing."""
+    installed = {word for words in instructions("RUN") if "apt-get" in words for word in words}
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    extensions = sorted(Path(package.submodule_search_locations[0]).glob("*.so"))
+    assert extensions
+    needed = set()
+    for extension in extensions:
+        listed = subprocess.run(["ldd", str(extension)], capture_output=True, text=True, check=True).stdout
+        needed |= set(re.findall(r"^\t(\S+) => /(?:usr/)?lib", listed, re.MULTILINE))
+    assert "libc.so.6" in needed
+    assert [name for name in sorted(needed) if BRINGS.get(name) not in ("base", *installed)] == []
 
 
 def test_the_dockerfile_installs_what_pyproject_names() -> None:

@@ -94,7 +94,9 @@ def test_the_static_check_reads_the_table_that_lookup_uses() -> None:
 
 SOURCES = {
     "vllm/__init__.py": "",
-    "vllm/envs.py": "variables = {'VLLM_MEDIA_CONNECTOR': 1, 'VLLM_CPU_KVCACHE_SPACE': 2}",
+    "vllm/envs.py": (
+        "variables = {'VLLM_MEDIA_CONNECTOR': 1, 'VLLM_CPU_KVCACHE_SPACE': 2, 'VLLM_USE_V2_MODEL_RUNNER': 3}"
+    ),
     "vllm/entrypoints/openai/api_server.py": (
         "def build_app(args, tasks=None, model_config=None): ...\n"
         "async def init_app_state(engine, state, args, tasks=None): ...\n"
@@ -181,3 +183,26 @@ def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
     assert ended.value.code == 2
     assert "holds no folder vllm" in capsys.readouterr().err
     assert check_vllm_imports.main([str(write_tree(tmp_path, {"vllm/v1/base.py": ("shutdown", "stop")}))]) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "told"),
+    [
+        ({"ec_transfer_config": {"ec_connector": "Other"}}, "ec_transfer_config"),
+        ({"kv_transfer_config": {"kv_connector": "Other"}}, "kv_transfer_config"),
+        ({"pipeline_parallel_size": 2}, "first stage"),
+        ({"mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs"),
+    ],
+)
+def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, Any], told: str) -> None:
+    assert told in (vllm_compat.why_not_loading(engine_args) or "")
+    assert vllm_compat.why_not_loading({"tensor_parallel_size": 2}) is None
+
+
+def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 takes its older one by itself where its engine has a connector, unless it is told not to."""
+    monkeypatch.setattr(vllm_compat, "NEWER_RUNNERS_CONNECTOR", "vllm.no_such_module")
+    monkeypatch.delenv(vllm_compat.NEWER_RUNNER, raising=False)
+    assert vllm_compat.why_not_loading({}) is None
+    monkeypatch.setenv(vllm_compat.NEWER_RUNNER, "1")
+    assert "newer model runner cannot" in (vllm_compat.why_not_loading({}) or "")
