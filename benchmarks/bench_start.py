@@ -149,7 +149,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         else:
             cells = [f"{row['seconds'][part]:.2f}" for part in _SHOWN]
             lines.append([name, *cells, str(row["graphs"]), f"{row['graph_bytes'] / GIB:.2f}"])
-    return "\n".join(columns(["seconds", *(name.replace("_", " ") for name in _SHOWN), "graphs", "GiB"], lines))
+    return "\n".join(columns(["seconds", *(name.replace("_", " ") for name in _SHOWN), "budgets", "GiB"], lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,7 +63,7 @@ def start_text(result: Record) -> str:
         f"commit {result['commit']}, {result['date'][:10]}:",
         "",
         table_row(
-            ["", "forward", "graphs and tables", "ready after the weights", "with a first image", "graphs", "GiB"]
+            ["", "forward", "graphs and tables", "ready after the weights", "with a first image", "budgets", "GiB"]
         ),
         table_rule(7),
     ]
