@@ -33,6 +33,7 @@ from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics
+from deployments.proportion import IN_FLIGHT_TOKENS, LINE_REQUESTS, LINE_TOKENS, UNACCEPTED_REQUESTS
 from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
@@ -66,6 +67,15 @@ class Ingress:
             encoder, llm, retry_after_s=self._limits.retry_after_s, overloaded_retry_s=self._admission.retry_after_s
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve takes to the application's autoscaling policy, every few seconds, where this scales too."""
+        return {
+            LINE_TOKENS: float(self._admission.tokens_waiting),
+            LINE_REQUESTS: float(self._admission.requests_in_line),
+            IN_FLIGHT_TOKENS: float(self._admission.tokens_in_flight),
+            UNACCEPTED_REQUESTS: float(self._admission.requests),
+        }
 
     async def __call__(self, request: Request) -> Response:
         arrived = asyncio.get_running_loop().time()
@@ -214,10 +224,12 @@ class Ingress:
             waited_for.clear()
 
         try:
-            accepted = await _accepted(answer, visit)
-            self._replicas.encoded(waited_for, accepted.reads_on)
-            waited_for.clear()
             head = await anext(answer)
+            visit.accepted()  # a replica has the request; one of a version before Accepted tells it by the head
+            self._replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)
+            waited_for.clear()
+            if isinstance(head, Accepted):
+                head = await anext(answer)
             if not isinstance(head, ResponseHead):
                 raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
             streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
@@ -268,15 +280,6 @@ class Ingress:
     def _visit(self, deadline: Deadline) -> AbstractContextManager[Visit]:
         """From here on the request counts as waiting for a language model."""
         return self._admission.visit(lambda: deadline.passed(asyncio.get_running_loop().time()))
-
-
-async def _accepted(answer: Answer, visit: Visit) -> Accepted:
-    """Waits until a replica has the request, which ends the visit."""
-    first = await anext(answer)
-    if not isinstance(first, Accepted):
-        raise AssertionError(f"a replica answers with Accepted first, got {type(first).__name__}")
-    visit.accepted()
-    return first
 
 
 def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

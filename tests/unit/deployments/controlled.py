@@ -25,6 +25,7 @@ from starlette.routing import Route
 from configs.schema import AppConfig
 from deployments import encoder as encoder_module
 from deployments.encoder import EncoderReplica
+from deployments.engine_stats import EngineStats
 from deployments.incoming import Incoming
 from deployments.ingress import Ingress
 from deployments.lending import Lender
@@ -174,6 +175,8 @@ class StandInLLM(LLM):
         self._shape = EmbeddingShape(width, merge_size)
         self._incoming = Incoming(Counts(), num_workers=0)
         self._reads_on = None if config.transfer == "object_store" else host_name()
+        self._stats = EngineStats()
+        self._under_way = 0
         self._app = stand_in(self._keys, self)
         self.disconnects = 0
         self.calls = 0
