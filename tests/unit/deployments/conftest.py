@@ -59,6 +59,8 @@ def cluster() -> Iterator[Cluster]:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ[proxy_bounds.VARIABLE] = proxy_bounds.IMPORT_PATH  # before Serve's modules read it
+    for source in ("REPLICA", "HANDLE"):  # what a policy knows is as old as this
+        os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short, pytest's folders are not
     ports = Cluster(free_port(), free_port())
     try:
