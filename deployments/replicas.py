@@ -22,7 +22,7 @@ from deployments.admission import Shed
 from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
-from deployments.gpu_worker import QueueFullError, WorkerEndedError
+from deployments.gpu_worker import DeviceMemoryError, QueueFullError, WorkerEndedError
 from deployments.incoming import TransferFailedError
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
@@ -51,7 +51,8 @@ NOWHERE = "nowhere"
 
 
 class ReplicaLostError(ApiError):
-    """A replica died at its work. The work can be tried again, as long as nothing of the answer has been told."""
+    """A replica died at its work, or could not do it. It can be tried again elsewhere, as long as nothing of the answer
+    has been told."""
 
 
 class Replicas:
@@ -154,7 +155,10 @@ class Replicas:
         if isinstance(error, TransferFailedError):
             self._counts.add(Count.TRANSFERS_FAILED)
             return ReplicaLostError(503, "an embedding was lost; try again", code="replica_lost", retry_after_s=retry)
-        if _tells_of_a_lost_replica(error):
+        if _tells_of(error, DeviceMemoryError):
+            short = "an encoder had no memory left for this; try again"
+            return ReplicaLostError(503, short, code="overloaded", retry_after_s=self._overloaded_retry_s())
+        if _tells_of(error, RayActorError, ObjectLostError, WorkerEndedError):
             self._counts.add(Count.REPLICAS_LOST)
             lost = "a replica was lost while it worked on this; try again"
             return ReplicaLostError(503, lost, code="replica_lost", retry_after_s=retry)
@@ -175,13 +179,10 @@ def _on_its_own(start: Callable[[], T]) -> T:
     return contextvars.copy_context().run(alone)
 
 
-def _tells_of_a_lost_replica(error: BaseException | None) -> bool:
-    """Whether `error` reports the death of an actor, or of the thread it lives by.
-
-    Serve wraps the death of an encoder in an error of its own.
-    """
+def _tells_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    """Whether `error` is of one of the kinds, or comes of one: Serve wraps an encoder's error in one of its own."""
     while error is not None:
-        if isinstance(error, RayActorError | ObjectLostError | WorkerEndedError):
+        if isinstance(error, kinds):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -50,6 +51,7 @@ class GatedEncoder(Encoder):
     gate = threading.Event()
     num_encoded = 0
     dies = fails_for_several = False
+    fault: BaseException | None = None
 
     def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         GatedEncoder.gate.wait(GATE_WAIT_S)
@@ -57,6 +59,8 @@ class GatedEncoder(Encoder):
             raise SystemExit(1)
         if GatedEncoder.fails_for_several and len(pixels) > 1:
             raise RuntimeError("out of memory")
+        if GatedEncoder.fault is not None:
+            raise GatedEncoder.fault
         GatedEncoder.num_encoded += len(pixels)
         return super().launch_batches(pixels)
 
@@ -102,6 +106,10 @@ class ControlledEncoder(EncoderReplica):
     def lend_again(self) -> None:
         assert self._lender is not None
         self._lender = Lender(self._lender.shelf)
+
+    def break_device(self, told: str) -> None:
+        """As if CUDA had told so; every batch from now on fails with it."""
+        GatedEncoder.fault = torch.AcceleratorError(told)
 
     def state(self) -> dict[str, int]:
         return {
