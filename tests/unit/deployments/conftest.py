@@ -137,8 +137,13 @@ class ServedApp:
         return found
 
 
-def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) -> ServedApp:
-    """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment."""
+def deploy(
+    cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1, encoders: int | None = None, **encoder: object
+) -> ServedApp:
+    """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
+
+    `encoder`: settings of `encoder_replica` that differ.
+    """
     from ray import serve
 
     from deployments.app import routing
@@ -148,7 +153,12 @@ def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) 
     config = AppConfig.model_validate(
         {
             "model": str(checkpoint),
-            "encoder_replica": {"decode_workers": 1, "max_queued_tokens": MAX_QUEUED_TOKENS, "num_gpus": 0},
+            "encoder_replica": {
+                "decode_workers": 1,
+                "max_queued_tokens": MAX_QUEUED_TOKENS,
+                "num_gpus": 0,
+                **encoder,
+            },
             "ingress": {"retry_after_s": RETRY_AFTER_S},
         }
     )
@@ -157,7 +167,7 @@ def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) 
     # Three checks in a row that fail are what Serve waits for.
     encoder = serve.deployment(
         name="Encoder",
-        num_replicas=replicas,
+        num_replicas=encoders or replicas,
         health_check_period_s=0.5,
         request_router_config=routing(config.encoder_replica),
         **light,

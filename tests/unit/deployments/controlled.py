@@ -225,7 +225,7 @@ def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
                     grid = connector.fetch_image_embedding(part["image_embeds"]["image_grid_thw"])
                     found.append(
                         {"shape": list(tokens.shape), "norm": float(tokens.norm()), "grid": grid.tolist()}
-                        | {"uuid": part["uuid"], "dtype": str(tokens.dtype)}
+                        | {"uuid": part["uuid"], "dtype": str(tokens.dtype), "first": tokens[0, :4].tolist()}
                     )
         if body.get("stream"):
             return StreamingResponse(endless(request), media_type="text/event-stream")
