@@ -15,8 +15,9 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import numpy as np
@@ -41,6 +42,7 @@ PICTURES = 200
 KILL_EVERY_S = 5.0
 SIDES = (64, 96, 128)
 
+T = TypeVar("T")
 Seen = tuple[list[int], list[float]]
 """An image's grid and the first numbers of its embedding."""
 
@@ -115,32 +117,83 @@ def seconds(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--chaos-seconds"))
 
 
+def deployed(cluster: Cluster, checkpoints: dict[str, Path], **changes: int) -> ServedApp:
+    settings = {"encoders": ENCODERS, "cache_bytes": 0, "max_queued_tokens": 10_000} | changes
+    return deploy(cluster, checkpoints["qwen3_vl"], "chaos", **settings)
+
+
 @pytest.fixture(scope="module")
 def chaotic(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp]:
     from ray import serve
 
-    yield deploy(cluster, checkpoints["qwen3_vl"], "chaos", encoders=ENCODERS, cache_bytes=0, max_queued_tokens=10_000)
+    yield deployed(cluster, checkpoints)
     serve.delete("chaos")
 
 
-def test_killed_encoders_cost_no_request(chaotic: ServedApp, checkpoints: dict[str, Path], seconds: float) -> None:
+@pytest.fixture(scope="module")
+def pictures(checkpoints: dict[str, Path]) -> tuple[list[bytes], list[Seen]]:
+    """With what their encoder makes of them."""
     chance = np.random.default_rng(SEED)
-    pictures = [picture(chance) for _ in range(PICTURES)]
+    files = [picture(chance) for _ in range(PICTURES)]
     library = Encoder.from_checkpoint(checkpoints["qwen3_vl"])
-    expected = [(list(made.grid_thw), made.tokens[0, :4].tolist()) for made in library.encode(pictures)]
+    expected = [(list(made.grid_thw), made.tokens[0, :4].tolist()) for made in library.encode(files)]
     for number, one in enumerate(expected):
         assert not any(same(one, other) for other in expected[:number]), "pictures must be told apart"
-    load = Load(chaotic.url, pictures, expected)
+    return files, expected
 
-    async def scene() -> int:
-        asking = asyncio.create_task(load.run())
-        try:
-            return await kill_encoders(chaotic, seconds)
-        finally:
-            load.ended = True
-            await asking
 
-    killed = asyncio.run(scene())
+@pytest.fixture
+def load(chaotic: ServedApp, pictures: tuple[list[bytes], list[Seen]]) -> Load:
+    return Load(chaotic.url, *pictures)
+
+
+async def under(load: Load, happens: Callable[[], Awaitable[T]]) -> T:
+    """What `happens` gives, while clients ask, from a little before until a little after."""
+
+    def answered() -> Callable[[], bool]:
+        count = len(load.times_s) + 2 * CLIENTS
+        return lambda: len(load.times_s) >= count or load.ended
+
+    asking = asyncio.create_task(load.run())
+    try:
+        await asyncio.to_thread(until, answered(), "answers before")
+        found = await happens()
+        await asyncio.to_thread(until, answered(), "answers after")
+        return found
+    finally:
+        load.ended = True
+        await asking
+
+
+def all_right(load: Load) -> None:
+    assert load.statuses[200] > 0
+    assert load.failures == []
+    assert load.wrong == []
+
+
+def test_an_update_and_fewer_replicas_cost_no_request(
+    chaotic: ServedApp, load: Load, cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """New settings exchange every replica; then they are taken back; then two of three encoders are taken away."""
+    before = running(chaotic)
+    seen = set(before)
+
+    async def updates() -> None:
+        for changes in ({"max_queued_tokens": 20_000}, {}, {"encoders": 1}):
+            await asyncio.to_thread(deployed, cluster, checkpoints, **changes)
+            now = await asyncio.to_thread(until, lambda: running(chaotic), "running encoders")
+            assert changes.get("encoders") or not seen & set(now)
+            seen.update(now)
+
+    asyncio.run(under(load, updates))
+    all_right(load)
+    until(lambda: len(running(chaotic)) == 1, "one encoder")
+    assert running(chaotic)[0] in seen - set(before)
+    deployed(cluster, checkpoints)
+
+
+def test_killed_encoders_cost_no_request(chaotic: ServedApp, load: Load, seconds: float) -> None:
+    killed = asyncio.run(under(load, lambda: kill_encoders(chaotic, seconds)))
     counts = chaotic.ingress("counts")
     print(
         json.dumps(
@@ -159,7 +212,5 @@ def test_killed_encoders_cost_no_request(chaotic: ServedApp, checkpoints: dict[s
         )
     )
     assert killed >= 1
-    assert load.statuses[200] > 0
-    assert load.failures == []
-    assert load.wrong == []
+    all_right(load)
     until(lambda: len(running(chaotic)) == ENCODERS, "all encoders again")
