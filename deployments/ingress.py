@@ -64,7 +64,11 @@ class Ingress:
         self._admission_metrics = AdmissionMetrics()
         self._admission = Admission(AdmissionBounds.of(self._limits), self._admission_metrics)
         self._replicas = Replicas(
-            encoder, llm, retry_after_s=self._limits.retry_after_s, overloaded_retry_s=self._admission.retry_after_s
+            encoder,
+            llm,
+            retry_after_s=self._limits.retry_after_s,
+            overloaded_retry_s=self._admission.retry_after_s,
+            hedge_after_s=self._limits.hedge_after_s,
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
 
@@ -188,8 +192,14 @@ class Ingress:
         async def once(attempt: int) -> Response:
             await visit.again()
             encodings = [self._replicas.encode(job, attempt) for job in jobs]
-            answer = self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
-            return await self._stream(answer, encodings, visit, deadline, stages)
+
+            def begin() -> Answer:
+                return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
+
+            def hurried(answer: Answer) -> Awaitable[Answer]:
+                return self._replicas.hurried(answer, jobs, encodings, attempt=attempt, again=begin)
+
+            return await self._stream(begin(), encodings, visit, deadline, stages, hurried=hurried)
 
         return await self._again(once)
 
@@ -210,11 +220,13 @@ class Ingress:
         visit: Visit,
         deadline: Deadline,
         stages: str | None = None,
+        hurried: Callable[[Answer], Awaitable[Answer]] | None = None,
     ) -> Response:
         """The response as the language model replica gives it. A client that leaves cancels what was started.
 
         Only event streams are passed on piece by piece. Of anything else the length is known at its end, and a client
-        that closes as soon as it has the last byte would seem to have left early.
+        that closes as soon as it has the last byte would seem to have left early. `hurried` may exchange the answer
+        before it has begun.
         """
 
         waited_for = list(encodings)
@@ -224,6 +236,8 @@ class Ingress:
             waited_for.clear()
 
         try:
+            if hurried is not None:
+                answer = await hurried(answer)
             head = await anext(answer)
             visit.accepted()  # a replica has the request; one of a version before Accepted tells it by the head
             self._replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)

@@ -45,6 +45,8 @@ class Count(Enum):
         "too much to do; the tag `reason` says which deployment."
     )
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
+    HEDGES = "Images that were sent to a second encoder because the first was slow."
+    HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
     REPLICAS_LOST = "Losses of a replica while it worked on a request."
     EMBEDDINGS_UNSHARED = "Embeddings that found no room in the encoder's shared memory."

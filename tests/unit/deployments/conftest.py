@@ -138,11 +138,18 @@ class ServedApp:
 
 
 def deploy(
-    cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1, encoders: int | None = None, **encoder: object
+    cluster: Cluster,
+    checkpoint: Path,
+    name: str,
+    *,
+    replicas: int = 1,
+    encoders: int | None = None,
+    ingress: dict[str, object] | None = None,
+    **encoder: object,
 ) -> ServedApp:
     """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
 
-    `encoder`: settings of `encoder_replica` that differ.
+    `encoder` and `ingress`: settings of `encoder_replica` and `ingress` that differ.
     """
     from ray import serve
 
@@ -159,13 +166,13 @@ def deploy(
                 "num_gpus": 0,
                 **encoder,
             },
-            "ingress": {"retry_after_s": RETRY_AFTER_S},
+            "ingress": {"retry_after_s": RETRY_AFTER_S, **(ingress or {})},
         }
     )
     vision = VisionConfig.from_checkpoint(checkpoint)
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 256}
     # Three checks in a row that fail are what Serve waits for.
-    encoder = serve.deployment(
+    encoder_app = serve.deployment(
         name="Encoder",
         num_replicas=encoders or replicas,
         health_check_period_s=0.5,
@@ -176,8 +183,7 @@ def deploy(
         StandInLLM
     ).bind(config, vision.width, vision.spatial_merge_size)
     door = serve.deployment(name="Ingress", num_replicas=replicas, **light)(WatchedIngress)
-    ingress = door.bind(config, encoder, llm)
-    serve.run(ingress, name=name, route_prefix=f"/{name}")
+    serve.run(door.bind(config, encoder_app, llm), name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)
 
 
