@@ -145,11 +145,13 @@ def deploy(
     replicas: int = 1,
     encoders: int | None = None,
     ingress: dict[str, object] | None = None,
+    drain_s: float = 20.0,
     **encoder: object,
 ) -> ServedApp:
     """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
 
     `encoder` and `ingress`: settings of `encoder_replica` and `ingress` that differ.
+    `drain_s`: what a replica that is to go has to end its answers.
     """
     from ray import serve
 
@@ -170,7 +172,11 @@ def deploy(
         }
     )
     vision = VisionConfig.from_checkpoint(checkpoint)
-    light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 256}
+    light: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": 0.1},
+        "max_ongoing_requests": 256,
+        "graceful_shutdown_timeout_s": drain_s,
+    }
     # Three checks in a row that fail are what Serve waits for.
     encoder_app = serve.deployment(
         name="Encoder",

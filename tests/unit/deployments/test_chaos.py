@@ -119,7 +119,7 @@ def seconds(request: pytest.FixtureRequest) -> float:
 
 def deployed(cluster: Cluster, checkpoints: dict[str, Path], **changes: int) -> ServedApp:
     settings = {"encoders": ENCODERS, "cache_bytes": 0, "max_queued_tokens": 10_000} | changes
-    return deploy(cluster, checkpoints["qwen3_vl"], "chaos", **settings)
+    return deploy(cluster, checkpoints["qwen3_vl"], "chaos", drain_s=START_S, **settings)
 
 
 @pytest.fixture(scope="module")
