@@ -146,12 +146,14 @@ def deploy(
     encoders: int | None = None,
     ingress: dict[str, object] | None = None,
     drain_s: float = 20.0,
+    others_on: str | None = None,
     **encoder: object,
 ) -> ServedApp:
     """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
 
     `encoder` and `ingress`: settings of `encoder_replica` and `ingress` that differ.
-    `drain_s`: what a replica that is to go has to end its answers.
+    `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but the
+    encoders run on, of which there is one a node then.
     """
     from ray import serve
 
@@ -177,6 +179,10 @@ def deploy(
         "max_ongoing_requests": 256,
         "graceful_shutdown_timeout_s": drain_s,
     }
+    apart, others = {}, light
+    if others_on is not None:
+        apart = {"max_replicas_per_node": 1}
+        others = light | {"ray_actor_options": {"num_cpus": 0.1, "resources": {others_on: 0.01}}}
     # Three checks in a row that fail are what Serve waits for.
     encoder_app = serve.deployment(
         name="Encoder",
@@ -184,11 +190,12 @@ def deploy(
         health_check_period_s=0.5,
         request_router_config=routing(config.encoder_replica),
         **light,
+        **apart,
     )(ControlledEncoder).bind(config)
-    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **light)(
+    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **others)(
         StandInLLM
     ).bind(config, vision.width, vision.spatial_merge_size)
-    door = serve.deployment(name="Ingress", num_replicas=replicas, **light)(WatchedIngress)
+    door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(WatchedIngress)
     serve.run(door.bind(config, encoder_app, llm), name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)
 

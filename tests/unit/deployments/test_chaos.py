@@ -130,16 +130,20 @@ def chaotic(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedAp
     serve.delete("chaos")
 
 
-@pytest.fixture(scope="module")
-def pictures(checkpoints: dict[str, Path]) -> tuple[list[bytes], list[Seen]]:
-    """With what their encoder makes of them."""
+def pictures_and_embeddings(checkpoint: Path) -> tuple[list[bytes], list[Seen]]:
+    """The pictures, and what their encoder makes of each."""
     chance = np.random.default_rng(SEED)
     files = [picture(chance) for _ in range(PICTURES)]
-    library = Encoder.from_checkpoint(checkpoints["qwen3_vl"])
+    library = Encoder.from_checkpoint(checkpoint)
     expected = [(list(made.grid_thw), made.tokens[0, :4].tolist()) for made in library.encode(files)]
     for number, one in enumerate(expected):
         assert not any(same(one, other) for other in expected[:number]), "pictures must be told apart"
     return files, expected
+
+
+@pytest.fixture(scope="module")
+def pictures(checkpoints: dict[str, Path]) -> tuple[list[bytes], list[Seen]]:
+    return pictures_and_embeddings(checkpoints["qwen3_vl"])
 
 
 @pytest.fixture
