@@ -152,8 +152,8 @@ def deploy(
     """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
 
     `encoder` and `ingress`: settings of `encoder_replica` and `ingress` that differ.
-    `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but the
-    encoders run on, of which there is one a node then.
+    `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but
+    the encoders run on, of which there is one a node then.
     """
     from ray import serve
 
