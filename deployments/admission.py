@@ -145,11 +145,6 @@ class Admission:
         self._request_pace = BusySpeed(clock)
         self.requests = self.tokens_waiting = self.tokens_in_flight = self.images_in_flight = 0
 
-    @property
-    def requests_in_line(self) -> int:
-        """Whose turn has not come."""
-        return len(self._line)
-
     @contextmanager
     def visit(self, late: Callable[[], bool]) -> Iterator[Visit]:
         """From the request's arrival; `late` tells whether its deadline has passed, when it is cancelled.

@@ -33,7 +33,7 @@ from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics
-from deployments.proportion import IN_FLIGHT_TOKENS, LINE_REQUESTS, LINE_TOKENS, UNACCEPTED_REQUESTS
+from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS
 from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
@@ -76,7 +76,6 @@ class Ingress:
         """What Serve takes to the application's autoscaling policy, every few seconds, where this scales too."""
         return {
             LINE_TOKENS: float(self._admission.tokens_waiting),
-            LINE_REQUESTS: float(self._admission.requests_in_line),
             IN_FLIGHT_TOKENS: float(self._admission.tokens_in_flight),
             UNACCEPTED_REQUESTS: float(self._admission.requests),
         }

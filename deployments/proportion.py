@@ -6,7 +6,9 @@ Pure decisions over numbers; see `scaling_policy.py`. It must not know of Ray, n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import partial
 
 from deployments.llm_scaling import LLMLoad, LLMScaler, LLMTargets
 from deployments.scaling_hold import in_range
@@ -14,10 +16,11 @@ from deployments.scaling_policy import ScalingTargets, VisualLoad, VisualScaler
 
 # What each ingress replica reports, by these names (`Ingress.record_autoscaling_stats`).
 LINE_TOKENS = "line_tokens"
-LINE_REQUESTS = "line_requests"
 IN_FLIGHT_TOKENS = "in_flight_tokens"
 UNACCEPTED_REQUESTS = "unaccepted_requests"
 
+A_LITTLE = 0.05
+"""Of a replica, which no other is asked for."""
 UNBOUNDED = 1_000_000
 """Replicas: more than any deployment has."""
 
@@ -32,8 +35,6 @@ class IngressLoad:
     """Of those whose turn has come and whose embeddings no language model has yet."""
     unaccepted_requests: float = 0.0
     """From their arrival until a language model has them, those in line and those without images among them."""
-    line_requests: float = 0.0
-    """Of these, those whose turn has not come."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Pool:
     """A shift has to take so large a share off the want of whoever lacks most; each costs a start."""
     shift_hold_s: float = 60.0
     """Between two shifts."""
+    use_all: bool = False
+    """GPUs that nobody needs at the moment are given out too; they are shifted when somebody lacks some."""
 
     def __post_init__(self) -> None:
         in_range(
@@ -81,6 +84,8 @@ class ProportionScaler:
         self._llms = LLMScaler(llms)
         self._pool = pool
         self._shifted_at = -math.inf
+        self._means: tuple[float, float] | None = None
+        self._means_at = -math.inf
 
     def replicas(
         self, encoders: VisualLoad, llms: LLMLoad, ingress: IngressLoad, *, bounds: tuple[Bounds, Bounds]
@@ -95,14 +100,30 @@ class ProportionScaler:
             self._llms.replicas(llms, least=for_llms.least, most=most[1]),
         )
         granted = (min(needs[0], for_encoders.most), min(needs[1], for_llms.most))
-        if self._pool.taken(*granted) <= self._pool.gpus:
+        if not (shared and self._pool.use_all) and self._pool.taken(*granted) <= self._pool.gpus:
             return granted
         now = (encoders.asked_for, llms.asked_for)
+        needs = self._lasting(
+            encoders.now_s,
+            # Where there is too little for the encoders' share of idle time, none is set aside.
+            self._encoders.needed(encoders, least=for_encoders.least, most=UNBOUNDED, idle=False),
+            self._llms.needed(llms, least=for_llms.least, most=UNBOUNDED),
+        )
         best = split(needs, self._pool, bounds)
         if not self._worth_a_shift(encoders.now_s, needs, now, best, bounds):
             return now
         self._shifted_at = encoders.now_s
         return best
+
+    def _lasting(self, now_s: float, *needs: int) -> tuple[int, int]:
+        """Means over about the time between two shifts: a burst is over before a GPU has changed sides."""
+        if self._means is None:
+            self._means = (float(needs[0]), float(needs[1]))
+        share = 1.0 if self._pool.shift_hold_s == 0 else -math.expm1((self._means_at - now_s) / self._pool.shift_hold_s)
+        self._means_at = now_s
+        encoders, llms = (mean + (need - mean) * share for mean, need in zip(self._means, needs, strict=True))
+        self._means = (encoders, llms)
+        return math.ceil(encoders - A_LITTLE), math.ceil(llms - A_LITTLE)
 
     def _worth_a_shift(
         self,
@@ -115,10 +136,12 @@ class ProportionScaler:
         within = all(bound.least <= count <= bound.most for count, bound in zip(now, bounds, strict=True))
         if not within or self._pool.taken(*now) > self._pool.gpus:
             return True
-        before, after = lack(needs, now), lack(needs, best)
-        if after >= before or after > (1 - self._pool.shift_gain) * before:
-            return False
         takes_nothing = best[0] >= now[0] and best[1] >= now[1]
+        if self._pool.use_all and takes_nothing:
+            return True
+        before, after = lack(needs, now), lack(needs, best)
+        if after >= before or after > (1 - self._pool.shift_gain) * before or (self._pool.use_all and before <= 1):
+            return False
         return takes_nothing or now_s - self._shifted_at >= self._pool.shift_hold_s
 
 
@@ -126,13 +149,14 @@ def with_ingress(encoders: VisualLoad, llms: LLMLoad, ingress: IngressLoad) -> t
     """Both loads with what waits at the ingress, counted for whoever it waits for.
 
     The line moves when embeddings arrive at a language model. Of the tokens in flight, the encoders hold some up and
-    the language models the others; in the same shares the line waits for the two.
+    the language models the others; in the same shares all requests wait for the two. Those that wait for encoders come
+    to a language model one by one, as fast as these encode.
     """
     at_encoders = encoders.backlog_tokens + encoders.waiting_images * (encoders.tokens_per_image or 0.0)
     share = 1.0 if encoders.running == 0 else 0.0
     if ingress.in_flight_tokens > 0:
         share = min(1.0, at_encoders / ingress.in_flight_tokens) if encoders.running else 1.0
-    coming = ingress.unaccepted_requests - ingress.line_requests * share
+    coming = ingress.unaccepted_requests * (1 - share)
     return (
         replace(encoders, waiting_tokens=ingress.line_tokens * share),
         replace(llms, coming_requests=max(llms.coming_requests, coming)),
@@ -153,23 +177,31 @@ def _lack(need: int, count: int) -> float:
 def split(needs: tuple[int, int], pool: Pool, bounds: tuple[Bounds, Bounds]) -> tuple[int, int]:
     """The replicas that the pool holds, within the bounds, so that who lacks most lacks as little as can be.
 
-    Where not even the least that both must have fit, they get that.
+    Nobody gets more than it needs, unless the pool is to be used as a whole; then both have more in proportion. Where
+    not even the least that both must have fit, they get that.
     """
     for_encoders, for_llms = bounds
-    wanted = pool.taken(*needs)
-    even = needs[0] * pool.gpus / wanted if wanted else 0.0
-    best = (for_encoders.least, for_llms.least)
-    # With a count of replicas given, the other follows; the best lies beside the even split, or at a bound.
-    edge = (pool.gpus - for_llms.least * pool.llm_gpus) / pool.encoder_gpus
-    full = (pool.gpus - for_llms.most * pool.llm_gpus) / pool.encoder_gpus
-    for candidate in (math.floor(even), math.ceil(even), math.floor(edge), math.ceil(full), for_encoders.least):
-        encoders = min(max(candidate, for_encoders.least), for_encoders.most)
-        llms = math.floor((pool.gpus - encoders * pool.encoder_gpus) / pool.llm_gpus + 1e-9)
-        llms = min(llms, for_llms.most)
-        if llms < for_llms.least:
-            continue
-        counts = (min(encoders, needs[0]), min(llms, needs[1]))
-        counts = (max(counts[0], for_encoders.least), max(counts[1], for_llms.least))
-        if lack(needs, counts) < lack(needs, best):
-            best = counts
-    return best
+    if pool.taken(for_encoders.least, for_llms.least) > pool.gpus:
+        return for_encoders.least, for_llms.least
+    if pool.use_all:
+        needs = (max(1, needs[0]), max(1, needs[1]))
+
+    def beside(llms: int) -> tuple[int, int]:
+        """With as many encoders as there is room for."""
+        return min(for_encoders.most, _whole((pool.gpus - llms * pool.llm_gpus) / pool.encoder_gpus)), llms
+
+    room = _whole((pool.gpus - for_encoders.least * pool.encoder_gpus) / pool.llm_gpus)
+    possible = range(for_llms.least, min(for_llms.most, room) + 1)
+    # The more language models, the less they lack and the more the encoders do: the best is where the two cross.
+    crossing = bisect_left(possible, True, key=lambda llms: _lack(needs[1], llms) <= _lack(needs[0], beside(llms)[0]))
+    counts = min(
+        (beside(possible[at]) for at in (crossing - 1, crossing) if 0 <= at < len(possible)), key=partial(lack, needs)
+    )
+    if not pool.use_all:
+        counts = (max(min(counts[0], needs[0]), for_encoders.least), max(min(counts[1], needs[1]), for_llms.least))
+    return counts
+
+
+def _whole(replicas: float) -> int:
+    """As many as fit, where tenths of a GPU add up to a little less than one."""
+    return math.floor(replicas + 1e-9)

@@ -26,7 +26,6 @@ from deployments import llm_scaling, proportion, scaling_hold, scaling_policy
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, LLMLoad, LLMScaler, LLMTargets
 from deployments.proportion import (
     IN_FLIGHT_TOKENS,
-    LINE_REQUESTS,
     LINE_TOKENS,
     UNACCEPTED_REQUESTS,
     Bounds,
@@ -119,8 +118,9 @@ class Proportion:
         llm_gpus: float = 1.0,
         shift_gain: float = 0.2,
         shift_hold_s: float = 60.0,
+        use_all: bool = False,
     ) -> None:
-        pool = Pool(math.inf if gpus is None else gpus, encoder_gpus, llm_gpus, shift_gain, shift_hold_s)
+        pool = Pool(math.inf if gpus is None else gpus, encoder_gpus, llm_gpus, shift_gain, shift_hold_s, use_all)
         self._scaler = ProportionScaler(ScalingTargets(**(encoder or {})), LLMTargets(**(llm or {})), pool)
 
     def __call__(
@@ -186,7 +186,6 @@ def ingress_load(ctx: AutoscalingContext) -> IngressLoad:
         line_tokens=sum(reports.get(LINE_TOKENS, ())),
         in_flight_tokens=sum(reports.get(IN_FLIGHT_TOKENS, ())),
         unaccepted_requests=sum(reports.get(UNACCEPTED_REQUESTS, ())),
-        line_requests=sum(reports.get(LINE_REQUESTS, ())),
     )
 
 

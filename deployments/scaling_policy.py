@@ -84,8 +84,11 @@ class VisualScaler:
         need = self.needed(load, least=least, most=most)
         return min(max(self._hold.settled(load.now_s, need, load.asked_for), least), most)
 
-    def needed(self, load: VisualLoad, *, least: int, most: int) -> int:
-        """What this moment alone asks for: to keep up with what arrives, and clear what waits within the target."""
+    def needed(self, load: VisualLoad, *, least: int, most: int, idle: bool = True) -> int:
+        """What this moment alone asks for: to keep up with what arrives, and clear what waits within the target.
+
+        `idle`: with what `busy_share` leaves idle.
+        """
         targets = self.targets
         self._tokens_per_s = load.tokens_per_s or self._tokens_per_s
         self._tokens_per_image = load.tokens_per_image or self._tokens_per_image
@@ -94,7 +97,7 @@ class VisualScaler:
             return min(max(load.asked_for, int(busy), least), most)  # until something has been measured
         waiting = load.backlog_tokens + load.waiting_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
         clear_s = targets.start_s + targets.target_encode_delay_s
-        per_s = load.arriving_tokens_per_s / targets.busy_share + waiting / clear_s
+        per_s = load.arriving_tokens_per_s / (targets.busy_share if idle else 1.0) + waiting / clear_s
         if per_s * targets.target_encode_delay_s < 1:  # less than one token: a mean that fades never gets to nothing
             return least
         need = min(per_s / self._tokens_per_s, most)

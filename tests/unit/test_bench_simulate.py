@@ -136,7 +136,7 @@ def test_scales_to_zero_and_back() -> None:
 @pytest.mark.parametrize("growth", [2.0, 10.0])
 @pytest.mark.parametrize("start_s", [10.0, 30.0])
 def test_a_surge_is_over_soon_after_there_are_replicas_for_it(growth: float, start_s: float) -> None:
-    """Ten times the load for 60 s, which only 40 replicas keep up with; from then on 30 s at most until none is late."""
+    """Ten times the load for 60 s, which 40 replicas keep up with; from then on 30 s at most until none is late."""
     counts: list[tuple[float, int]] = []
     policy = VisualWork(target_encode_delay_s=1, growth=growth)
 

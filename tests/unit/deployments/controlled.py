@@ -164,6 +164,8 @@ class WatchedIngress(Ingress):
         EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
         super().__init__(config, encoder, llm)
         self._replicas._counts = RecordedCounts()
+        if self._replicas._hedging is not None:
+            self._replicas._hedging._counts = self._replicas._counts
 
     def listens_on(self) -> str | None:
         return serve_host()

@@ -69,7 +69,7 @@ class Load:
         self.times_s: list[float] = []
 
     async def run(self) -> None:
-        async with httpx.AsyncClient(timeout=START_S) as client:
+        async with httpx.AsyncClient(timeout=2 * START_S) as client:
             await asyncio.gather(*(self._ask_on(client, random.Random(SEED + number)) for number in range(CLIENTS)))
 
     async def _ask_on(self, client: httpx.AsyncClient, chance: random.Random) -> None:

@@ -43,28 +43,28 @@ def test_each_gets_what_it_needs_where_there_is_enough() -> None:
 
 
 def test_a_line_that_encoders_hold_up_is_theirs() -> None:
-    """All that is in flight is at the encoders; the line's requests come to a language model no faster than that."""
-    line = IngressLoad(line_tokens=6000, line_requests=60, in_flight_tokens=2000, unaccepted_requests=80)
+    """All that is in flight is at the encoders; requests come to a language model no faster than that."""
+    line = IngressLoad(line_tokens=6000, in_flight_tokens=2000, unaccepted_requests=80)
     held = replace(ENCODERS, backlog_tokens=2000)
     encoders, llms = with_ingress(held, LLMS, line)
-    assert (encoders.waiting_tokens, llms.coming_requests) == (6000, 20)
+    assert (encoders.waiting_tokens, llms.coming_requests) == (6000, 0)
     assert scaler().replicas(held, LLMS, line, bounds=WIDE) == (8, 2)
 
 
 def test_a_line_that_language_models_hold_up_asks_for_no_encoder() -> None:
     """The encoders have nothing to do, and yet the line grows: more of them would change nothing."""
-    line = IngressLoad(line_tokens=6000, line_requests=60, in_flight_tokens=2000, unaccepted_requests=80)
+    line = IngressLoad(line_tokens=6000, in_flight_tokens=2000, unaccepted_requests=80)
     assert scaler().replicas(replace(ENCODERS, asked_for=0), LLMS, line, bounds=WIDE) == (0, 8)
 
 
 def test_a_line_waits_for_both_in_the_shares_that_they_hold_up() -> None:
-    line = IngressLoad(line_tokens=6000, line_requests=60, in_flight_tokens=2000, unaccepted_requests=80)
+    line = IngressLoad(line_tokens=6000, in_flight_tokens=2000, unaccepted_requests=80)
     encoders, llms = with_ingress(replace(ENCODERS, backlog_tokens=300, waiting_images=2), LLMS, line)
-    assert (encoders.waiting_tokens, llms.coming_requests) == (1500, 65)
+    assert (encoders.waiting_tokens, llms.coming_requests) == (1500, 60)
 
 
 def test_where_no_encoder_runs_the_line_is_theirs() -> None:
-    line = IngressLoad(line_tokens=500, line_requests=5, in_flight_tokens=100, unaccepted_requests=6)
+    line = IngressLoad(line_tokens=500, in_flight_tokens=100, unaccepted_requests=6)
     encoders, _ = with_ingress(replace(ENCODERS, running=0), LLMS, line)
     assert encoders.waiting_tokens == 500
 
@@ -91,9 +91,30 @@ def test_gpus_are_shifted_when_the_load_turns_and_not_before() -> None:
 
     assert at(0, 10_000, 100, (4, 4)) == (4, 4)
     assert at(10, 11_000, 90, (4, 4)) == (4, 4), "a little more of one is not worth a start"
-    assert at(20, 2_000, 180, (4, 4)) == (1, 7)
-    assert at(30, 10_000, 100, (1, 7)) == (1, 7), "shifted a moment ago"
-    assert at(81, 10_000, 100, (1, 7)) == (4, 4)
+    assert at(15, 2_000, 180, (4, 4)) == (4, 4), "a burst is over before a GPU has changed sides"
+    assert at(400, 2_000, 180, (4, 4)) == (1, 7)
+    assert at(430, 30_000, 100, (1, 7)) == (1, 7), "shifted a moment ago"
+    assert at(900, 10_000, 100, (1, 7)) == (4, 4)
+
+
+def test_gpus_that_nobody_needs_are_given_out_and_shifted_for_want_only() -> None:
+    policy = scaler(gpus=8, use_all=True, shift_hold_s=0)
+
+    def at(now_s: float, arriving: float, requests: float, counts: tuple[int, int]) -> tuple[int, int]:
+        encoders = replace(ENCODERS, now_s=now_s, asked_for=counts[0], arriving_tokens_per_s=arriving)
+        llms = replace(LLMS, now_s=now_s, asked_for=counts[1], running_requests=requests)
+        return policy.replicas(encoders, llms, IngressLoad(), bounds=WIDE)
+
+    assert sum(at(0, 0, 0, (0, 0))) == 8
+    assert at(10, 1000, 40, (4, 4)) == (4, 4), "both have what they need"
+    assert at(20, 1000, 60, (4, 4)) == (2, 6)
+
+
+def test_encoders_give_up_their_idle_time_where_gpus_are_short() -> None:
+    """They would have twice as many as keep up with what arrives; language models have none to spare."""
+    policy = ProportionScaler(ScalingTargets(busy_share=0.5, hold_s=0, growth=1000), AT_ONCE[1], Pool(8))
+    busy = replace(ENCODERS, arriving_tokens_per_s=4000), replace(LLMS, running_requests=60)
+    assert policy.replicas(*busy, IngressLoad(), bounds=WIDE) == (3, 5)
 
 
 def test_a_pool_that_shrank_is_kept_to_at_once() -> None:

@@ -197,13 +197,13 @@ def proportion(**policy: object) -> Any:
 
 
 def test_an_application_scales_as_one() -> None:
-    """Of 2 × 1500 tokens in flight 2000 are at the encoders; so two thirds of the 2 × 3000 in line are theirs too.
+    """Of 2 × 2000 tokens in flight 2000 are at the encoders; so half of the 2 × 3000 in line are theirs too.
 
-    6000 tokens within 2 s at 1000 a second: 3. The other third of the line's 30 requests comes to the language models,
-    with the 10 that are past it: 8 + 20 at 7 a replica. The ingress goes by requests, 10 to a replica.
+    5000 tokens within 2 s at 1000 a second: 3. Half of the 2 × 20 requests comes to the language models, which have 8:
+    28 at 7 a replica. The ingress goes by requests, 10 to a replica.
     """
     policy = proportion(encoder={"target_encode_delay_s": 2.0, "growth": 10}, llm={"target_requests": 7, "growth": 10})
-    line = {"line_tokens": 3000.0, "line_requests": 15.0, "in_flight_tokens": 1500.0, "unaccepted_requests": 20.0}
+    line = {"line_tokens": 3000.0, "in_flight_tokens": 2000.0, "unaccepted_requests": 20.0}
     assert policy(application(**line))[0] == {ENCODER: 3, LLM: 4, INGRESS: 4}
     assert policy(application())[0] == {ENCODER: 3, LLM: 4, INGRESS: 4}, "held"
 

@@ -110,11 +110,10 @@ def test_language_models_follow_their_requests(scaled: ServedApp, streams: Calla
 
 
 def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, streams: Callable[[int], None]) -> None:
-    """Sixteen images are at a held encoder and four times as many in line: both want three of four GPUs, and more.
-
-    When the images are done, all that language models want is theirs.
+    """Six streams want three of the four GPUs, and an image one. Then sixteen images are at that encoder, which is
+    held, and four times as many in line, and the encoders want three as well; in the end none.
     """
-    reached(0, 0)
+    streams(6)
     until(lambda: running("Encoder") >= 1 or ask_one(scaled), "an encoder")
     assert len(scaled.encoders("hold")) == 1
     bodies = [chat(png(64, 64, (7, 7, number))) for number in range(80)]
@@ -123,8 +122,7 @@ def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, strea
         reached(2, 2)
         until(lambda: release(scaled), "the gate")
         assert [answer.status_code for answer in answers.result()] == [200] * len(bodies)
-    streams(6)
-    reached(0, 3)
+    until(lambda: running("Encoder") == 0, "no encoder")
 
 
 def ask_one(scaled: ServedApp) -> bool:

@@ -47,6 +47,10 @@ def hang_up(app: ServedApp) -> None:
 
 def main(checkpoint: Path) -> dict[str, Any]:
     common: dict[str, Any] = {"object_store_memory": 150 * 2**20, "include_dashboard": False}
+    # What the head does not hear of for 3 s is lost.
+    common["_system_config"] = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000} | {
+        "health_check_failure_threshold": 3
+    }
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})
     try:
         other = nodes.add_node(num_cpus=2, object_store_memory=150 * 2**20)
@@ -70,6 +74,7 @@ def main(checkpoint: Path) -> dict[str, Any]:
             "wrong": load.wrong,
             "proxies": proxies,
             "encoders": len(before),
+            "longest_s": max(load.times_s),
         }
     finally:
         ray.shutdown()
