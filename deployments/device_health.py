@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from enum import Enum
 
-import torch
+from encoder.device_errors import cuda_error, out_of_memory
 
 OUT_OF_MEMORY_IN_A_ROW = 6
 """Images, each tried alone, with none encoded between them. More than one request is tried, so that it needs two."""
@@ -20,20 +20,6 @@ class Fault(Enum):
 
     CUDA_ERROR = "cuda_error"
     OUT_OF_MEMORY = "out_of_memory"
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Also where CUDA itself says so, not torch's allocator."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
-    )
-
-
-def cuda_error(error: BaseException) -> bool:
-    """One after which the process has lost its device."""
-    if out_of_memory(error):
-        return False
-    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
 
 
 class DeviceHealth:

@@ -19,9 +19,10 @@ from functools import partial
 import torch
 
 from deployments.answers import Answers
-from deployments.device_health import DeviceHealth, Fault, out_of_memory
+from deployments.device_health import DeviceHealth, Fault
 from deployments.pace import BusySpeed
 from encoder.decoded import Decoded
+from encoder.device_errors import out_of_memory
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
 from encoder.pipeline import Launched
