@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 
 import pytest
@@ -85,13 +86,14 @@ def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: li
     assert owned.worker.queued_tokens == 0
 
 
-def test_a_cuda_error_in_an_idle_moment_counts(faults: list[Fault]) -> None:
-    owned = Owned(events=WorkerEvents(sick=faults.append))
-    owned.encoder.idle_error, owned.encoder.idle_steps = torch.AcceleratorError(ILLEGAL), 5
-    assert value_of(owned.worker.submit(image(1))) == 1
+def test_a_cuda_error_in_an_idle_moment_counts() -> None:
+    told: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    owned = Owned(events=WorkerEvents(sick=told.put))
+    owned.encoder.idle_error = torch.AcceleratorError(ILLEGAL)
+    assert value_of(owned.worker.submit(image(1))) == 1  # after it comes an idle moment
+    assert told.get(timeout=WAIT_S) is Fault.CUDA_ERROR
     owned.worker.stop()
     owned.join()
-    assert faults == [Fault.CUDA_ERROR]
 
 
 def test_an_image_too_large_for_the_memory_fails_alone(owned: Owned, faults: list[Fault]) -> None:
