@@ -25,6 +25,7 @@ COPY configs configs
 COPY encoder encoder
 COPY deployments deployments
 COPY training training
+COPY benchmarks benchmarks
 COPY models models
 EXPOSE 8000
 CMD ["serve", "run", "serve_config.yaml"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from deployments.commands.ask import ask
+from deployments.commands.bench import bench
 from deployments.commands.check import check
 from deployments.commands.config_option import PROJECT_ROOT, config_option, default_config
 from deployments.commands.encode import encode
@@ -31,6 +32,7 @@ def main() -> None:
     vitray check-config my_config.yaml    find mistakes in a configuration before starting it
     vitray encode pictures/ --out embeddings/ --model DIR
                                           embeddings of a folder of pictures, without a server
+    vitray bench serve URL                latency and goodput of a running server, on a trace of requests
     vitray settings                       every key below `args:` with its default
     vitray routes                         every HTTP route and what becomes of it
     vitray new-key NAME                   an API key, and the line that lets it in
@@ -46,7 +48,7 @@ def main() -> None:
     """
 
 
-for _command in (ask, check, encode):
+for _command in (ask, bench, check, encode):
     main.add_command(_command)
 
 

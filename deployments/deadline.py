@@ -38,6 +38,11 @@ class Deadline:
         limit_s = min(limit_s, most_s)
         return cls(arrived + limit_s, limit_s)
 
+    @property
+    def arrived(self) -> float:
+        """When the request came; in the event loop's time, seconds."""
+        return self.at - self.limit_s
+
     def passed(self, now: float) -> bool:
         return now >= self.at - EARLY_S
 

@@ -23,7 +23,7 @@ from deployments.embedding_shelf import EmbeddingShelf
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
 from deployments.lending import Lender
 from deployments.log_buffers import log_buffers_kept
-from deployments.metrics import Count, Counts, Level, RunMetrics, gauge
+from deployments.metrics import Count, Counts, Distribution, Distributions, Level, RunMetrics, Tier, gauge
 from deployments.pace import WorkUnderWay
 from deployments.packets import host_name
 from deployments.scaling_policy import (
@@ -34,6 +34,7 @@ from deployments.scaling_policy import (
     TOKENS_PER_S,
 )
 from deployments.single_flight import SingleFlight
+from deployments.tracing import Stage, stage
 from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused, SharedEmbedding
 from encoder.cache import EmbeddingCache
 from encoder.decoded import Decoded
@@ -67,6 +68,18 @@ def warm_encoder(path: Path, config: EncoderConfig) -> Encoder:
     return encoder
 
 
+def _trace(timings: EncodeTimings, num_tokens: int) -> None:
+    """The stages that led to an embedding, one after the other until it was ready."""
+    ended_s = timings.ready_at_s
+    for which, ms in (
+        (Stage.ENCODE, timings.encode_ms),
+        (Stage.ENCODE_QUEUE, timings.queue_ms),
+        (Stage.DECODE_IMAGE, timings.preprocess_ms),
+    ):
+        stage(which, ms / 1e3, ended_s=ended_s, attributes={"vitray.visual_tokens": num_tokens})
+        ended_s -= ms / 1e3
+
+
 class EncoderReplica:
     """Encodes images, one GPU a replica. Serve calls `encode` once for every image of every request."""
 
@@ -78,6 +91,7 @@ class EncoderReplica:
         shares = config.transfer != "object_store"
         self._lender = Lender(EmbeddingShelf(limits.shared_embedding_bytes)) if shares else None
         self._host = host_name()
+        self._times = Distributions()
         self._worker = GpuWorker(
             lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
@@ -156,13 +170,20 @@ class EncoderReplica:
         if job.identity != self._worker.identity.fingerprint:
             raise IdentityChangedError("the encoder has other weights or numerics than the job's digest was made for")
         cached = self._cache.get(job.digest)
-        self._counts.add(Count.CACHE_MISSES if cached is None else Count.CACHE_HITS)
-        if cached is not None:
+        if cached is None:
+            self._counts.add(Count.CACHE_MISSES)
+        else:
+            self._counts.add(Count.CACHE_HITS, tier=Tier.REPLICA)
+            stage(Stage.CACHED, 0)
             return dataclasses.replace(
                 cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)
             )
+        asked, joins = time.perf_counter(), job.digest in self._flights
         try:
-            return await self._flights.run(job.digest, lambda: self._encode_now(job))
+            encoded = await self._flights.run(job.digest, lambda: self._encode_now(job))
+            if joins:
+                stage(Stage.SHARED, time.perf_counter() - asked)
+            return encoded
         except ImageError as error:
             self._counts.add(Count.IMAGES_REFUSED)
             return ImageRefused(str(error))
@@ -177,7 +198,11 @@ class EncoderReplica:
         preprocess_ms = (time.perf_counter() - started) * 1e3
         encoded: Encoded = await (await self._hand_off(pixels))
         self._counts.add(Count.IMAGES_ENCODED)
+        self._times.add(Distribution.PREPROCESS_MS, preprocess_ms)
+        self._times.add(Distribution.QUEUE_MS, encoded.queue_ms)
+        self._times.add(Distribution.ENCODE_MS, encoded.encode_ms)
         timings = EncodeTimings(preprocess_ms, encoded.queue_ms, encoded.encode_ms, time.time(), cached=False)
+        _trace(timings, job.num_tokens)
         image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
         self._cache.put(job.digest, image, image.num_bytes)
         return image

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.schema import AppConfig
-from deployments import body_bounds, chat_images, routes
+from deployments import body_bounds, chat_images, routes, tracing
 from deployments.admission import Admission, AdmissionBounds, OverloadedError, Shed, Visit
 from deployments.body import read_body
 from deployments.deadline import TIMEOUT_HEADER, Deadline
@@ -32,10 +32,11 @@ from deployments.json_body import json_object, written
 from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
-from deployments.metrics import AdmissionMetrics
+from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS
 from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
+from deployments.tracing import Stage
 from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
 
 logger = logging.getLogger("ray.serve")
@@ -62,6 +63,7 @@ class Ingress:
         self._limits = config.ingress
         self._door = Door(self._limits.door, host=serve_host())
         self._admission_metrics = AdmissionMetrics()
+        self._times = Distributions()
         self._admission = Admission(AdmissionBounds.of(self._limits), self._admission_metrics)
         self._replicas = Replicas(
             encoder,
@@ -87,7 +89,8 @@ class Ingress:
             asked = request.headers.get(TIMEOUT_HEADER)
             deadline = Deadline.of(asked, arrived=arrived, most_s=self._limits.request_timeout_s)
             async with asyncio.timeout_at(deadline.at):
-                return await self._answer(request, deadline)
+                with tracing.continued(request.headers):
+                    return await self._answer(request, deadline)
         except TimeoutError:
             error = deadline.error()
         except OverloadedError as full:
@@ -149,13 +152,17 @@ class Ingress:
             images = await request_images(
                 parts, bounds, identity, self._fetcher, self._limits, client=client.name, salt=client.salt
             )
-            stages = metric("fetch", (time.perf_counter() - started) * 1e3)
+            stages = metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
             if not last_try:
+                self._times.add(Distribution.FETCH_MS, fetch_ms)
+                tracing.stage(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(parts)})
                 asked = time.perf_counter()
                 visit.ask(sum(job.num_tokens for job in images.jobs), len(images.jobs))
                 await self._door.charge_visual_tokens(client, images.num_tokens)
                 await visit.turn()
-                stages += ", " + metric("admission", (time.perf_counter() - asked) * 1e3)
+                stages += ", " + metric("admission", admission_ms := (time.perf_counter() - asked) * 1e3)
+                self._times.add(Distribution.ADMISSION_MS, admission_ms)
+                tracing.stage(Stage.ADMISSION, admission_ms / 1e3)
             places = [
                 ImagePlace(new_key(), new_key(), job, part.label)
                 for part, job in zip(parts, images.job_of_part, strict=True)
@@ -257,6 +264,8 @@ class Ingress:
             head.headers.append((b"server-timing", stages.encode()))
         if not streamed:
             return _response(head, whole)
+        # The head is held back until there is something to send after it.
+        self._times.add(Distribution.TTFT_MS, (asyncio.get_running_loop().time() - deadline.arrived) * 1e3)
 
         async def body() -> AsyncIterator[bytes]:
             complete = False

@@ -7,6 +7,7 @@ must not know how images are fetched, decoded or encoded.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -18,7 +19,7 @@ import torch
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
-from deployments import asgi, vllm_compat
+from deployments import asgi, tracing, vllm_compat
 from deployments.checkpoint import local_model
 from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
@@ -26,10 +27,11 @@ from deployments.incoming import Arrived, Image, Incoming
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
-from deployments.metrics import Counts
+from deployments.metrics import Counts, Distribution, Distributions
 from deployments.orphans import guard_children
 from deployments.packets import host_name
 from deployments.server_timing import server_timing
+from deployments.tracing import Stage
 from deployments.transfer_trial import loads_by_itself
 from deployments.wire import Accepted, HttpRequest, ImagePlace, ImageRefused, ResponseHead, SharedEmbedding, WireError
 
@@ -60,6 +62,7 @@ class LLM:
             )
             self._guard = guard_children()
             self._keys = KeyStore()
+            self._times = Distributions()
             self._app = await vllm_compat.build_application(self._engine, args, self._keys)
             self._shape = vllm_compat.embedding_shape(self._engine)
             self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
@@ -138,6 +141,7 @@ class LLM:
         self, request: HttpRequest, places: Sequence[ImagePlace], images: Sequence[Image]
     ) -> AsyncGenerator[Accepted | ResponseHead | bytes]:
         arrived_at_s, arrived = time.time(), time.perf_counter()
+        request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
         embeddings = await self._incoming.borrow(images)
         try:
             yield Accepted(self._reads_on)
@@ -156,6 +160,7 @@ class LLM:
         arrived_at_s: float,
         arrived: float,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        trace = tracing.current()
         try:
             tensors = self._checked(places, images, embeddings)
         except ApiError as error:
@@ -163,6 +168,16 @@ class LLM:
             yield head
             yield body
             return
+        if encoded := [image for image in images if not isinstance(image, ImageRefused)]:
+            transfer_s = arrived_at_s - max(image.timings.ready_at_s for image in encoded)
+            self._times.add(Distribution.TRANSFER_MS, transfer_s * 1e3)
+            tracing.stage(
+                Stage.TRANSFER,
+                transfer_s,
+                ended_s=arrived_at_s,
+                within=trace,
+                attributes={"vitray.bytes": sum(image.num_bytes for image in encoded)},
+            )
         clock = vllm_compat.FirstTokenClock()
         vllm_compat.first_token_clock.set(clock)
         for place, tokens, grid in tensors:
@@ -176,6 +191,12 @@ class LLM:
                         start = message
                         continue
                     if start is not None:
+                        if clock.first_token_at_s is not None:
+                            first_token_s = clock.first_token_at_s - arrived
+                            self._times.add(Distribution.FIRST_TOKEN_MS, first_token_s * 1e3)
+                            tracing.stage(
+                                Stage.FIRST_TOKEN, first_token_s, ended_s=arrived_at_s + first_token_s, within=trace
+                            )
                         timing = server_timing(
                             images, arrived_at_s, arrived, clock.first_token_at_s, embeddings.way.value
                         )
@@ -185,6 +206,8 @@ class LLM:
                         yield message["body"]
         finally:
             self._keys.withdraw(key for place in places for key in (place.tokens_key, place.grid_key))
+            if clock.first_token_at_s is not None:
+                tracing.stage(Stage.GENERATE, time.perf_counter() - clock.first_token_at_s, within=trace)
 
     def _checked(
         self, places: Sequence[ImagePlace], images: Sequence[Image], embeddings: Arrived

@@ -20,10 +20,8 @@ class Count(Enum):
 
     IMAGES_ENCODED = "Images that the vision tower has encoded."
     IMAGES_REFUSED = "Images that could not be decoded, or that the encoder refused."
-    CACHE_HITS = "Images whose embedding was in the cache."
-    CACHE_MISSES = (
-        "Images whose embedding was not in the cache; those that joined an encoding under way are among them."
-    )
+    CACHE_HITS = "Images whose embedding was in a cache; the tag `tier` says which."
+    CACHE_MISSES = "Images whose embedding was in no cache; those that joined an encoding under way are among them."
     GRAPH_REPLAYS = "Batches that replayed a CUDA graph."
     EAGER_RUNS = "Batches that ran without a graph; the tag `reason` says why."
     GRAPH_CAPTURES = "CUDA graphs that were captured."
@@ -76,6 +74,13 @@ WITH_REASON = (
     Count.EMBEDDINGS_ARRIVED,
     Count.EMBEDDING_BYTES_ARRIVED,
 )
+WITH_TIER = (Count.CACHE_HITS,)
+
+
+class Tier(Enum):
+    """Where an embedding was found; the metrics' tag `tier`."""
+
+    REPLICA = "replica"
 
 
 class Level(Enum):
@@ -91,23 +96,69 @@ class Level(Enum):
         return f"vitray_{self.name.lower()}"
 
 
+class Distribution(Enum):
+    """What takes now this long, now that. The value says what it means; all are in milliseconds."""
+
+    FETCH_MS = "Reading, fetching and measuring a request's images, at the ingress."
+    ADMISSION_MS = "A request's wait for its turn at the ingress, once its images are known."
+    PREPROCESS_MS = "Decoding an image, and resizing it where the GPU does not; its wait for a decoder is part of it."
+    QUEUE_MS = "An image's wait for the GPU."
+    ENCODE_MS = "The vision tower's batch that an image was in, to the embedding in host memory."
+    TRANSFER_MS = (
+        "From a request's last embedding's being ready to its arrival at the language model; clocks of different hosts "
+        "must agree."
+    )
+    FIRST_TOKEN_MS = "From the arrival at the language model to vLLM's first token."
+    TTFT_MS = "From a request's arrival at the ingress to the first piece of its answer, where that is streamed."
+
+    @property
+    def metric(self) -> str:
+        """The metric's name, to which Ray adds `ray_` in front, and `_bucket`, `_sum` and `_count` at the end."""
+        return f"vitray_{self.name.lower()}"
+
+
+BOUNDS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 6e4)
+"""Upper bounds of every distribution's buckets."""
+
+
+def tag_of(count: Count) -> str | None:
+    """What a counter is told apart by, beside Serve's own tags."""
+    return "reason" if count in WITH_REASON else "tier" if count in WITH_TIER else None
+
+
 class Counts:
     """The counters of one replica. Make it in the replica, where its tags come from; any thread may add."""
 
     def __init__(self) -> None:
         self._counters = {
             count: metrics.Counter(
-                count.metric, description=count.value, tag_keys=("reason",) if count in WITH_REASON else None
+                count.metric, description=count.value, tag_keys=(tag,) if (tag := tag_of(count)) else None
             )
             for count in Count
         }
 
-    def add(self, count: Count, number: int = 1, *, reason: str | None = None) -> None:
-        """`reason` is for those in WITH_REASON, which need one."""
-        if reason is None:
-            self._counters[count].inc(number)
-        else:
+    def add(self, count: Count, number: int = 1, *, reason: str | None = None, tier: Tier | None = None) -> None:
+        """`reason` is for those in WITH_REASON, `tier` for those in WITH_TIER, which need one."""
+        if reason is not None:
             self._counters[count].inc(number, {"reason": reason})
+        elif tier is not None:
+            self._counters[count].inc(number, {"tier": tier.value})
+        else:
+            self._counters[count].inc(number)
+
+
+class Distributions:
+    """The distributions of one replica. Make it in the replica; any thread may add."""
+
+    def __init__(self) -> None:
+        self._histograms = {
+            one: metrics.Histogram(one.metric, description=one.value, boundaries=list(BOUNDS_MS))
+            for one in Distribution
+        }
+
+    def add(self, distribution: Distribution, ms: float) -> None:
+        """`ms` under 0, from the clocks of two hosts, counts as 0."""
+        self._histograms[distribution].observe(max(ms, 0.0))
 
 
 class RunMetrics:

@@ -28,6 +28,10 @@ class SingleFlight(Generic[T]):
     def __len__(self) -> int:
         return len(self._flights)
 
+    def __contains__(self, key: str) -> bool:
+        """Whether whoever asks for `key` now joins others."""
+        return key in self._flights
+
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `work` for `key`, shared with everybody who asks for `key` before it is there.
 

@@ -32,7 +32,8 @@ def blocks(*languages: str) -> list[str]:
 
 def documents() -> list[dict[str, Any]]:
     found = [part for text in blocks("yaml") for part in yaml.safe_load_all(text) if isinstance(part, dict)]
-    return [*found, yaml.safe_load((ROOT / "serve_config.yaml").read_text())]
+    files = (ROOT / "serve_config.yaml", ROOT / "docs" / "rayservice.yaml")
+    return [*found, *(yaml.safe_load(file.read_text()) for file in files)]
 
 
 def test_every_cluster_that_is_documented_asks_for_a_token() -> None:

@@ -92,7 +92,7 @@ def test_the_configuration_is_one_that_the_application_takes(tmp_path: Path, gpu
         if gpu:
             share = found.llm.engine_args["gpu_memory_utilization"]
             assert share == pytest.approx(0.95 * serving_plan.LLM_SHARE)
-        for key, value in rungs.switches_of(name.removesuffix("-llm-eager")).items():
+        for key, value in rungs.switches_of(name.removesuffix("-llm-eager").removesuffix("-object-store")).items():
             assert getattr(found.encoder, key) == value
         # The first image starts an encoder, alone on the GPU then.
         scaling = next(d for d in application["deployments"] if d["name"] == "Encoder")["autoscaling_config"]

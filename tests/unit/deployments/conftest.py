@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from configs.schema import AppConfig
 from deployments import proxy_bounds
+from tests.unit.deployments.span_receiver import SpanReceiver
 from training.checkpoints import make_checkpoint
 
 MAX_QUEUED_TOKENS = 200
@@ -49,6 +50,8 @@ def free_port() -> int:
 class Cluster:
     http_port: int
     metrics_port: int
+    spans: SpanReceiver
+    """Of requests whose client asks for a trace; no others are traced."""
 
 
 @pytest.fixture(scope="session")
@@ -61,8 +64,10 @@ def cluster() -> Iterator[Cluster]:
     os.environ[proxy_bounds.VARIABLE] = proxy_bounds.IMPORT_PATH  # before Serve's modules read it
     for source in ("REPLICA", "HANDLE"):  # what a policy knows is as old as this
         os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"
+    spans = SpanReceiver()
+    os.environ |= spans.environment
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short, pytest's folders are not
-    ports = Cluster(free_port(), free_port())
+    ports = Cluster(free_port(), free_port(), spans)
     try:
         ray.init(
             address="local",
@@ -79,6 +84,7 @@ def cluster() -> Iterator[Cluster]:
         yield ports
     finally:
         ray.shutdown()
+        spans.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

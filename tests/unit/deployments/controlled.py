@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,9 +34,9 @@ from deployments.lending import Lender
 from deployments.listening import serve_host
 from deployments.llm import LLM
 from deployments.media_keys import KeyStore, connector_class
-from deployments.metrics import Count, Counts
+from deployments.metrics import Count, Counts, Distributions, Tier
 from deployments.packets import host_name
-from deployments.vllm_compat import AsgiApp, EmbeddingShape
+from deployments.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.wire import EncodedImage, ImageJob, ImageRefused, SharedEmbedding
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
@@ -72,8 +73,8 @@ class RecordedCounts(Counts):
         super().__init__()
         self.recorded = {count.name: 0 for count in Count}
 
-    def add(self, count: Count, number: int = 1, *, reason: str | None = None) -> None:
-        super().add(count, number, reason=reason)
+    def add(self, count: Count, number: int = 1, *, reason: str | None = None, tier: Tier | None = None) -> None:
+        super().add(count, number, reason=reason, tier=tier)
         self.recorded[count.name] += number
 
 
@@ -182,6 +183,7 @@ class StandInLLM(LLM):
     def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:
         self._engine = cast(Any, SimpleNamespace(shutdown=lambda: None))
         self._keys = KeyStore()
+        self._times = Distributions()
         self._shape = EmbeddingShape(width, merge_size)
         self._incoming = Incoming(Counts(), num_workers=0)
         self._reads_on = None if config.transfer == "object_store" else host_name()
@@ -229,9 +231,11 @@ def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
                         {"shape": list(tokens.shape), "norm": float(tokens.norm()), "grid": grid.tolist()}
                         | {"uuid": part["uuid"], "dtype": str(tokens.dtype), "first": tokens[0, :4].tolist()}
                     )
+        if clock := first_token_clock.get():
+            clock.first_token_at_s = time.perf_counter()
         if body.get("stream"):
             return StreamingResponse(endless(request), media_type="text/event-stream")
-        return JSONResponse({"images": found, "body": body})
+        return JSONResponse({"images": found, "body": body, "traceparent": request.headers.get("traceparent")})
 
     async def endless(request: Request) -> AsyncIterator[bytes]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from deployments.metrics import Count, Counts, RunMetrics
+from deployments.metrics import Count, Counts, RunMetrics, Tier
 from encoder.run_counts import Reason, RunCounts
 
 
@@ -14,8 +14,9 @@ class Added(Counts):
     def __init__(self) -> None:
         self.added: Counter[tuple[Count, str | None]] = Counter()
 
-    def add(self, count: Count, number: int = 1, *, reason: str | None = None) -> None:
+    def add(self, count: Count, number: int = 1, *, reason: str | None = None, tier: Tier | None = None) -> None:
         assert number > 0
+        assert tier is None
         assert (reason is not None) == (count is Count.EAGER_RUNS)
         self.added[count, reason] += number
 

@@ -326,6 +326,29 @@ def test_what_was_counted_is_on_rays_metrics_port(app: ServedApp) -> None:
     until(exported, f"{counted} in the metrics")
 
 
+def test_times_are_on_rays_metrics_port(app: ServedApp) -> None:
+    """Of each stage, where it happens; the bytes that the language model was handed are those of its embeddings."""
+    before = app.exported("LLM").get("vitray_embedding_bytes_arrived_total", 0)
+    body = chat(png(320, 320, (4, 4, 44)))
+    shape = ask(app, body).json()["images"][0]["shape"]
+    with httpx.stream("POST", f"{app.url}/v1/chat/completions", json=body | {"stream": True}, timeout=REQUEST_S) as one:
+        assert next(one.iter_bytes()).startswith(b"data: ")
+    expected = {
+        "Ingress": ("fetch_ms", "admission_ms", "ttft_ms"),
+        "Encoder": ("preprocess_ms", "queue_ms", "encode_ms"),
+        "LLM": ("transfer_ms", "first_token_ms"),
+    }
+    for deployment, names in expected.items():
+        for name in names:
+            counted = f"vitray_{name}_count"
+            until(lambda d=deployment, n=counted: app.exported(d).get(n, 0) > 0, f"{counted} of {deployment}")
+    num_bytes = 2 * shape[0] * shape[1] * 4  # float32, and the stream had it from the cache
+    until(
+        lambda: app.exported("LLM").get("vitray_embedding_bytes_arrived_total", 0) == before + num_bytes,
+        "the bytes in the metrics",
+    )
+
+
 def test_an_encoder_killed_at_work_is_replaced_and_its_work_is_done_again(app: ServedApp) -> None:
     """The only encoder there is: the client waits for the next one."""
     app.encoder("hold")

@@ -1,0 +1,205 @@
+"""A trace against a running server, or two: `python benchmarks/bench_serve.py http://127.0.0.1:8000 --trace t.jsonl`.
+
+An open loop: requests go out at the trace's times, whatever has been answered by then, and latencies count from those
+times. Reads nothing of a server but OpenAI's routes `/v1/models` and `/v1/chat/completions`. Two servers get the same
+requests, one after the other, or in turns with `--pieces`. A run whose client could not keep up says so and exits
+with 1. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import trace_figures, trace_plot
+from benchmarks.record import provenance, write
+from benchmarks.trace_client import Run
+from benchmarks.trace_figures import Slo
+from benchmarks.trace_images import cache_folder, make_images
+from benchmarks.trace_requests import generated, lines, read_trace
+from benchmarks.trace_run import BenchError, Plan, Server, measure
+from benchmarks.traces import TraceError
+
+
+def report(
+    plan: Plan, servers: Sequence[Server], runs: Mapping[str, Run], slo: Slo, max_lag_ms: float
+) -> dict[str, Any]:
+    """What is written as JSON, but for where it comes from."""
+    found = {
+        server.label: {"url": server.url, **trace_figures.figures(runs[server.label], slo, max_lag_ms=max_lag_ms)}
+        for server in servers
+    }
+    trace = plan.trace
+    made: dict[str, Any] = {
+        "benchmark": "serve",
+        "trace": {
+            "name": trace.name,
+            "digest": trace.digest,
+            "requests": len(trace.requests),
+            "images": sum(len(one.images) for one in trace.requests),
+            "distinct_images": len(trace.images),
+            "seconds": trace.requests[-1].at_s - trace.requests[0].at_s,
+        },
+        "speed": None if plan.speed == float("inf") else plan.speed,
+        "order": plan.order_text(servers),
+        "valid": all(one["client"]["valid"] for one in found.values()),
+        "servers": found,
+    }
+    if len(servers) == 2:
+        made["compared"] = trace_figures.compared(*found.values())
+    return made
+
+
+def _speed(_: click.Context, __: click.Parameter, value: str) -> float:
+    try:
+        speed = float(value)
+    except ValueError:
+        speed = 0.0
+    if not speed > 0:
+        raise click.BadParameter(f"{value} is no positive number; inf sends everything at once")
+    return speed
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("url")
+@click.option("--against", metavar="URL", help="A second server, which gets the same requests.")
+@click.option("--label", "labels", multiple=True, help="What a server is called; a second time for the second one.")
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON lines: t, images (id, w, h), prompt_tokens, output_tokens. Default: a small one that is made.",
+)
+@click.option("--requests", type=click.IntRange(min=1), help="Only the first so many of the trace.")
+@click.option(
+    "--speed", default="1", show_default=True, callback=_speed, help="Times as fast as the trace; inf: all at once."
+)
+@click.option(
+    "--pieces",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="With --against: take turns in so many pieces of the trace. 1: one after the other.",
+)
+@click.option("--ttft-ms", default=1000.0, show_default=True, help="Goodput: the first text within this, and …")
+@click.option("--tpot-ms", default=50.0, show_default=True, help="… each further token within this, in the mean.")
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Cut longer questions (text; for small models).")
+@click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers.")
+@click.option(
+    "--ignore-eos/--no-ignore-eos",
+    default=True,
+    show_default=True,
+    help="Ask for answers of the trace's length, in vLLM's way; servers without it want --no-ignore-eos.",
+)
+@click.option("--detail", type=click.Choice(["auto", "low", "high"]), help="OpenAI's, with every picture.")
+@click.option("-m", "--model", help="Default: the first that each server names.")
+@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, for the server at URL.")
+@click.option("--against-key", help="An API key, for the other one.")
+@click.option("--timeout-s", default=600.0, show_default=True, help="For one request.")
+@click.option("--warm-ups", default=1, show_default=True, type=click.IntRange(min=0), help="Before the clock starts.")
+@click.option(
+    "--max-lag-ms",
+    default=20.0,
+    show_default=True,
+    help="A run is not valid where the client was later than this more often than once in 100.",
+)
+@click.option(
+    "--images",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where pictures are kept. Default: the user's cache.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG (pip install '.[bench]').")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON to this file too.")
+@click.option(
+    "--write-trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace that is sent, and send it."
+)
+@click.option("--commit", help="Of the sources, where git is not there to say it.")
+def main(
+    url: str, against: str | None, labels: tuple[str, ...], trace_file: Path | None, requests: int | None,
+    speed: float, pieces: int, ttft_ms: float, tpot_ms: float, max_prompt_tokens: int | None,
+    max_output_tokens: int | None, ignore_eos: bool, detail: str | None, model: str | None, key: str | None,
+    against_key: str | None, timeout_s: float, warm_ups: int, max_lag_ms: float, folder: Path | None,
+    plot: Path | None, out: Path | None, write_trace: Path | None, commit: str | None,
+) -> None:  # fmt: skip
+    """Send a trace of chat requests with pictures to the server at URL, at the trace's own times, and measure.
+
+    \b
+    vitray bench serve http://127.0.0.1:8000
+    vitray bench serve http://127.0.0.1:8000 --trace chat.jsonl --speed 2 --plot chat.png
+    vitray bench serve http://127.0.0.1:8000 --against http://127.0.0.1:8100 --label vitray --label vllm \\
+        --trace documents.jsonl --pieces 4
+
+    Tells TTFT (from when a request was due), TPOT and ITL, the goodput (TTFT and TPOT within bounds), throughput and
+    errors by status. Works with any server of OpenAI's chat route. Nothing is sent again: what a server refuses counts
+    as failed. Exits with 1 where the client itself could not keep up, or nothing was answered.
+    """
+    addresses = [url, *([against] if against else [])]
+    if len(labels) not in (0, len(addresses)):
+        raise click.UsageError(f"--label is given {len(labels)} times for {len(addresses)} servers")
+    if len(set(labels)) != len(labels):
+        raise click.UsageError(f"--label: both servers are called {labels[0]}")
+    if plot is not None and not trace_plot.is_possible():
+        raise click.UsageError("--plot needs matplotlib: pip install '.[bench]'")
+    bases = [address.rstrip("/").removesuffix("/v1") for address in addresses]
+    names = labels or (bases if len(set(bases)) == len(bases) else ("first", "second"))
+    keys = (key, against_key)[: len(bases)]
+    servers = [Server(name, base, one) for name, base, one in zip(names, bases, keys, strict=True)]
+    try:
+        whole = read_trace(trace_file) if trace_file else generated()
+        trace = whole.cut(requests).capped(max_prompt_tokens, max_output_tokens)
+        if pieces > len(trace.requests):
+            raise click.UsageError(f"--pieces is {pieces}, and the trace has {len(trace.requests)} requests")
+        if write_trace is not None:
+            write_trace.write_text("".join(f"{line}\n" for line in lines(trace.requests)))
+        files = make_images(trace, folder or cache_folder(), _progress)
+        plan = Plan(trace, speed, pieces, timeout_s, model, ignore_eos, detail, warm_ups)
+        runs = asyncio.run(measure(plan, servers, files, lambda told: click.echo(told, err=True)))
+    except (TraceError, BenchError) as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+    slo = Slo(ttft_ms, tpot_ms)
+    found = report(plan, servers, runs, slo, max_lag_ms) | {
+        "capped": {"prompt_tokens": max_prompt_tokens, "output_tokens": max_output_tokens}
+    }
+    for server in servers:
+        click.echo(f"\n{server.label}: {trace.name}, {len(trace.requests)} requests, {speed:g} times as fast")
+        click.echo(trace_figures.text(found["servers"][server.label]))
+    if "compared" in found:
+        click.echo(
+            f"\n{found['order']}\n{trace_figures.compared_text(found['compared'], [one.label for one in servers])}"
+        )
+    if plot is not None:
+        trace_plot.draw(runs, slo, f"{trace.name}, {speed:g} times as fast", plot)
+    if not found["valid"]:
+        click.echo("NOT VALID: the client was late; give it more of a machine, or a lower --speed", err=True)
+    write(found | provenance(commit, _without_key(sys.argv[1:])), out)
+    answered = all(one["successful"] for one in found["servers"].values())
+    sys.exit(0 if found["valid"] and answered else 1)
+
+
+def _without_key(arguments: Sequence[str]) -> list[str]:
+    """A result is passed around; keys are nobody's business."""
+    options = ("-k", "--key", "--against-key")
+    kept: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        joined = argument not in options and argument.startswith(("-k", "--key=", "--against-key="))
+        kept.append("KEY" if before in options or joined else argument)
+    return kept
+
+
+def _progress(done: int, total: int) -> None:
+    if done == total or done % 200 == 0:
+        click.echo(f"{done} of {total} pictures are made", err=True)
+
+
+if __name__ == "__main__":
+    main()

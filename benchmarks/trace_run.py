@@ -1,0 +1,126 @@
+"""A trace sent to one or two servers, in the order that a plan says. It must not know of figures or of a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks import trace_bodies
+from benchmarks.trace_bodies import Bodies
+from benchmarks.trace_client import Run, joined, one_by_one, open_loop, served_model, session
+from benchmarks.trace_requests import Trace
+
+
+class BenchError(Exception):
+    """A run that could not be made; the message says why."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """`url` without /v1."""
+
+    label: str
+    url: str
+    key: str | None = None
+    """An API key, for this server alone."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of each server, and how."""
+
+    trace: Trace
+    speed: float
+    """Times as fast as the trace says; infinite for all at once."""
+    pieces: int
+    """In which the servers take turns; 1 sends the whole trace to the one, then to the other."""
+    timeout_s: float
+    model: str | None = None
+    ignore_eos: bool = True
+    detail: str | None = None
+    warm_ups: int = 1
+
+    def order(self, servers: Sequence[Server]) -> list[tuple[Server, Sequence[int]]]:
+        """Who gets which requests, in the order of sending; each piece begins with another server."""
+        found: list[tuple[Server, Sequence[int]]] = []
+        for number, piece in enumerate(self.trace.pieces(self.pieces)):
+            turn = servers if number % 2 == 0 else list(reversed(servers))
+            found += [(server, piece) for server in turn]
+        return found
+
+    def order_text(self, servers: Sequence[Server]) -> str:
+        if len(servers) == 1:
+            return "one server"
+        first, second = (server.label for server in servers)
+        if self.pieces == 1:
+            return f"one after the other: all to {first}, then all to {second}"
+        return (
+            f"interleaved: {self.pieces} consecutive pieces, each to {first} and {second}, the order turned each time"
+        )
+
+
+async def measure(
+    plan: Plan, servers: Sequence[Server], files: Mapping[int, Path], say: Callable[[str], None]
+) -> dict[str, Run]:
+    """What each server did, by label. Raises BenchError where one does not answer as it should."""
+    runs: dict[str, list[Run]] = {server.label: [] for server in servers}
+    bodies: dict[str, Bodies] = {}
+    tokens_per_word: float | None = None
+    async with AsyncExitStack() as stack:
+        sessions = {one.label: await stack.enter_async_context(session(one.key, plan.timeout_s)) for one in servers}
+        for server in servers:
+            http = sessions[server.label]
+            model = plan.model or await _model(http, server)
+            if tokens_per_word is None:  # of the first server, so that all get the same texts
+                tokens_per_word = await _tokens_per_word(http, server, model)
+                say(f"a word has {tokens_per_word:.2f} tokens")
+            made = Bodies(plan.trace, files, model, tokens_per_word, plan.ignore_eos, plan.detail)
+            bodies[server.label] = made
+            await _warm_up(http, server, model, plan)
+        for server, piece in plan.order(servers):
+            say(f"{server.label}: {len(piece)} requests")
+            due_s = [plan.trace.requests[index].at_s / plan.speed for index in piece]
+            make = _of_piece(bodies[server.label], piece)
+            run = await open_loop(sessions[server.label], server.url, due_s, make)
+            for one, index in zip(run.sent, piece, strict=True):
+                one.index = index
+            runs[server.label].append(run)
+    return {label: joined(found) for label, found in runs.items()}
+
+
+def _of_piece(bodies: Bodies, piece: Sequence[int]) -> Callable[[int], bytes]:
+    return lambda place: bodies.of(piece[place])
+
+
+async def _model(http: aiohttp.ClientSession, server: Server) -> str:
+    try:
+        return await served_model(http, server.url)
+    except (aiohttp.ClientError, OSError, LookupError, ValueError) as error:
+        raise BenchError(f"{server.url}/v1/models: {error!r}") from error
+
+
+async def _tokens_per_word(http: aiohttp.ClientSession, server: Server, model: str) -> float:
+    answers = await one_by_one(http, server.url, trace_bodies.probes(model))
+    for answer in answers:
+        if not answer.ok and not answer.prompt_tokens:
+            raise BenchError(f"{server.url} does not answer a question: status {answer.status} {answer.error}")
+    try:
+        return trace_bodies.tokens_per_word([answer.prompt_tokens for answer in answers])
+    except ValueError as error:
+        raise BenchError(f"{server.url}: {error}") from error
+
+
+async def _warm_up(http: aiohttp.ClientSession, server: Server, model: str, plan: Plan) -> None:
+    """Answers to pictures that the trace does not have."""
+    pictures = trace_bodies.warm_up_pictures(plan.warm_ups)
+    contents = [
+        trace_bodies.body(model, trace_bodies.words(f"warm-up {number}", 16), [picture], 4, ignore_eos=False)
+        for number, picture in enumerate(pictures)
+    ]
+    for answer in await one_by_one(http, server.url, contents):
+        if answer.status != 200:
+            raise BenchError(f"{server.url} does not answer about a picture: status {answer.status} {answer.error}")
