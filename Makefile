@@ -7,7 +7,7 @@ SECONDS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu fuzz soak check lock serve clean
+.PHONY: help setup demo test test-gpu fuzz soak chaos check lock serve clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,6 +33,10 @@ fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of th
 # A little of it is part of `make test`.
 soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, flat memory (SECONDS=N for another time)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
+
+# A little of it is part of `make test`.
+chaos: setup ## 5 minutes of load while encoders are killed, one every 5 s: no request fails, no answer is wrong (SECONDS=N)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/unit/deployments/test_chaos.py -s --chaos-seconds $(or $(SECONDS),300) --timeout 86400 $(ARGS)
 
 check: setup ## ruff, mypy, hadolint, and pip-audit on the locks where it can reach the advisories
 	@$(VENV)/bin/ruff check .

@@ -209,6 +209,9 @@ class IngressConfig(Options):
     """Of the requests in line at one ingress replica; more is a 503."""
     request_timeout_s: PositiveFloat = 600.0
     """From the request's arrival to its last token. A client asks for less with the header `x-request-timeout-s`."""
+    hedge_after_s: PositiveFloat | None = None
+    """Where set, an image that no encoder has ready so long after the request asked for it is sent to a second one,
+    once; the slower of the two is cancelled. The p99 of that time keeps these to one in a hundred."""
     retry_after_s: PositiveInt = 2
     """The least Retry-After of a 503."""
     max_retry_after_s: PositiveInt = 30

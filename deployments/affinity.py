@@ -87,7 +87,8 @@ class Affinity:
     A replica takes a call only if what it has under way is at most `load_bound` times the mean over all replicas, the
     call itself counted in the mean. With `giving_apart`, work is of two kinds, each bounded by itself: a replica that
     holds what a call asks for only gives it, and takes the call unless it has too much to give, whatever else it has to
-    do. Each router keeps the bound over what it has sent itself, and so their sum keeps it.
+    do. A call that one replica has failed passes the bound rather than go back there. Each router keeps the bound over
+    what it has sent itself, and so their sum keeps it.
 
     Raises ValueError for a `load_bound` under 1, with which there could be no replica left.
     """
@@ -180,7 +181,12 @@ class Affinity:
         """For each replica, whether it can give what the call asks for, and whether it can do the work."""
         fits = self._loads * len(self._names) <= self._load_bound * (self._loads.sum(1, keepdims=True) + call.weight)
         gives = fits[Work.GIVE] & (tiers <= SENT_LAST) if self._giving_apart else np.zeros(len(self._names), bool)
-        return gives, fits[Work.DO]
+        does = fits[Work.DO]
+        # A replica that fails whatever it gets has always least to do: the bound would send what it failed back to it.
+        others = tiers != AVOIDED
+        if call.attempt and others.any() and not ((gives | does) & others).any():
+            does = others
+        return gives, does
 
     def _tiers(self, call: Call) -> npt.NDArray[np.int64]:
         tiers = np.full(len(self._names), OTHER)

@@ -28,6 +28,7 @@ from encoder import compile_caches
 ENCODER_MAX_ONGOING = 512
 LLM_MAX_ONGOING = 256
 INGRESS_MAX_ONGOING = 1024
+DRAIN_MARGIN_S = 10.0
 
 
 def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
@@ -42,6 +43,9 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
     config = resolve(AppConfig.model_validate(args), cluster_facts())
     if vllm_compat.is_installed():  # the head node of a cluster need not have it; the replicas check again
         vllm_compat.check_args(config.llm.engine_args, config.llm.server_args)
+    # A replica that is to go ends when its answers have ended: in an update, or where there are to be fewer. What an
+    # encoder does not finish is done again elsewhere.
+    drain_s = config.ingress.request_timeout_s + DRAIN_MARGIN_S
     encoder = serve.deployment(
         name="Encoder",
         ray_actor_options=resources(config.encoder_replica, compile_caches.environment(config.encoder.state_folder)),
@@ -53,6 +57,7 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         ray_actor_options=resources(config.llm),
         max_ongoing_requests=LLM_MAX_ONGOING,
         request_router_config=routing(config.llm),
+        graceful_shutdown_timeout_s=drain_s,
     )(LLM)
     ingress = serve.deployment(
         name="Ingress",
@@ -60,6 +65,7 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         max_ongoing_requests=INGRESS_MAX_ONGOING,
         # What Serve's proxy answers where `max_queued_requests` is set and reached; the ingress never sees these.
         backpressure_config=BackpressureConfig(retry_after_s=config.ingress.retry_after_s),
+        graceful_shutdown_timeout_s=drain_s,
     )(Ingress)
     return ingress.bind(config, encoder.bind(config), llm.bind(config))
 

@@ -16,12 +16,11 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, section_fields, unknown_key
-from deployments import vllm_compat
+from deployments import check_policies, vllm_compat
 from deployments.listening import refused_to_strangers
 
 IMPORT_PATH = "deployments.app:build_app"
 DEPLOYMENTS = ("Ingress", "Encoder", "LLM")  # as deployments/app.py names them; tests/unit/test_cli.py compares
-VISUAL_WORK = "deployments.scaling:VisualWork"
 SERVES_OWN_HOST = "0.0.0.0"  # where the file says nothing
 
 
@@ -58,6 +57,7 @@ def problems(config: dict[str, object]) -> list[str]:
     for place, application in our_applications(config):
         found += _deployment_problems(application, place)
         found += _queue_problems(application, place)
+        found += check_policies.of_application(application, place)
         found += args_problems(application.get("args") or {}, f"{place}.args")
         found += _door_problems(config, application.get("args") or {}, f"{place}.args")
     if not found and not any(our_applications(config)):
@@ -188,7 +188,7 @@ def _deployment_problems(application: dict[str, object], place: str) -> Iterator
         name = deployment.get("name") if isinstance(deployment, dict) else None
         if isinstance(name, str) and name not in DEPLOYMENTS:
             yield f"{place}.deployments[{number}].name: no deployment {name!r}; there are {', '.join(DEPLOYMENTS)}"
-        yield from _policy_problems(deployment, f"{place}.deployments[{number}].autoscaling_config.policy")
+        yield from check_policies.of_deployment(deployment, f"{place}.deployments[{number}].autoscaling_config.policy")
 
 
 def _queue_problems(application: dict[str, object], place: str) -> Iterator[str]:
@@ -212,24 +212,6 @@ def _queue_problems(application: dict[str, object], place: str) -> Iterator[str]
                 f"{place}.deployments[{number}].max_queued_requests: {queue} is less than args.ingress.{key}, {bound}; "
                 "Serve would refuse what the ingress has let in"
             )
-
-
-def _policy_problems(deployment: object, place: str) -> Iterator[str]:
-    """What our scaling policy would refuse, which Serve would find out only when it is to scale."""
-    if not isinstance(deployment, dict):
-        return
-    scaling = deployment.get("autoscaling_config")
-    policy = scaling.get("policy") if isinstance(scaling, dict) else None
-    if not isinstance(policy, dict) or policy.get("policy_function") != VISUAL_WORK:
-        return
-    from deployments.scaling import VisualWork
-
-    if deployment.get("name") != "Encoder":
-        yield f"{place}.policy_function: {VISUAL_WORK} is for the deployment 'Encoder'; no other reports visual work"
-    try:
-        VisualWork(**(policy.get("policy_kwargs") or {}))
-    except (TypeError, ValueError) as error:
-        yield f"{place}.policy_kwargs: {error}"
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -100,6 +100,7 @@ class EncoderReplica:
                 queued_tokens=gauge(Level.QUEUED_TOKENS),
                 retried=lambda batches: self._counts.add(Count.BATCHES_RETRIED, batches),
                 ran=RunMetrics(self._counts),
+                sick=lambda fault: self._counts.add(Count.DEVICES_SICK, reason=fault.value),
             ),
         )
         self._decoders = DecodePool(
@@ -142,7 +143,12 @@ class EncoderReplica:
         return {HELD: published(self._cache.keys())}
 
     async def check_health(self) -> None:
-        """Raises when the thread that owns the GPU or the batching task has died; Serve then replaces the replica."""
+        """Raises where this replica can encode no more; Serve then replaces it.
+
+        The thread that owns the GPU or the batching task has died, or the GPU has failed.
+        """
+        if self._worker.fault is not None:
+            raise RuntimeError(f"the device has failed: {self._worker.fault.value}")
         if not self._worker.alive:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._handed_off and not await batching_task_alive(self._hand_off):

@@ -19,8 +19,10 @@ from functools import partial
 import torch
 
 from deployments.answers import Answers
+from deployments.device_health import DeviceHealth, Fault
 from deployments.pace import BusySpeed
 from encoder.decoded import Decoded
+from encoder.device_errors import out_of_memory
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
 from encoder.pipeline import Launched
@@ -37,6 +39,14 @@ class QueueFullError(RuntimeError):
 
 class WorkerEndedError(RuntimeError):
     """The thread that owned the GPU has ended; nothing is encoded here any more."""
+
+
+class DeviceSickError(WorkerEndedError):
+    """The device has failed for good."""
+
+
+class DeviceMemoryError(RuntimeError):
+    """The device had no memory left for an image, though it was tried alone."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class WorkerEvents:
     """So many batches failed and are tried again image by image."""
     ran: Callable[[RunCounts], None] = _ignore
     """What the encoder has counted since its start: replays, and eager runs by reason."""
+    sick: Callable[[Fault], None] = _ignore
+    """The device is not used any more."""
 
 
 class GpuWorker:
@@ -104,6 +116,7 @@ class GpuWorker:
         self._queued_tokens = 0
         self._speed = BusySpeed()
         self._ended = False
+        self._health = DeviceHealth()
         self._idling = True
         made: Future[Encoder] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
@@ -115,6 +128,11 @@ class GpuWorker:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def fault(self) -> Fault | None:
+        """What the device has failed of for good, if it has; then every image is refused."""
+        return self._health.fault
 
     @property
     def queued_tokens(self) -> int:
@@ -130,10 +148,12 @@ class GpuWorker:
         """Queues one image. An image that alone is over the bound is taken when nothing else waits.
 
         Raises:
-            QueueFullError: too many tokens wait already. WorkerEndedError: the thread has ended.
+            QueueFullError: too many tokens wait already. WorkerEndedError: the thread has ended, or the device is sick.
         """
         count = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
         job = _Job(pixels, count, time.perf_counter())
+        if self.fault is not None:
+            raise DeviceSickError(f"the device has failed: {self.fault.value}")
         with self._lock:
             if self._ended:
                 raise WorkerEndedError("the thread that owned the GPU has ended")
@@ -188,10 +208,17 @@ class GpuWorker:
         A capture of a graph must be alone with the device. One that fails is not tried again.
         """
         try:
-            while self._idling and self._queue.empty() and self._answers.idle and encoder.idle_step():
+            while (
+                self._idling
+                and self.fault is None
+                and self._queue.empty()
+                and self._answers.idle
+                and encoder.idle_step()
+            ):
                 self._events.ran(encoder.counts)
-        except Exception:
+        except Exception as error:
             self._idling = False
+            self._diagnose(error, alone=False)
             logger.exception("what the encoder does in idle moments failed; it goes on without")
 
     def _round(self, encoder: Encoder, jobs: list[_Job]) -> bool:
@@ -247,6 +274,9 @@ class GpuWorker:
 
     def _encode(self, encoder: Encoder, jobs: Sequence[_Job]) -> None:
         """Has every job answered. When a run of several fails, each is tried alone, so that only the culprit fails."""
+        if self.fault is not None:
+            self._refuse(jobs)
+            return
         given: set[int] = set()
         started = time.perf_counter()
         try:
@@ -267,16 +297,32 @@ class GpuWorker:
             self._failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
             return
         done = time.perf_counter()
+        self._health.worked()
         for job, tokens in zip(jobs, fetched, strict=True):
             job.future.set_result(Encoded(tokens, (started - job.queued_at) * 1e3, (done - started) * 1e3))
 
     def _failed(self, jobs: Sequence[_Job], error: BaseException, *, alone: bool) -> None:
         """Gives the error to a job that failed by itself; others are queued again, each to be tried by itself."""
+        self._diagnose(error, alone=alone)
+        if self.fault is not None:
+            self._refuse(jobs)
+            return
         if alone:
+            told = DeviceMemoryError(str(error)) if out_of_memory(error) else error
             for job in jobs:
-                job.future.set_exception(error)
+                job.future.set_exception(told)
             return
         self._events.retried(1)
         logger.error("a batch failed; %d images of it are tried alone", len(jobs), exc_info=error)
         for job in jobs:
             self._queue.put(replace(job, alone=True))
+
+    def _diagnose(self, error: BaseException, *, alone: bool) -> None:
+        if self._health.failed(error, alone=alone) and self.fault is not None:
+            logger.error("the device has failed, it is not used any more", exc_info=error)
+            self._events.sick(self.fault)
+
+    def _refuse(self, jobs: Sequence[_Job]) -> None:
+        """Others may encode them."""
+        for job in jobs:
+            job.future.set_exception(DeviceSickError("the device has failed"))

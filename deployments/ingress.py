@@ -33,6 +33,7 @@ from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
+from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS
 from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage
@@ -65,9 +66,21 @@ class Ingress:
         self._times = Distributions()
         self._admission = Admission(AdmissionBounds.of(self._limits), self._admission_metrics)
         self._replicas = Replicas(
-            encoder, llm, retry_after_s=self._limits.retry_after_s, overloaded_retry_s=self._admission.retry_after_s
+            encoder,
+            llm,
+            retry_after_s=self._limits.retry_after_s,
+            overloaded_retry_s=self._admission.retry_after_s,
+            hedge_after_s=self._limits.hedge_after_s,
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve takes to the application's autoscaling policy, every few seconds, where this scales too."""
+        return {
+            LINE_TOKENS: float(self._admission.tokens_waiting),
+            IN_FLIGHT_TOKENS: float(self._admission.tokens_in_flight),
+            UNACCEPTED_REQUESTS: float(self._admission.requests),
+        }
 
     async def __call__(self, request: Request) -> Response:
         arrived = asyncio.get_running_loop().time()
@@ -185,8 +198,14 @@ class Ingress:
         async def once(attempt: int) -> Response:
             await visit.again()
             encodings = [self._replicas.encode(job, attempt) for job in jobs]
-            answer = self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
-            return await self._stream(answer, encodings, visit, deadline, stages)
+
+            def begin() -> Answer:
+                return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
+
+            def hurried(answer: Answer) -> Awaitable[Answer]:
+                return self._replicas.hurried(answer, jobs, encodings, attempt=attempt, again=begin)
+
+            return await self._stream(begin(), encodings, visit, deadline, stages, hurried=hurried)
 
         return await self._again(once)
 
@@ -207,11 +226,13 @@ class Ingress:
         visit: Visit,
         deadline: Deadline,
         stages: str | None = None,
+        hurried: Callable[[Answer], Awaitable[Answer]] | None = None,
     ) -> Response:
         """The response as the language model replica gives it. A client that leaves cancels what was started.
 
         Only event streams are passed on piece by piece. Of anything else the length is known at its end, and a client
-        that closes as soon as it has the last byte would seem to have left early.
+        that closes as soon as it has the last byte would seem to have left early. `hurried` may exchange the answer
+        before it has begun.
         """
 
         waited_for = list(encodings)
@@ -221,10 +242,14 @@ class Ingress:
             waited_for.clear()
 
         try:
-            accepted = await _accepted(answer, visit)
-            self._replicas.encoded(waited_for, accepted.reads_on)
-            waited_for.clear()
+            if hurried is not None:
+                answer = await hurried(answer)
             head = await anext(answer)
+            visit.accepted()  # a replica has the request; one of a version before Accepted tells it by the head
+            self._replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)
+            waited_for.clear()
+            if isinstance(head, Accepted):
+                head = await anext(answer)
             if not isinstance(head, ResponseHead):
                 raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
             streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
@@ -277,15 +302,6 @@ class Ingress:
     def _visit(self, deadline: Deadline) -> AbstractContextManager[Visit]:
         """From here on the request counts as waiting for a language model."""
         return self._admission.visit(lambda: deadline.passed(asyncio.get_running_loop().time()))
-
-
-async def _accepted(answer: Answer, visit: Visit) -> Accepted:
-    """Waits until a replica has the request, which ends the visit."""
-    first = await anext(answer)
-    if not isinstance(first, Accepted):
-        raise AssertionError(f"a replica answers with Accepted first, got {type(first).__name__}")
-    visit.accepted()
-    return first
 
 
 def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

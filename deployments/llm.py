@@ -21,8 +21,10 @@ from pydantic import JsonValue
 from configs.schema import AppConfig
 from deployments import asgi, tracing, vllm_compat
 from deployments.checkpoint import local_model
+from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Arrived, Image, Incoming
+from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.metrics import Counts, Distribution, Distributions
@@ -47,6 +49,8 @@ class LLM:
         self._incoming = Incoming(Counts(), num_workers=cast(int, engine_args.get("tensor_parallel_size", 1)))
         self._reads_on = None if config.transfer == "object_store" else host_name()
         why_not = _why_not_loading(config)
+        self._stats = EngineStats()
+        self._under_way = 0
         with log_buffers_kept():
             self._engine, args = vllm_compat.start_engine(
                 local_model(config.model),
@@ -54,6 +58,7 @@ class LLM:
                 config.llm.server_args,
                 cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
                 link=self._incoming.link.address if why_not is None else None,
+                stats=self._stats,
             )
             self._guard = guard_children()
             self._keys = KeyStore()
@@ -95,6 +100,18 @@ class LLM:
         await self._engine.check_health()
         self._incoming.forget_the_lost()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve takes to its autoscaling policy, every few seconds (`deployments/scaling.py`).
+
+        An engine that is given nothing more says nothing more, not even that what it had was given up.
+        """
+        load = self._stats.load() if self._under_way else EngineLoad()
+        return {
+            RUNNING_REQUESTS: float(load.running),
+            WAITING_REQUESTS: float(load.waiting),
+            KV_CACHE_USE: load.kv_cache_use,
+        }
+
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)
         if engine is not None:
@@ -112,6 +129,17 @@ class LLM:
         Raises:
             TransferFailedError: before anything else, where an embedding is not where it was said to lie.
         """
+        self._under_way += 1
+        try:
+            async with aclosing(self._handled(request, places, images)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._under_way -= 1
+
+    async def _handled(
+        self, request: HttpRequest, places: Sequence[ImagePlace], images: Sequence[Image]
+    ) -> AsyncGenerator[Accepted | ResponseHead | bytes]:
         arrived_at_s, arrived = time.time(), time.perf_counter()
         request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
         embeddings = await self._incoming.borrow(images)

@@ -33,6 +33,7 @@ class Count(Enum):
     GRID_MISSES = "Images of a size whose positions had to be computed."
     PIXELS_PIPED = "Images that came from their decoder through a pipe, for want of room in shared memory."
     BATCHES_RETRIED = "Batches that failed and were tried again image by image."
+    DEVICES_SICK = "GPUs that failed for good, whose replicas ask to be replaced; the tag `reason` says why."
     QUEUE_FULL = "Images refused because too many visual tokens waited already."
     ADMITTED_TOKENS = "Visual tokens of the requests whose turn at the ingress has come."
     SHED_TOKENS = "Visual tokens of the requests that were dropped at the ingress; the tag `reason` says why."
@@ -42,6 +43,8 @@ class Count(Enum):
         "too much to do; the tag `reason` says which deployment."
     )
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
+    HEDGES = "Images that were sent to a second encoder because the first was slow."
+    HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
     REPLICAS_LOST = "Losses of a replica while it worked on a request."
     EMBEDDINGS_UNSHARED = "Embeddings that found no room in the encoder's shared memory."
@@ -64,6 +67,7 @@ class Count(Enum):
 
 WITH_REASON = (
     Count.EAGER_RUNS,
+    Count.DEVICES_SICK,
     Count.CALLS_SPILLED,
     Count.SHED_TOKENS,
     Count.SHED_REQUESTS,

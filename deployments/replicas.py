@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from ray.exceptions import ObjectLostError, RayActorError
@@ -22,7 +23,8 @@ from deployments.admission import Shed
 from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
-from deployments.gpu_worker import QueueFullError, WorkerEndedError
+from deployments.gpu_worker import DeviceMemoryError, QueueFullError, WorkerEndedError
+from deployments.hedging import Begun, Hedging
 from deployments.incoming import TransferFailedError
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
@@ -43,6 +45,7 @@ logger = logging.getLogger("ray.serve")
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
 Encoding = SharedCall[DeploymentResponse[EncoderAnswer]]
 Answer = DeploymentResponseGenerator[Accepted | ResponseHead | bytes]
+Again = Callable[[], Answer]
 T = TypeVar("T")
 
 
@@ -51,7 +54,8 @@ NOWHERE = "nowhere"
 
 
 class ReplicaLostError(ApiError):
-    """A replica died at its work. The work can be tried again, as long as nothing of the answer has been told."""
+    """A replica died at its work, or could not do it. It can be tried again elsewhere, as long as nothing of the answer
+    has been told."""
 
 
 class Replicas:
@@ -64,8 +68,12 @@ class Replicas:
         *,
         retry_after_s: int,
         overloaded_retry_s: Callable[[], int],
+        hedge_after_s: float | None = None,
     ) -> None:
-        """`overloaded_retry_s` estimates when there is room again; `retry_after_s` is for what is not up."""
+        """`overloaded_retry_s` estimates when there is room again; `retry_after_s` is for what is not up.
+
+        `hedge_after_s`: an image that takes longer is sent to a second encoder.
+        """
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
         self._encoder = encoder.options(_by_reference=True)
         self._encode = encoder.options(method_name="encode", _by_reference=True)
@@ -76,6 +84,7 @@ class Replicas:
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
         self._counts = Counts()
+        self._hedging = None if hedge_after_s is None else Hedging(hedge_after_s, self._counts)
 
     async def encoder_identity(self) -> EncoderIdentity:
         """What digests are made with; asked for once, and again after `forget_identity`."""
@@ -96,12 +105,16 @@ class Replicas:
         first it goes through the object store. Let `encoded` or `cancel` follow.
         """
         job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)))
-        to = self._encode.options(session_id=Call(job.digest, job.num_tokens, attempt).label())
         key = f"{job.digest} {job.read_on}"
-        encoding, shared = self._encodings.take(key, lambda: cast(Any, _on_its_own(lambda: to.remote(job))))
+        encoding, shared = self._encodings.take(key, lambda: self._call_encoder(job, attempt))
         if shared:
             self._counts.add(Count.ENCODINGS_SHARED)
         return encoding
+
+    def _call_encoder(self, job: ImageJob, attempt: int) -> DeploymentResponse[EncoderAnswer]:
+        to = self._encode.options(session_id=Call(job.digest, job.num_tokens, attempt).label())
+        started = _on_its_own(lambda: to.remote(job))
+        return cast(DeploymentResponse[EncoderAnswer], started)
 
     def answer(
         self,
@@ -119,6 +132,24 @@ class Replicas:
         llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
         return cast(Answer, llm.remote(request, places, *(encoding.response for encoding in encodings)))
 
+    async def hurried(
+        self, answer: Answer, jobs: Sequence[ImageJob], encodings: Sequence[Encoding], *, attempt: int, again: Again
+    ) -> Answer:
+        """The answer; a new one by `again` where an encoding was slow and another encoder was asked as well.
+
+        `jobs` are those of the encodings.
+        """
+        if self._hedging is None or not encodings:
+            return answer
+        begun: Begun[Accepted | ResponseHead | bytes] = Begun(answer)
+        spares = [partial(self._call_encoder, job, attempt + 1) for job in jobs]
+        try:
+            anew = await self._hedging.hurried(begun, encodings, spares)
+        except BaseException:
+            begun.cancel()
+            raise
+        return again() if anew else cast(Answer, begun)
+
     def encoded(self, encodings: Sequence[Encoding], read_on: str | None) -> None:
         """A language model on this host has them; None for one that takes nothing from shared memory."""
         self._read_on.add(read_on or NOWHERE)
@@ -132,7 +163,11 @@ class Replicas:
         """
         give_up = self._encodings.failed if failed else self._encodings.left
         started: list[Answer | DeploymentResponse[EncoderAnswer]] = [answer]
-        started += [encoding.response for encoding in encodings if give_up(encoding)]
+        for encoding in encodings:
+            if give_up(encoding):
+                started += [encoding.response, *([encoding.spare] if encoding.spare is not None else [])]
+                if encoding.race is not None:
+                    encoding.race.cancel()
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises here what made the call fail, which was told already
                 response.cancel()  # type: ignore[no-untyped-call]
@@ -154,7 +189,10 @@ class Replicas:
         if isinstance(error, TransferFailedError):
             self._counts.add(Count.TRANSFERS_FAILED)
             return ReplicaLostError(503, "an embedding was lost; try again", code="replica_lost", retry_after_s=retry)
-        if _tells_of_a_lost_replica(error):
+        if _tells_of(error, DeviceMemoryError):
+            short = "an encoder had no memory left for this; try again"
+            return ReplicaLostError(503, short, code="overloaded", retry_after_s=self._overloaded_retry_s())
+        if _tells_of(error, RayActorError, ObjectLostError, WorkerEndedError):
             self._counts.add(Count.REPLICAS_LOST)
             lost = "a replica was lost while it worked on this; try again"
             return ReplicaLostError(503, lost, code="replica_lost", retry_after_s=retry)
@@ -175,13 +213,10 @@ def _on_its_own(start: Callable[[], T]) -> T:
     return contextvars.copy_context().run(alone)
 
 
-def _tells_of_a_lost_replica(error: BaseException | None) -> bool:
-    """Whether `error` reports the death of an actor, or of the thread it lives by.
-
-    Serve wraps the death of an encoder in an error of its own.
-    """
+def _tells_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    """Whether `error` is of one of the kinds, or comes of one: Serve wraps an encoder's error in one of its own."""
     while error is not None:
-        if isinstance(error, RayActorError | ObjectLostError | WorkerEndedError):
+        if isinstance(error, kinds):
             return True
         error = error.__cause__ or error.__context__
     return False

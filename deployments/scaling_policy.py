@@ -1,15 +1,15 @@
 """How many encoder replicas there should be, by visual work: tokens that wait, tokens that arrive, measured speed.
 
 Pure decisions over numbers, so that the same code runs in Serve's controller and under the clock of
-`benchmarks/simulate.py`. It must not know of Ray; `deployments/scaling.py` joins the two. Holding on to the most that
-was needed of late, before going down, is the stabilisation window of Kubernetes' HorizontalPodAutoscaler.
+`benchmarks/simulate.py`. It must not know of Ray; `deployments/scaling.py` joins the two.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
+
+from deployments.scaling_hold import Hold, in_range
 
 # What each replica reports, by these names (`EncoderReplica.record_autoscaling_stats`).
 BACKLOG_TOKENS = "backlog_tokens"
@@ -38,16 +38,14 @@ class ScalingTargets:
     """A smaller share of the replicas than this is not worth taking away."""
 
     def __post_init__(self) -> None:
-        for name, value, fits, limit in (
+        in_range(
             ("target_encode_delay_s", self.target_encode_delay_s, self.target_encode_delay_s > 0, "over 0"),
             ("busy_share", self.busy_share, 0 < self.busy_share <= 1, "over 0 and at most 1"),
             ("hold_s", self.hold_s, self.hold_s >= 0, "at least 0"),
             ("start_s", self.start_s, self.start_s >= 0, "at least 0"),
             ("growth", self.growth, self.growth > 1, "over 1"),
             ("tolerance", self.tolerance, 0 <= self.tolerance < 1, "at least 0 and under 1"),
-        ):
-            if not (fits and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}; it must be {limit}")
+        )
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,8 @@ class VisualLoad:
     """Of one replica that has enough to do; None where none has measured it yet."""
     tokens_per_image: float | None
     """None where none has been seen yet."""
+    waiting_tokens: float = 0.0
+    """Of requests that wait in line before any handle, because the encoders hold them up."""
 
 
 class VisualScaler:
@@ -75,45 +75,30 @@ class VisualScaler:
 
     def __init__(self, targets: ScalingTargets) -> None:
         self.targets = targets
-        self._needed: deque[tuple[float, int]] = deque()
-        """Times ascending, needs descending: the first is the most of the last `hold_s`."""
+        self._hold = Hold(targets.hold_s, targets.tolerance)
         self._tokens_per_s: float | None = None
         self._tokens_per_image: float | None = None
 
     def replicas(self, load: VisualLoad, *, least: int, most: int) -> int:
         """How many to ask for now, from `least` to `most`. Call it with times that do not go back."""
-        if not self._needed:  # a new scaler takes over what there is, and has seen nothing yet that says it is too much
-            self._needed.append((load.now_s, load.asked_for))
-        need = self._hold(load.now_s, self.needed(load, least=least, most=most))
-        if need < load.asked_for:
-            spare = load.asked_for - need
-            keeps = need > 0 and spare < self.targets.tolerance * load.asked_for
-            need = load.asked_for if keeps else need
-        return min(max(need, least), most)
+        need = self.needed(load, least=least, most=most)
+        return min(max(self._hold.settled(load.now_s, need, load.asked_for), least), most)
 
-    def needed(self, load: VisualLoad, *, least: int, most: int) -> int:
-        """What this moment alone asks for: to keep up with what arrives, and clear what waits within the target."""
+    def needed(self, load: VisualLoad, *, least: int, most: int, idle: bool = True) -> int:
+        """What this moment alone asks for: to keep up with what arrives, and clear what waits within the target.
+
+        `idle`: with what `busy_share` leaves idle.
+        """
         targets = self.targets
         self._tokens_per_s = load.tokens_per_s or self._tokens_per_s
         self._tokens_per_image = load.tokens_per_image or self._tokens_per_image
         if self._tokens_per_s is None or (self._tokens_per_image is None and load.waiting_images > 0):
-            busy = load.backlog_tokens > 0 or load.waiting_images > 0
+            busy = load.backlog_tokens > 0 or load.waiting_images > 0 or load.waiting_tokens > 0
             return min(max(load.asked_for, int(busy), least), most)  # until something has been measured
-        waiting = load.backlog_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
+        waiting = load.backlog_tokens + load.waiting_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
         clear_s = targets.start_s + targets.target_encode_delay_s
-        per_s = load.arriving_tokens_per_s / targets.busy_share + waiting / clear_s
+        per_s = load.arriving_tokens_per_s / (targets.busy_share if idle else 1.0) + waiting / clear_s
         if per_s * targets.target_encode_delay_s < 1:  # less than one token: a mean that fades never gets to nothing
             return least
         need = min(per_s / self._tokens_per_s, most)
-        return min(max(math.ceil(need), least), most, self._bound(load.running))
-
-    def _bound(self, running: int) -> int:
-        return math.ceil(self.targets.growth * max(1, running))
-
-    def _hold(self, now_s: float, need: int) -> int:
-        while self._needed and self._needed[-1][1] <= need:
-            self._needed.pop()
-        self._needed.append((now_s, need))
-        while self._needed[0][0] < now_s - self.targets.hold_s:
-            self._needed.popleft()
-        return self._needed[0][1]
+        return min(max(math.ceil(need), least), most, math.ceil(targets.growth * max(1, load.running)))

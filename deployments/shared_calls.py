@@ -6,6 +6,7 @@ for others.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,6 +19,10 @@ class SharedCall(Generic[T]):
     key: str
     response: T
     wanted_by: int = 0
+    spare: T | None = None
+    """A second call for the same, while it is not decided which of the two counts (`hedging.py`)."""
+    race: asyncio.Future[None] | None = None
+    """Ends when that is decided; there from then on."""
 
 
 class SharedCalls(Generic[T]):

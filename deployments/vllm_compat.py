@@ -26,6 +26,7 @@ from pydantic import JsonValue
 from configs.schema import unknown_key
 from deployments import import_shim
 from deployments.engine_link import ADDRESS_KEY
+from deployments.engine_stats import EngineStats
 from deployments.media_keys import KeyStore, connector_class
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
@@ -155,12 +156,14 @@ def start_engine(
     server_args: Mapping[str, JsonValue],
     *,
     cpu_kv_cache_gib: int | None,
+    stats: EngineStats,
     link: str | None = None,
 ) -> tuple[Engine, Namespace]:
     """Loads the model, which takes from 30 s to minutes.
 
-    `cpu_kv_cache_gib` is the KV cache of vLLM's CPU backend, None on a GPU. `link`: where the engine's connectors call,
-    if the engine is to load embeddings by itself. Returns vLLM's AsyncLLM and the arguments that its application wants.
+    `cpu_kv_cache_gib` is the KV cache of vLLM's CPU backend, None on a GPU. `stats` is told what the engine has to do,
+    whether or not vLLM is to log it. `link`: where the engine's connectors call, if the engine is to load embeddings by
+    itself. Returns vLLM's AsyncLLM and the arguments that its application wants.
     """
     check_args(engine_args, server_args)
     if cpu_kv_cache_gib is not None:
@@ -193,7 +196,7 @@ def start_engine(
             ec_connector_extra_config={ADDRESS_KEY: link},
         )
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
-    engine = ClockedLLM.from_engine_args(parsed_engine_args)
+    engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
     namespace = default_server_args()
     for source in (arguments, server_args):
         for key, value in source.items():

@@ -15,6 +15,7 @@ from deployments import import_shim
 
 FUZZ_CASES = 10_000
 SOAK_S = 24
+CHAOS_S = 20
 
 import_shim.activate()
 
@@ -33,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-cases", type=int, default=FUZZ_CASES, help="random cases, all fuzzers of tests/fuzz together"
     )
     parser.addoption("--soak-seconds", type=float, default=SOAK_S, help="of mixed traffic in tests/serve/test_soak.py")
+    parser.addoption(
+        "--chaos-seconds",
+        type=float,
+        default=CHAOS_S,
+        help="of killed encoders in unit/deployments/test_chaos.py",
+    )
 
 
 @pytest.fixture(scope="session")

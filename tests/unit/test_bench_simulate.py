@@ -133,6 +133,26 @@ def test_scales_to_zero_and_back() -> None:
     assert max(found.late_s) < 80
 
 
+@pytest.mark.parametrize("growth", [2.0, 10.0])
+@pytest.mark.parametrize("start_s", [10.0, 30.0])
+def test_a_surge_is_over_soon_after_there_are_replicas_for_it(growth: float, start_s: float) -> None:
+    """Ten times the load for 60 s, which 40 replicas keep up with; from then on 30 s at most until none is late."""
+    counts: list[tuple[float, int]] = []
+    policy = VisualWork(target_encode_delay_s=1, growth=growth)
+
+    def watched(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        counts.append((ctx.current_time or 0.0, ctx.current_num_replicas))
+        return policy(ctx)
+
+    config = CONFIG.model_copy(update={"max_replicas": 400})
+    model = FleetModel(tokens_per_s=1000, start_s=start_s, image_s=0.1)
+    load = steps((120, 4000), (60, 40_000), (240, 4000))
+    found = Fleet(model, watched, config, replicas=10).run(load, target_s=1.0, warm_up_s=60)
+    (late_s,) = found.late_s
+    capacity_s = next(now for now, running in counts if running >= 40) - 120
+    assert late_s + 1.0 <= capacity_s + 30
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     image = {"w": 448, "h": 448}

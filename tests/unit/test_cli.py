@@ -16,10 +16,12 @@ from configs import reference
 from configs.encoder_config import EncoderConfig
 from configs.resolve import ClusterFacts
 from configs.schema import AppConfig
-from deployments import app, check_config, cli, routes, vllm_compat
+from deployments import app, check_config, check_policies, cli, routes, scaling, vllm_compat
 
 ROOT = Path(__file__).parent.parent.parent
-VISUAL_WORK = {"policy_function": check_config.VISUAL_WORK}
+VISUAL_WORK = {"policy_function": check_policies.VISUAL_WORK}
+PROPORTION = {"policy_function": check_policies.PROPORTION}
+SCALES = {"max_replicas": 2}
 
 
 def vitray(*arguments: str) -> Result:
@@ -144,6 +146,27 @@ def test_shipped_configuration_passes() -> None:
             },
             "deployments[2].autoscaling_config.policy.policy_function: deployments.scaling:VisualWork is for the",
         ),
+        (
+            {"deployments__1__autoscaling_config__policy": PROPORTION},
+            "deployments[1].autoscaling_config.policy.policy_function: deployments.scaling:Proportion is for the app",
+        ),
+        (
+            {"autoscaling_policy": VISUAL_WORK},
+            "applications[0].autoscaling_policy.policy_function: deployments.scaling:VisualWork is for the deployment",
+        ),
+        (
+            {
+                "autoscaling_policy": PROPORTION | {"policy_kwargs": {"llm": {"target_requests": 0}}},
+                "deployments__2__autoscaling_config": SCALES,
+                "deployments__2__num_replicas": None,
+            },
+            "applications[0].autoscaling_policy.policy_kwargs: target_requests is 0; it must be over 0",
+        ),
+        (
+            {"autoscaling_policy": PROPORTION},
+            "autoscaling_policy: deployments.scaling:Proportion scales neither without an `autoscaling_config` of the "
+            "deployment 'LLM'",
+        ),
         ({"deployments__0__name": "Encodr"}, "deployments[0].name: no deployment 'Encodr'; there are Ingress,"),
         ({"args__modell": "auto"}, "applications[0].args: unknown key 'modell': did you mean 'model'?"),
         ({"args__encoder__dtpye": "auto"}, "applications[0].args.encoder: unknown key 'dtpye': did you mean 'dtype'?"),
@@ -229,6 +252,17 @@ def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatc
     ingress = app.build_app({})._bound_deployment
     below = [bound._bound_deployment.name for bound in ingress.init_args if hasattr(bound, "_bound_deployment")]
     assert (ingress.name, *below) == check_config.DEPLOYMENTS
+    assert (scaling.INGRESS, scaling.ENCODER, scaling.LLM) == check_config.DEPLOYMENTS
+
+
+def test_a_policy_of_the_whole_application_is_in_order(tmp_path: Path) -> None:
+    kwargs = {"encoder": {"busy_share": 0.4}, "llm": {"target_requests": 32}, "gpus": 8}
+    changes = {"deployments__1__autoscaling_config": SCALES, "deployments__2__autoscaling_config": SCALES}
+    policy = PROPORTION | {"policy_kwargs": kwargs}
+    path = write_config(tmp_path / "config.yaml", autoscaling_policy=policy, **changes)
+    config = check_config.read_config(path)
+    config["applications"][0]["deployments"][2].pop("num_replicas")  # type: ignore[index]
+    assert check_config.problems(config) == []
 
 
 def test_serve_becomes_serve_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

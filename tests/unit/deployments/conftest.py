@@ -62,6 +62,8 @@ def cluster() -> Iterator[Cluster]:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ[proxy_bounds.VARIABLE] = proxy_bounds.IMPORT_PATH  # before Serve's modules read it
+    for source in ("REPLICA", "HANDLE"):  # what a policy knows is as old as this
+        os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.2"
     spans = SpanReceiver()
     os.environ |= spans.environment
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short, pytest's folders are not
@@ -141,8 +143,24 @@ class ServedApp:
         return found
 
 
-def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) -> ServedApp:
-    """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment."""
+def deploy(
+    cluster: Cluster,
+    checkpoint: Path,
+    name: str,
+    *,
+    replicas: int = 1,
+    encoders: int | None = None,
+    ingress: dict[str, object] | None = None,
+    drain_s: float = 20.0,
+    others_on: str | None = None,
+    **encoder: object,
+) -> ServedApp:
+    """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
+
+    `encoder` and `ingress`: settings of `encoder_replica` and `ingress` that differ.
+    `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but
+    the encoders run on, of which there is one a node then.
+    """
     from ray import serve
 
     from deployments.app import routing
@@ -152,26 +170,39 @@ def deploy(cluster: Cluster, checkpoint: Path, name: str, *, replicas: int = 1) 
     config = AppConfig.model_validate(
         {
             "model": str(checkpoint),
-            "encoder_replica": {"decode_workers": 1, "max_queued_tokens": MAX_QUEUED_TOKENS, "num_gpus": 0},
-            "ingress": {"retry_after_s": RETRY_AFTER_S},
+            "encoder_replica": {
+                "decode_workers": 1,
+                "max_queued_tokens": MAX_QUEUED_TOKENS,
+                "num_gpus": 0,
+                **encoder,
+            },
+            "ingress": {"retry_after_s": RETRY_AFTER_S, **(ingress or {})},
         }
     )
     vision = VisionConfig.from_checkpoint(checkpoint)
-    light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 256}
+    light: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": 0.1},
+        "max_ongoing_requests": 256,
+        "graceful_shutdown_timeout_s": drain_s,
+    }
+    apart, others = {}, light
+    if others_on is not None:
+        apart = {"max_replicas_per_node": 1}
+        others = light | {"ray_actor_options": {"num_cpus": 0.1, "resources": {others_on: 0.01}}}
     # Three checks in a row that fail are what Serve waits for.
-    encoder = serve.deployment(
+    encoder_app = serve.deployment(
         name="Encoder",
-        num_replicas=replicas,
+        num_replicas=encoders or replicas,
         health_check_period_s=0.5,
         request_router_config=routing(config.encoder_replica),
         **light,
+        **apart,
     )(ControlledEncoder).bind(config)
-    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **light)(
+    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **others)(
         StandInLLM
     ).bind(config, vision.width, vision.spatial_merge_size)
-    door = serve.deployment(name="Ingress", num_replicas=replicas, **light)(WatchedIngress)
-    ingress = door.bind(config, encoder, llm)
-    serve.run(ingress, name=name, route_prefix=f"/{name}")
+    door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(WatchedIngress)
+    serve.run(door.bind(config, encoder_app, llm), name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)
 
 

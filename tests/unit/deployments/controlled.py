@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,6 +27,7 @@ from starlette.routing import Route
 from configs.schema import AppConfig
 from deployments import encoder as encoder_module
 from deployments.encoder import EncoderReplica
+from deployments.engine_stats import EngineStats
 from deployments.incoming import Incoming
 from deployments.ingress import Ingress
 from deployments.lending import Lender
@@ -50,6 +52,7 @@ class GatedEncoder(Encoder):
     gate = threading.Event()
     num_encoded = 0
     dies = fails_for_several = False
+    fault: BaseException | None = None
 
     def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         GatedEncoder.gate.wait(GATE_WAIT_S)
@@ -57,6 +60,8 @@ class GatedEncoder(Encoder):
             raise SystemExit(1)
         if GatedEncoder.fails_for_several and len(pixels) > 1:
             raise RuntimeError("out of memory")
+        if GatedEncoder.fault is not None:
+            raise GatedEncoder.fault
         GatedEncoder.num_encoded += len(pixels)
         return super().launch_batches(pixels)
 
@@ -102,6 +107,10 @@ class ControlledEncoder(EncoderReplica):
     def lend_again(self) -> None:
         assert self._lender is not None
         self._lender = Lender(self._lender.shelf)
+
+    def break_device(self, told: str) -> None:
+        """As if CUDA had told so; every batch from now on fails with it."""
+        GatedEncoder.fault = torch.AcceleratorError(told)
 
     def state(self) -> dict[str, int]:
         return {
@@ -156,6 +165,8 @@ class WatchedIngress(Ingress):
         EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
         super().__init__(config, encoder, llm)
         self._replicas._counts = RecordedCounts()
+        if self._replicas._hedging is not None:
+            self._replicas._hedging._counts = self._replicas._counts
 
     def listens_on(self) -> str | None:
         return serve_host()
@@ -176,6 +187,8 @@ class StandInLLM(LLM):
         self._shape = EmbeddingShape(width, merge_size)
         self._incoming = Incoming(Counts(), num_workers=0)
         self._reads_on = None if config.transfer == "object_store" else host_name()
+        self._stats = EngineStats()
+        self._under_way = 0
         self._app = stand_in(self._keys, self)
         self.disconnects = 0
         self.calls = 0
@@ -216,7 +229,7 @@ def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
                     grid = connector.fetch_image_embedding(part["image_embeds"]["image_grid_thw"])
                     found.append(
                         {"shape": list(tokens.shape), "norm": float(tokens.norm()), "grid": grid.tolist()}
-                        | {"uuid": part["uuid"], "dtype": str(tokens.dtype)}
+                        | {"uuid": part["uuid"], "dtype": str(tokens.dtype), "first": tokens[0, :4].tolist()}
                     )
         if clock := first_token_clock.get():
             clock.first_token_at_s = time.perf_counter()

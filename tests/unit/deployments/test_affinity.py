@@ -82,11 +82,19 @@ class Followed:
                 return False
         return len(loads) == 1 or loads[name] * len(loads) <= self.bound * (sum(loads.values()) + call.weight)
 
+    def taking(self, call: Call) -> set[str]:
+        """Who takes the call within the bound; where that is only the one that failed it, all others beyond it."""
+        names = set(self.loads[Work.DO])
+        takes = {name for name in names if any(self.takes(name, call, work) for work in Work)}
+        last = self.sent.get(call.key or "", ("", 0))[0]
+        failed = {last} if call.attempt and call.key not in self.held.get(last, ()) else set()
+        return takes if takes - failed or not names - failed else names - failed
+
     def send(self, call: Call) -> None:
         found = self.affinity.order(call)
         names = self.loads[Work.DO]
         assert found
-        assert set(found) == {name for name in names if any(self.takes(name, call, work) for work in Work)}
+        assert set(found) == self.taking(call)
         for name in names.keys() - set(found):
             assert self.affinity.begin(name, call) is None
         work = Work.GIVE if self.takes(found[0], call, Work.GIVE) else Work.DO
@@ -224,6 +232,18 @@ def test_another_try_goes_elsewhere() -> None:
     assert affinity.order(Call(KEYS[0], attempt=1))[0] == first, "it only has to give what it has"
     affinity.set_replicas([first])
     assert affinity.order(Call(KEYS[0], attempt=1)) == [first], "where there is no other"
+
+
+def test_what_one_replica_failed_does_not_go_back_there_for_its_being_free() -> None:
+    """One with a broken GPU fails at once and has nothing to do: the bound sent it all that it had failed, again."""
+    affinity = affinity_of(*"ab")
+    key = next(key for key in KEYS if affinity.order(Call(key))[0] == "a")
+    affinity.end(begun(affinity, "a", Call(key)))
+    begun(affinity, "b", Call(weight=9))
+    assert affinity.order(Call(key)) == ["a"]
+    assert affinity.order(Call(key, attempt=1)) == ["b"]
+    begun(affinity, "b", Call(key, attempt=1))
+    assert affinity.load("b") == 10
 
 
 def test_without_a_key_the_least_loaded_goes_first() -> None:

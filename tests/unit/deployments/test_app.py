@@ -43,6 +43,13 @@ def test_three_deployments_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.model == load_preset("laptop").model, "resolved, and the same for all"
 
 
+def test_an_update_cuts_no_answer_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve ends a replica after 20 s by itself: what a client waited for longer ended in a 500."""
+    found = bound(monkeypatch, {"ingress": {"request_timeout_s": 700}})
+    assert found["Ingress"]._deployment_config.graceful_shutdown_timeout_s == 710
+    assert found["LLM"]._deployment_config.graceful_shutdown_timeout_s == 710
+
+
 def test_encoder_and_llm_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"encoder_replica": {"num_gpus": 0.2, "accelerator_type": "A100"}, "llm": {"num_gpus": 0.8}}
     found = bound(monkeypatch, args, has_gpu=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from argparse import Namespace
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -201,3 +202,25 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(start())
     assert asked == ["scenes"]
+
+
+def test_what_the_engine_said_last_is_reported_while_there_is_a_request() -> None:
+    """An engine whose last request was given up says no more: it would seem busy for ever, and never scale down."""
+    llm = replica()
+    engine = llm._stats.logger(None)
+    engine.record(
+        SimpleNamespace(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
+    )
+    idle = {"engine_running_requests": 0.0, "engine_waiting_requests": 0.0, "kv_cache_use": 0.0}
+    assert llm.record_autoscaling_stats() == idle
+
+    async def leave_early() -> dict[str, float]:
+        answer = cast(AsyncGenerator[object], llm.handle(request(), []))
+        await anext(answer)
+        told = llm.record_autoscaling_stats()
+        await answer.aclose()
+        return told
+
+    told = asyncio.run(leave_early())
+    assert told == {"engine_running_requests": 3.0, "engine_waiting_requests": 3.0, "kv_cache_use": 0.5}
+    assert llm.record_autoscaling_stats() == idle

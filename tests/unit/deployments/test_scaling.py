@@ -11,11 +11,11 @@ import pytest
 from ray import cloudpickle
 from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
-from ray.serve.autoscaling_policy import _apply_autoscaling_config
-from ray.serve.config import AutoscalingConfig, AutoscalingContext
-from ray.serve.schema import DeploymentSchema
+from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config, _apply_autoscaling_config
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
 
-from deployments.scaling import VisualWork, visual_load
+from deployments.scaling import EngineWork, VisualWork, visual_load
 
 ENCODER = DeploymentID("Encoder", "vitray")
 
@@ -125,7 +125,9 @@ def test_serves_configuration_refuses_unknown_arguments() -> None:
 def test_runs_where_the_code_is_not(tmp_path: Path) -> None:
     """Serve's controller gets the policy as bytes, and cannot import what came to the replicas as a `working_dir`."""
     pickled = tmp_path / "policy"
+    whole = AutoscalingPolicy(policy_function="deployments.scaling:Proportion")
     pickled.write_bytes(configured(busy_share=0.5).policy.get_serialized_policy_def() or b"")
+    (tmp_path / "whole").write_bytes(whole.get_serialized_policy_def() or b"")
     program = (
         "import sys\n"
         "class Never:\n"
@@ -138,11 +140,12 @@ def test_runs_where_the_code_is_not(tmp_path: Path) -> None:
         "    raw_metrics={}, current_time=1.0, current_num_replicas=3, target_num_replicas=3,\n"
         "    total_queued_requests=0.0)\n"
         "print(policy(ctx))\n"
+        "print(pickle.loads(open('whole', 'rb').read())(gpus=8)({}))\n"
     )
     found = subprocess.run(
         [sys.executable, "-c", program, str(pickled)], capture_output=True, text=True, cwd=tmp_path, check=False
     )
-    assert found.stdout == "(3, {})\n", found.stderr
+    assert found.stdout == "(3, {})\n({}, {})\n", found.stderr
 
 
 def test_keeps_its_memory_from_call_to_call() -> None:
@@ -150,3 +153,78 @@ def test_keeps_its_memory_from_call_to_call() -> None:
     assert policy(context([report(0, 800, 1000)] * 5))[0] == 5
     assert policy(context([report(0, 0, 1000)] * 5, current_time=1050.0))[0] == 5
     assert policy(context([report(0, 0, 1000)] * 5, current_time=1061.0))[0] == 0
+
+
+LLM = DeploymentID("LLM", "vitray")
+INGRESS = DeploymentID("Ingress", "vitray")
+
+
+def engines(running: float, waiting: float, kv_cache_use: float) -> dict[str, list[float]]:
+    now = {"engine_running_requests": running, "engine_waiting_requests": waiting, "kv_cache_use": kv_cache_use}
+    return {name: [1e12, value] for name, value in now.items()}
+
+
+def test_language_models_scale_on_what_their_engines_have_to_do() -> None:
+    """10 run, 5 wait for room and 5 at the handles, 8 to a replica; then the cache: 1.2 for 10, 2.4 for 20, at 0.5."""
+    policy = EngineWork(target_requests=8, kv_cache_share=0.5, growth=10)
+    reports = [engines(6, 5, 0.2), engines(4, 0, 0.2)]
+    assert policy(context(reports, deployment_name="LLM", total_queued_requests=5.0)) == (3, {})
+    full = [engines(6, 5, 0.9), engines(4, 0, 0.3)]
+    assert policy(context(full, deployment_name="LLM", total_queued_requests=5.0)) == (5, {})
+
+
+def application(**ingress: float) -> dict[DeploymentID, AutoscalingContext]:
+    """Two encoders with 2000 tokens to do at 1000 a second each, two language models, one ingress."""
+    config = AutoscalingConfig(max_replicas=9, upscale_delay_s=0, downscale_delay_s=0, target_ongoing_requests=10)
+    encoders = context([report(1000, 0, 1000)] * 2, config=config)
+    llms = context([engines(4, 0, 0.1)] * 2, deployment_id=LLM, deployment_name="LLM", config=config)
+    doors = context(
+        [{name: [1e12, value] for name, value in ingress.items()}] * 2,
+        deployment_id=INGRESS,
+        deployment_name="Ingress",
+        total_num_requests=35.0,
+        config=config,
+    )
+    return {ENCODER: encoders, LLM: llms, INGRESS: doors}
+
+
+def proportion(**policy: object) -> Any:
+    """As it comes from `autoscaling_policy` of serve_config.yaml, through bytes."""
+    asked = {"policy_function": "deployments.scaling:Proportion", "policy_kwargs": policy}
+    schema = ServeApplicationSchema(name="vitray", import_path="a:b", autoscaling_policy=asked)
+    made = _resolve_policy_callable(AutoscalingPolicy(**(schema.autoscaling_policy or {})))
+    return _apply_app_level_autoscaling_config(made)
+
+
+def test_an_application_scales_as_one() -> None:
+    """Of 2 × 2000 tokens in flight 2000 are at the encoders; so half of the 2 × 3000 in line are theirs too.
+
+    5000 tokens within 2 s at 1000 a second: 3. Half of the 2 × 20 requests comes to the language models, which have 8:
+    28 at 7 a replica. The ingress goes by requests, 10 to a replica.
+    """
+    policy = proportion(encoder={"target_encode_delay_s": 2.0, "growth": 10}, llm={"target_requests": 7, "growth": 10})
+    line = {"line_tokens": 3000.0, "in_flight_tokens": 2000.0, "unaccepted_requests": 20.0}
+    assert policy(application(**line))[0] == {ENCODER: 3, LLM: 4, INGRESS: 4}
+    assert policy(application())[0] == {ENCODER: 3, LLM: 4, INGRESS: 4}, "held"
+
+
+def test_an_application_shares_its_gpus() -> None:
+    policy = proportion(llm={"target_requests": 1}, gpus=4)
+    assert policy(application())[0] == {ENCODER: 2, LLM: 2, INGRESS: 4}
+    assert policy(application())[1].keys() == {ENCODER, LLM, INGRESS}
+
+
+def test_what_does_not_scale_is_left_alone() -> None:
+    """Serve tells of no deployment with a fixed number of replicas."""
+    both = application()
+    alone = {INGRESS: both[INGRESS], LLM: both[LLM]}
+    assert proportion()(alone)[0] == {INGRESS: 4}
+    without_ingress = {of: ctx for of, ctx in both.items() if of != INGRESS}
+    assert proportion()(without_ingress)[0] == {ENCODER: 2, LLM: 2}
+
+
+def test_an_application_refuses_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match="target_delay"):
+        proportion(encoder={"target_delay": 2.0})
+    with pytest.raises(ValueError, match="gpus is -1"):
+        proportion(gpus=-1)

@@ -1,7 +1,7 @@
-"""Two replicas of everything on a real Ray Serve: calls go where their image or conversation is; deaths go unnoticed.
+"""Two replicas of everything on a real Ray Serve: calls go where their image or conversation is; faults go unnoticed.
 
 The language model is a stand-in that answers with the norm of what it was given (`controlled.py`). The tests stand in
-an order: the last one kills a replica.
+an order: the last ones kill a replica and break another's GPU.
 """
 
 from __future__ import annotations
@@ -198,3 +198,19 @@ def test_a_replica_killed_at_work_is_noticed_by_nobody(pair: ServedApp) -> None:
     assert [norms(answer) for answer in ask_all(pair, [chat(file) for file in files])] == before
     until(lambda: len(pair.encoders("state")) == 2, "a new replica")
     assert pid not in encoded(pair)
+
+
+def test_a_replica_whose_gpu_fails_is_replaced_and_noticed_by_nobody(pair: ServedApp) -> None:
+    """It cannot encode, and a replica that fails at once has least to do: it drew all calls and failed them."""
+    files = [png(64, 96, (4, number, 251)) for number in range(12)]
+    before = set(encoded(pair))
+    exported = pair.exported("Encoder").get("vitray_devices_sick_total", 0)
+    pair.encoder("break_device", told="CUDA error: an illegal memory access was encountered")
+    answers = ask_all(pair, [chat(file) for file in files])
+    found = [norms(answer) for answer in answers]
+    until(lambda: len(pair.encoders("state")) == 2 and set(encoded(pair)) != before, "a new replica")
+    assert len(before & set(encoded(pair))) == 1
+    assert [norms(answer) for answer in ask_all(pair, [chat(file) for file in files])] == [
+        pytest.approx(norm, rel=1e-4) for norm in found
+    ]
+    until(lambda: pair.exported("Encoder").get("vitray_devices_sick_total", 0) == exported + 1, "the metrics")

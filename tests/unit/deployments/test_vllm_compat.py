@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deployments import vllm_compat
+from deployments.engine_stats import EngineStats
+from deployments.llm_scaling import EngineLoad
 from scripts import check_vllm_imports
 
 vllm_spec = importlib.util.find_spec("vllm")
@@ -81,6 +85,23 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
 def test_arguments_are_refused(engine_args: dict[str, Any], server_args: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         vllm_compat.check_args(engine_args, server_args)
+
+
+def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
+    """Through vLLM's own adapter and with its own numbers, two engines; the keyword is what `start_engine` passes."""
+    assert "stat_loggers" in inspect.signature(vllm_compat.lookup("AsyncLLM").from_engine_args).parameters
+    loggers = importlib.import_module("vllm.v1.metrics.loggers")
+    scheduler = importlib.import_module("vllm.v1.metrics.stats").SchedulerStats
+    stats = EngineStats()
+    assert stats.load() == EngineLoad()
+    adapter = loggers.PerEngineStatLoggerAdapter(None, [0, 1], stats.logger)
+    adapter.log_engine_initialized()
+    adapter.record(scheduler(num_running_reqs=4, num_waiting_reqs=2, kv_cache_usage=0.5), None, None, 0)
+    adapter.record(scheduler(num_running_reqs=1, num_skipped_waiting_reqs=1, kv_cache_usage=0.1), None, None, 1)
+    adapter.record(None, None, engine_idx=1)
+    adapter.record_sleep_state(0, 0)
+    adapter.log()
+    assert stats.load() == EngineLoad(5, 3, pytest.approx(0.3))
 
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:

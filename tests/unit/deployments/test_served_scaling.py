@@ -1,0 +1,140 @@
+"""On a real Ray Serve: replicas follow the load up and down, to zero and back, and share what GPUs there are.
+
+By the policy of the whole application, as a config file names it. The language model is a stand-in (`scaled.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.deployments.conftest import START_S, Cluster, ServedApp, until
+from tests.unit.deployments.samples import png
+from tests.unit.deployments.test_served_images import chat
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+NAME = "scaled"
+TEXT = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+GPUS = 4
+
+
+def autoscaled(name: str, least: int, most: int) -> dict[str, Any]:
+    at_once = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 1, "metrics_interval_s": 0.2}
+    return {"name": name, "autoscaling_config": {"min_replicas": least, "max_replicas": most, **at_once}}
+
+
+@pytest.fixture(scope="module")
+def scaled(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp]:
+    from ray import serve
+    from ray.serve._private.api import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    kwargs = {
+        "encoder": {"target_encode_delay_s": 0.01, "hold_s": 1.0},
+        "llm": {"target_requests": 2, "hold_s": 1.0},
+        "gpus": GPUS,
+        "shift_hold_s": 0.0,
+    }
+    application = {
+        "name": NAME,
+        "route_prefix": f"/{NAME}",
+        "import_path": "tests.unit.deployments.scaled:build",
+        "autoscaling_policy": {"policy_function": "deployments.scaling:Proportion", "policy_kwargs": kwargs},
+        "args": {
+            "model": str(checkpoints["qwen3_vl"]),
+            "encoder_replica": {"decode_workers": 1, "num_gpus": 0},
+            "ingress": {"max_visual_tokens_in_flight": 64, "max_visual_tokens_per_request": 64},
+        },
+        "deployments": [autoscaled("Ingress", 1, 1), autoscaled("Encoder", 0, 3), autoscaled("LLM", 0, 3)],
+    }
+    client = _get_global_client()
+    assert client is not None
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+    until(lambda: serve.status().applications[NAME].status == "RUNNING", "the application")
+    yield ServedApp(cluster, NAME)
+    serve.delete(NAME)
+
+
+def running(deployment: str) -> int:
+    from ray import serve
+
+    return int(serve.status().applications[NAME].deployments[deployment].replica_states.get("RUNNING", 0))
+
+
+def reached(encoders: int, llms: int) -> None:
+    until(lambda: (running("Encoder"), running("LLM")) == (encoders, llms), f"{encoders} encoders and {llms} LLMs")
+
+
+@pytest.fixture
+def streams(scaled: ServedApp) -> Iterator[Callable[[int], None]]:
+    """Opens answers that go on until the test ends."""
+    kept: list[Iterator[str]] = []  # one that is let go closes its connection
+    with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(timeout=START_S))
+
+        def open_streams(number: int) -> None:
+            for _ in range(number):
+                url = f"{scaled.url}/v1/chat/completions"
+                response = stack.enter_context(client.stream("POST", url, json=TEXT))
+                assert response.status_code == 200
+                kept.append(response.iter_lines())
+                next(kept[-1])
+
+        yield open_streams
+
+
+def test_to_zero_and_back(scaled: ServedApp) -> None:
+    reached(0, 0)
+    answer = httpx.post(f"{scaled.url}/v1/chat/completions", json=chat(png(64, 64, (1, 2, 3))), timeout=START_S)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["images"]) == 1
+    reached(0, 0)
+
+
+def test_language_models_follow_their_requests(scaled: ServedApp, streams: Callable[[int], None]) -> None:
+    """Two requests a replica. The encoders have nothing to do, and stay at none."""
+    streams(1)
+    reached(0, 1)
+    streams(3)
+    reached(0, 2)
+    streams(2)
+    reached(0, 3)
+
+
+def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, streams: Callable[[int], None]) -> None:
+    """Six streams want three of the four GPUs, and an image one. Then sixteen images are at that encoder, which is
+    held, and four times as many in line, and the encoders want three as well; in the end none.
+    """
+    streams(6)
+    until(lambda: running("Encoder") >= 1 or ask_one(scaled), "an encoder")
+    assert len(scaled.encoders("hold")) == 1
+    bodies = [chat(png(64, 64, (7, 7, number))) for number in range(80)]
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(asyncio.run, ask_together(scaled, bodies))
+        reached(2, 2)
+        until(lambda: release(scaled), "the gate")
+        assert [answer.status_code for answer in answers.result()] == [200] * len(bodies)
+    until(lambda: running("Encoder") == 0, "no encoder")
+
+
+def ask_one(scaled: ServedApp) -> bool:
+    httpx.post(f"{scaled.url}/v1/chat/completions", json=chat(png(64, 64, (9, 9, 9))), timeout=START_S)
+    return False
+
+
+async def ask_together(scaled: ServedApp, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    async with httpx.AsyncClient(timeout=START_S, limits=httpx.Limits(max_connections=None)) as client:
+        url = f"{scaled.url}/v1/chat/completions"
+        return await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+
+
+def release(scaled: ServedApp) -> bool:
+    return bool(scaled.encoders("release"))

@@ -1,0 +1,43 @@
+"""A node is lost and no request fails; a client that hangs up behind HAProxy is noticed as one behind Serve's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent.parent
+LIMIT_S = 800
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_lost_node_costs_no_request(checkpoints: dict[str, Path]) -> None:
+    program = [sys.executable, "-m", "tests.unit.deployments.two_nodes", str(checkpoints["qwen3_vl"])]
+    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of sockets must be short
+    environment = os.environ | {
+        "RAY_TMPDIR": folder,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{folder}/haproxy",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
+    }
+    try:
+        done = subprocess.run(
+            program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["failures"], found["wrong"]) == ([], [])
+    assert found["answered"] > 0
+    assert found["proxies"] > 0
+    assert found["encoders"] == 2

@@ -1,0 +1,85 @@
+"""Two nodes, an encoder on each, behind Serve's other proxy; a client hangs up, then a node is lost under load.
+
+A program, since the Ray of the other tests has one node and Serve's own proxy. `test_two_nodes.py` runs it, with the
+other proxy in its environment; the last line that it prints is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster as Nodes
+
+from tests.unit.deployments.conftest import START_S, Cluster, ServedApp, deploy, free_port, until
+from tests.unit.deployments.test_chaos import Load, pictures_and_embeddings, running, under
+
+OTHERS = "head"
+
+
+HAPROXY = "haproxy"
+
+
+def haproxies() -> int:
+    """Processes of it below this one."""
+    return sum(HAPROXY in process.name() for process in psutil.Process().children(recursive=True))
+
+
+def hang_up(app: ServedApp) -> None:
+    """In the middle of a stream that has no end; returns when the language model has been told."""
+    body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    before = app.llm("state")["disconnects"]
+    with (
+        httpx.Client(timeout=START_S) as client,
+        client.stream("POST", f"{app.url}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status_code == 200
+        next(response.iter_lines())
+    until(lambda: app.llm("state")["disconnects"] == before + 1, "the end of the stream")
+
+
+def main(checkpoint: Path) -> dict[str, Any]:
+    common: dict[str, Any] = {"object_store_memory": 150 * 2**20, "include_dashboard": False}
+    # What the head does not hear of for 3 s is lost.
+    common["_system_config"] = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000} | {
+        "health_check_failure_threshold": 3
+    }
+    nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})
+    try:
+        other = nodes.add_node(num_cpus=2, object_store_memory=150 * 2**20)
+        ray.init(address=nodes.address, log_to_driver=False)
+        port = free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        app = deploy(Cluster(port, 0), checkpoint, "nodes", encoders=2, others_on=OTHERS, cache_bytes=0)
+        proxies = haproxies()
+        hang_up(app)
+        load = Load(app.url, *pictures_and_embeddings(checkpoint))
+        before = running(app)
+
+        async def lose_a_node() -> None:
+            await asyncio.to_thread(nodes.remove_node, other, allow_graceful=False)
+            await asyncio.to_thread(until, lambda: len(set(before) & set(running(app))) == 1, "the loss of an encoder")
+
+        asyncio.run(under(load, lose_a_node))
+        return {
+            "answered": load.statuses[200],
+            "failures": load.failures,
+            "wrong": load.wrong,
+            "proxies": proxies,
+            "encoders": len(before),
+            "longest_s": max(load.times_s),
+        }
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
