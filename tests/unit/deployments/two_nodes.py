@@ -19,6 +19,7 @@ from ray import serve
 from ray.cluster_utils import Cluster as Nodes
 
 from tests.unit.deployments.conftest import START_S, Cluster, ServedApp, deploy, free_port, until
+from tests.unit.deployments.span_receiver import SpanReceiver
 from tests.unit.deployments.test_chaos import Load, pictures_and_embeddings, running, under
 
 OTHERS = "head"
@@ -51,13 +52,14 @@ def main(checkpoint: Path) -> dict[str, Any]:
     common["_system_config"] = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000} | {
         "health_check_failure_threshold": 3
     }
+    spans = SpanReceiver()
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})
     try:
         other = nodes.add_node(num_cpus=2, object_store_memory=150 * 2**20)
         ray.init(address=nodes.address, log_to_driver=False)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        app = deploy(Cluster(port, 0), checkpoint, "nodes", encoders=2, others_on=OTHERS, cache_bytes=0)
+        app = deploy(Cluster(port, 0, spans), checkpoint, "nodes", encoders=2, others_on=OTHERS, cache_bytes=0)
         proxies = haproxies()
         hang_up(app)
         load = Load(app.url, *pictures_and_embeddings(checkpoint))
@@ -79,6 +81,7 @@ def main(checkpoint: Path) -> dict[str, Any]:
     finally:
         ray.shutdown()
         nodes.shutdown()
+        spans.close()
 
 
 if __name__ == "__main__":
