@@ -48,9 +48,9 @@ def text(
         f"there stops the answers of the same replica for up to {stall_s * 1e3:.0f} ms",
         *(f"{kind}: {'; '.join(found)}" for kind, found in sources.items()),
         f"assumed: hop of {speeds.hop_s * 1e3:.0f} ms is the same for every request with pictures; no more than "
-        f"{MOST_BUSY:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no encoding "
-        "in any way, and every prompt is read whole (no prefix cache); attention costs vLLM's tower what it costs ours; its "
-        "tower spreads freely over a replica's GPUs; of a shared GPU the encoder has "
+        f"{MOST_BUSY:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no encoding in "
+        "any way, and every prompt is read whole (no prefix cache); attention costs vLLM's tower what it costs ours; "
+        "its tower spreads freely over a replica's GPUs; of a shared GPU the encoder has "
         f"{ENCODER_SHARE:g} of the memory, and the two never compute at once",
         "not looked at: memory, the rate of tokens after the first, fetching and decoding; see --help",
     ]

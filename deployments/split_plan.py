@@ -126,6 +126,9 @@ def cheapest(
     """
     if way is Way.SHARED and speeds.language.gpus > 1:
         raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; a shared one has room for 1")
+    plenty = Layout(way, max_gpus if way is Way.SPLIT else 0, max_gpus)
+    if not predict(requests, speeds, target, plenty).meets:
+        return None  # it is not for lack of replicas
     for gpus in range(1, max_gpus + 1):
         found = [predict(requests, speeds, target, layout) for layout in _layouts(way, gpus, speeds.language.gpus)]
         if good := [prediction for prediction in found if prediction.meets]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,9 @@ def plan(
     line through five shapes, for the shipped Qwen3-VL up to 17 % off. Predictions have not been compared with
     measurement: take a near miss for a draw.
     """
+    for name, value in (("--slo", slo), ("--speed", speed)):
+        if not math.isfinite(value):
+            raise click.UsageError(f"{name} is {value}; it must be a number")
     missing = [
         f"{name} is not given, and is nothing to guess: measure it by `{how}`"
         for name, value, how in (

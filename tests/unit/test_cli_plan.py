@@ -136,6 +136,14 @@ def test_own_times_of_the_encoder_want_own_times_of_vllm(small: Path) -> None:
     assert "--vllm-costs" in without.stderr
 
 
+@pytest.mark.parametrize("option", ["--slo", "--speed"])
+@pytest.mark.parametrize("value", ["nan", "inf", "0"])
+def test_a_number_that_is_none_is_refused(small: Path, option: str, value: str) -> None:
+    result = plan(small, option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
 def test_what_cannot_be_kept_is_said(small: Path) -> None:
     result = plan(small, "--slo", "0.001", "--max-gpus", "3")
     assert (result.exit_code, result.stdout) == (1, "")
