@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.traces import TraceError
 from deployments.affinity import Begun, Call, published
 from encoder.cache import EmbeddingCache
 from encoder.image_rules import ImageRules
 from encoder.image_size import grid_of, num_tokens
+from encoder.traces import TraceError
 
 BYTES_PER_TOKEN = 32 * 1024
 """Qwen3-VL-8B in bfloat16: 4096 wide, and three deepstack levels."""

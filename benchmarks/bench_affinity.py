@@ -34,8 +34,8 @@ from benchmarks.affinity_replay import (
 )
 from benchmarks.record import provenance, write
 from benchmarks.simulate import tokens_per_s
-from benchmarks.traces import RULES
 from deployments.affinity import Affinity, Begun, Call, Work
+from encoder.traces import RULES
 
 UNBOUNDED = 1e9
 NEVER_S = 1e9

@@ -25,7 +25,7 @@ from benchmarks.trace_figures import Slo
 from benchmarks.trace_images import cache_folder, make_images
 from benchmarks.trace_requests import generated, lines, read_trace
 from benchmarks.trace_run import BenchError, Plan, Server, measure
-from benchmarks.traces import TraceError
+from encoder.traces import TraceError
 
 
 def report(

@@ -13,79 +13,23 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.costs import Costs, MeasuredTable, read_costs
 from benchmarks.record import ROOT, provenance, write
-from benchmarks.traces import RULES, halves, windows
-from benchmarks.traces import read_costs as read_trace
-from encoder.fit_windows import fit_to_windows
-from encoder.packing import Batch, pack
-from encoder.planning import CostTable, ImageCost, plan
+from encoder.budget_trial import Bounds, outcome
+from encoder.packing import pack
+from encoder.planning import ImageCost, plan
+from encoder.recorded_costs import AnyCosts, read_costs
+from encoder.traces import RULES, halves, windows
+from encoder.traces import read_costs as read_trace
 
 DEFAULT_COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
 GREEDY_BUDGETS = (2048, 4096, 8192, 13824)
 """The budgets of the rule's first description, the pull request that `encoder.packing` names."""
-
-Window = Sequence[ImageCost]
-AnyCosts = Costs | MeasuredTable
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One way of packing over all windows. Ratios and shares are of tokens; milliseconds are by the cost table."""
-
-    padded_over_real: float
-    """Of the batches that are replayed."""
-    replayed_share: float
-    total_ms: float
-    batches: int
-
-
-def outcome(costs: AnyCosts, budgets: Sequence[int], made: Sequence[tuple[Window, Sequence[Batch]]]) -> Outcome:
-    """What `made`, batches for each window, comes to."""
-    table = costs.table(budgets)
-    real = padded = total = batches = 0
-    ms = 0.0
-    for window, packed in made:
-        ms += table.total_ms(window, packed)
-        for batch in packed:
-            tokens = sum(window[index].num_tokens for index in batch.indices)
-            total, batches = total + tokens, batches + 1
-            if batch.budget is not None:
-                real, padded = real + tokens, padded + batch.budget
-    return Outcome(padded / real if real else 1.0, real / total, ms, batches)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How budgets are fitted and images packed."""
-
-    window: int
-    """Images that are packed at once, and that one batch may hold."""
-    count: int
-    largest: int
-    prefer: float
-    """By what share of itself an eager run counts more, when a way is chosen."""
-
-    def choosing(self, costs: AnyCosts, budgets: Sequence[int]) -> CostTable:
-        """The table that plans are made with."""
-        table = costs.table(budgets)
-        return replace(table, eager_ms=tuple((tokens, ms * (1 + self.prefer)) for tokens, ms in table.eager_ms))
-
-    def fit(self, costs: AnyCosts, found: Sequence[Window]) -> tuple[int, ...]:
-        return fit_to_windows(
-            found,
-            count=self.count,
-            largest=self.largest,
-            table=partial(self.choosing, costs),
-            max_images=self.window,
-            max_tokens=self.largest,
-        )
 
 
 def evaluate(trace: Sequence[ImageCost], costs: AnyCosts, bounds: Bounds) -> dict[str, object]:
@@ -95,8 +39,7 @@ def evaluate(trace: Sequence[ImageCost], costs: AnyCosts, bounds: Bounds) -> dic
     if not second:
         raise ValueError(f"{len(trace)} images are too few for two windows of {window}")
     budgets = bounds.fit(costs, first)
-    make = partial(plan, table=bounds.choosing(costs, budgets), max_images=window, max_tokens=bounds.largest)
-    fitted = outcome(costs, budgets, [(images, make(images)) for images in second])
+    fitted = bounds.tried(costs, budgets, second)
     eager = partial(plan, table=costs.table(()), max_images=window)
     alone, wide = (
         outcome(costs, (), [(images, eager(images, max_tokens=tokens)) for images in second])

@@ -21,6 +21,7 @@ from benchmarks.measure import Deadline, held_bytes, interleaved, reserved_bytes
 from benchmarks.rungs import LABELS, Rung, RungUnavailableError, make_rung
 from benchmarks.towers import NAMES, Shape, config_of, random_patches, random_tower, shapes_of, unseen_grids
 from encoder.geometry import Grid
+from encoder.planning import PAIRS_PER_UNIT
 from encoder.vision_config import VisionConfig
 from encoder.weights import VisionTower
 
@@ -88,7 +89,7 @@ def measure(arch: str, asked: Asked, peak_tflops: float | None, deadline: Deadli
         "dtype": str(asked.dtype).removeprefix("torch."),
         "shapes": [
             {"name": s.name, "images": len(s.grids), "patches": s.tokens * config.merge_unit, "tokens": s.tokens,
-             "tflop": s.tflop} for s in shapes
+             "work": sum(t * (h * w) ** 2 for t, h, w in s.grids) / PAIRS_PER_UNIT, "tflop": s.tflop} for s in shapes
         ],
         "rows": [{"name": way.name, "label": way.label, **way.row} for way in ways],
         "skipped": skipped,

@@ -25,14 +25,14 @@ import numpy as np
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingConfig
 
-from benchmarks.costs import read_costs
 from benchmarks.fleet import Fleet, FleetModel, Load, Outcome, Policy
 from benchmarks.record import ROOT, provenance, write
-from benchmarks.traces import RULES, TraceError
-from benchmarks.traces import read_costs as read_trace_costs
 from deployments.scaling import VisualWork
 from encoder.image_rules import ImageRules
 from encoder.image_size import grid_of, num_tokens
+from encoder.recorded_costs import read_costs
+from encoder.traces import RULES, TraceError
+from encoder.traces import read_costs as read_trace_costs
 
 COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
 BATCH_TOKENS = 4096

@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from benchmarks.record import provenance, write
 from benchmarks.simulate import read_arrivals, tokens_per_s
-from benchmarks.traces import RULES
 from deployments.llm_scaling import LLMLoad, LLMTargets
 from deployments.pace import ARRIVALS_OVER_S
 from deployments.proportion import Bounds, IngressLoad, Pool, ProportionScaler
 from deployments.scaling_policy import ScalingTargets, VisualLoad
+from encoder.traces import RULES
 
 STEP_S = 0.5
 DECIDE_S = 1.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.traces import TraceError
+from encoder.traces import TraceError
 
 GENERATED = "generated"
 """The name of the trace that is made where none is given."""

@@ -14,9 +14,11 @@ import click
 
 from deployments.commands.ask import ask
 from deployments.commands.bench import bench
+from deployments.commands.budgets import budgets
 from deployments.commands.check import check
 from deployments.commands.config_option import PROJECT_ROOT, config_option, default_config
 from deployments.commands.encode import encode
+from deployments.commands.plan import plan
 from training.architectures import ARCHITECTURES
 
 
@@ -33,6 +35,9 @@ def main() -> None:
     vitray encode pictures/ --out embeddings/ --model DIR
                                           embeddings of a folder of pictures, without a server
     vitray bench serve URL                latency and goodput of a running server, on a trace of requests
+    vitray plan --trace t.jsonl --model M --slo 2
+                                          whether encoders of their own pay, how many, and the configuration
+    vitray budgets t.jsonl --model M      budgets of the encoder's CUDA graphs that fit a trace of images
     vitray settings                       every key below `args:` with its default
     vitray routes                         every HTTP route and what becomes of it
     vitray new-key NAME                   an API key, and the line that lets it in
@@ -48,7 +53,7 @@ def main() -> None:
     """
 
 
-for _command in (ask, bench, check, encode):
+for _command in (ask, bench, budgets, check, encode, plan):
     main.add_command(_command)
 
 

@@ -22,8 +22,8 @@ from benchmarks.affinity_replay import (
     paced,
     read_requests,
 )
-from benchmarks.traces import RULES, TraceError
 from deployments.affinity import Affinity
+from encoder.traces import RULES, TraceError
 
 RULES_QWEN3 = RULES["qwen3_vl"]
 SPEED = 1000.0  # tokens a second

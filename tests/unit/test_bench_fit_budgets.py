@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import fit_budgets
-from benchmarks.costs import Costs, Measured, read_costs
-from benchmarks.traces import RULES, TraceError, halves
-from benchmarks.traces import read_costs as read_trace
 from encoder.packing import Batch
 from encoder.planning import ImageCost
+from encoder.recorded_costs import Costs, Measured, read_costs
+from encoder.traces import RULES, TraceError, halves
+from encoder.traces import read_costs as read_trace
 
 SIZES = [(224, 224), (448, 448), (640, 480), (1024, 768), (512, 384)]
 

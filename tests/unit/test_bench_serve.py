@@ -23,8 +23,8 @@ from benchmarks.trace_client import Run, Sent
 from benchmarks.trace_figures import Slo, client_lag, compared, compared_text, figures, text
 from benchmarks.trace_images import make_images, picture
 from benchmarks.trace_requests import Trace, TraceImage, generated, lines, read_trace
-from benchmarks.traces import TraceError
 from deployments import cli
+from encoder.traces import TraceError
 from tests.unit.chat_server import TEMPLATE_TOKENS, ChatServer, refused, streamed
 
 RELAXED = ("--max-lag-ms", "60000", "--speed", "inf")

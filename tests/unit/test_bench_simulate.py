@@ -14,8 +14,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from benchmarks import simulate
 from benchmarks.fleet import Fleet, FleetModel, Load, Outcome
-from benchmarks.traces import RULES
 from deployments.scaling import VisualWork
+from encoder.traces import RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*look_back_period_s.*:FutureWarning")
 
