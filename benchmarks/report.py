@@ -1,4 +1,4 @@
-"""README's figures from benchmarks/results/*.json, and the ladder's plot: `python benchmarks/report.py`.
+"""Figures of docs/measurements.md from benchmarks/results/*.json, and the plot: `python benchmarks/report.py`.
 
 Nothing is typed by hand: what is not in a result is not in the text. `python scripts/readme.py` writes the text without
 the plot, which needs matplotlib (`pip install '.[bench]'`). It must not know how anything was measured.
@@ -42,13 +42,13 @@ def results(folder: Path = RESULTS) -> dict[str, list[Record]]:
 
 
 def markdown(found: Mapping[str, Sequence[Record]]) -> str:
-    """README's section, or one line where there is nothing to show."""
+    """The figures' section of docs/measurements.md, beside which the plot lies; one line where there is nothing."""
     parts: list[str] = []
     for result in found["encoder"]:
         parts += [encoder_text(result, record) for record in result["archs"].values()]
     parts += [totals_text(result) for result in found["encoder"] if result.get("summary", {}).get("vllm_best_over")]
     if any(record["rows"] for result in found["encoder"] for record in result["archs"].values()):
-        parts.append(f"![How many times as fast as the first row each rung is, by shape](docs/{PLOT.name})")
+        parts.append(f"![How many times as fast as the first row each rung is, by shape]({PLOT.name})")
     parts += [start_text(result) for result in found["start"]]
     parts += [latency_text(result) for result in found["latency"]]
     parts += [decode_text(result) for result in found["decode"]]

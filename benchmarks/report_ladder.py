@@ -1,4 +1,7 @@
-"""The encoder's ladder for README: its headline, tables and plot. It must not know how anything was measured."""
+"""The encoder's ladder: README's headline, and tables and plot of docs/measurements.md.
+
+It must not know how anything was measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Writes the tables of README.md that are made from the code: `python scripts/readme.py`; a test compares them.
+"""Writes the tables of README.md and docs/measurements.md that are made from code and results:
+`python scripts/readme.py`; a test compares them.
 
 Each stands between `<!-- NAME -->` and `<!-- /NAME -->`. It must not know what is in a table.
 """
@@ -16,17 +17,17 @@ from benchmarks.report_ladder import headline
 from configs import reference
 from deployments import routes
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+MEASUREMENTS = ROOT / "docs" / "measurements.md"
 
 
-def tables() -> dict[str, str]:
-    """Name -> Markdown."""
+def tables() -> dict[Path, dict[str, str]]:
+    """Page -> name -> Markdown."""
     results = report.results()
     return {
-        "headline": headline(results),
-        "settings": reference.markdown(),
-        "routes": routes.table(),
-        "figures": report.markdown(results),
+        README: {"headline": headline(results), "settings": reference.markdown(), "routes": routes.table()},
+        MEASUREMENTS: {"figures": report.markdown(results)},
     }
 
 
@@ -42,7 +43,8 @@ def with_tables(text: str, made: Mapping[str, str]) -> str:
 
 
 def main() -> int:
-    README.write_text(with_tables(README.read_text(), tables()))
+    for page, made in tables().items():
+        page.write_text(with_tables(page.read_text(), made))
     return 0
 
 

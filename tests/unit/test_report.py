@@ -127,8 +127,8 @@ def test_without_results_there_are_no_figures(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
-def test_readme_has_the_figures_of_the_results() -> None:
-    text = readme.README.read_text()
+def test_the_page_has_the_figures_of_the_results() -> None:
+    text = readme.MEASUREMENTS.read_text()
     figures = {"figures": report.markdown(report.results())}
     assert text == readme.with_tables(text, figures)
 

@@ -1,0 +1,174 @@
+"""The pages' links lead somewhere, names and figures in them are those of the sources, the worked example runs.
+
+Nothing is started. What the pages' commands and settings are held to is in test_readme.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from encoder.run_counts import Reason
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+TOWER = DOCS / "add-a-tower.md"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted(DOCS.glob("*.md")),
+    ROOT / "benchmarks" / "LOG.md",
+    ROOT / "models" / "scenes-8m" / "README.md",
+]
+SOURCES = ("configs", "encoder", "deployments", "training", "tests", "benchmarks")
+# Facts of others that the page on towers names: keys of checkpoints and of vLLM, arguments, torch's methods.
+NOT_OURS = {
+    "model_type",
+    "out_hidden_size",
+    "cu_seqlens",
+    "image_embeds",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "prepare",
+    "forward",
+}
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them; a second one of a name gets `-1`."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+        number = 1
+        anchor = slug
+        while anchor in found:
+            anchor, number = f"{slug}-{number}", number + 1
+        found.add(anchor)
+    return found
+
+
+def broken(page: Path, text: str) -> Iterator[str]:
+    """Links inside of the repository that lead nowhere."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        if path and not there.exists():
+            yield f"{page.name}: {target}"
+        elif anchor and anchor not in anchors(text if there == page else there.read_text()):
+            yield f"{page.name}: {target}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert list(broken(page, page.read_text())) == []
+
+
+def test_a_broken_link_would_be_found() -> None:
+    text = "# One `two`: three, four\n## A\n## A\n[x](#one-two-three-four) [x](#a-1) [x](README.md#try-it) [x](https://x.y/z#q)"
+    assert list(broken(ROOT / "x.md", text)) == []
+    text += " [x](#b) [x](no.md) [x](README.md#b)"
+    assert len(list(broken(ROOT / "x.md", text))) == 3
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for page in DOCS.glob("*.md"):
+        assert f"](docs/{page.name}" in readme, page.name
+    assert "](CONTRIBUTING.md)" in readme
+
+
+def test_named_metrics_are_there() -> None:
+    there = set(re.findall(r"^\| `(ray_vitray_\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    for page in PAGES:
+        if page.name not in ("LOG.md", "CHANGELOG.md"):
+            named = set(re.findall(r"`(ray_vitray_\w+)`", page.read_text()))
+            assert named <= there, page.name
+
+
+def test_every_reason_for_an_eager_run_is_explained() -> None:
+    table = (DOCS / "tune.md").read_text().partition("| reason | meaning | change |\n|---|---|---|\n")[2]
+    first = re.findall(r"^\| (.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(Reason)
+
+
+def measured() -> set[str]:
+    """Numbers of what was measured, and of what README says."""
+    pages = (ROOT / "benchmarks" / "LOG.md", DOCS / "measurements.md", ROOT / "README.md")
+    return {number for page in pages for number in re.findall(r"\d+\.\d+", page.read_text())}
+
+
+@pytest.mark.parametrize("name", ["how-it-works.md", "tune.md", "faq.md"])
+def test_figures_are_those_of_the_log_and_the_results(name: str) -> None:
+    text = re.sub(r"`[^`]*`", "", without_code((DOCS / name).read_text()))
+    figures = set(re.findall(r"\d+\.\d+", text))
+    assert len(figures) >= 3
+    assert figures - measured() == set()
+
+
+def test_picture_names_files_that_are_there() -> None:
+    picture = ElementTree.parse(DOCS / "processes.svg").getroot()
+    assert picture.tag.endswith("svg")
+    files = [file for text in picture.itertext() for file in re.findall(r"[\w/]+\.py", text)]
+    assert len(files) > 5
+    for file in files:
+        assert (ROOT / file).is_file() or (ROOT / "deployments" / file).is_file(), file
+
+
+def python_block(page: Path) -> str:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return str(block)
+
+
+def test_the_towers_example_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(python_block(TOWER), TOWER.name, "exec"), {})
+    assert f"```console\n{capsys.readouterr().out}```" in TOWER.read_text()
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Classes, functions and assigned names of a module, methods as `Class.method`."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+            for member in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(member, ast.FunctionDef):
+                    yield f"{node.name}.{member.name}"
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def test_the_towers_page_names_what_is_there() -> None:
+    there: set[str] = set()
+    for package in SOURCES:
+        for path in (ROOT / package).rglob("*.py"):
+            there.update(defined(ast.parse(path.read_text())))
+    spans = re.findall(r"`([^`\n]+)`", without_code(TOWER.read_text()))
+    names = {span for span in spans if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", span) and re.search(r"[A-Z_]", span)}
+    names = {name for name in names if not name.endswith(".md")} - NOT_OURS
+    assert len(names) > 25
+    assert names - there == set()
+    assert {"VisionConfig.from_dict", "build_tower", "MODELS", "SECTIONS"} <= names
+
+
+def test_files_named_in_pages_are_there() -> None:
+    for page in PAGES:
+        if page.name in ("LOG.md", "CHANGELOG.md"):
+            continue
+        for span in re.findall(r"`([^`\n]+)`", without_code(page.read_text())):
+            for word in span.split():
+                if re.fullmatch(
+                    r"(configs|encoder|deployments|tests|benchmarks|scripts|training|examples)(/[\w.-]+)+", word
+                ):
+                    assert (ROOT / word).exists(), f"{page.name}: {word}"
