@@ -35,8 +35,8 @@ soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, fl
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
 
 # A little of it is part of `make test`.
-chaos: setup ## 5 minutes of load while encoders are killed, one every 5 s: no request fails, no answer is wrong (SECONDS=N)
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/unit/deployments/test_chaos.py -s --chaos-seconds $(or $(SECONDS),300) --timeout 86400 $(ARGS)
+chaos: setup ## 5 minutes of load while encoders are killed, one every 5 s, then a lost node: no request fails, no answer is wrong (SECONDS=N)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/unit/deployments/test_chaos.py tests/unit/deployments/test_two_nodes.py -m "not gpu" -s --chaos-seconds $(or $(SECONDS),300) --timeout 86400 $(ARGS)
 
 check: setup ## ruff, mypy, hadolint, and pip-audit on the locks where it can reach the advisories
 	@$(VENV)/bin/ruff check .

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 LIMIT_S = 800
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_lost_node_costs_no_request(checkpoints: dict[str, Path]) -> None:
     program = [sys.executable, "-m", "tests.unit.deployments.two_nodes", str(checkpoints["qwen3_vl"])]
