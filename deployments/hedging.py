@@ -19,6 +19,8 @@ from deployments.shared_calls import SharedCall
 
 POLL_S = 0.005
 """Between two looks at calls of which one is slow already."""
+LATE_S = 5.0
+"""For the first piece of an answer, after which it is looked whether its encodings have failed."""
 
 T = TypeVar("T")
 
@@ -62,6 +64,29 @@ async def ready(response: DeploymentResponse[Any]) -> bool | None:
     if assigned.exception() is not None:
         return True
     return bool(ray.wait([assigned.result()], timeout=0, fetch_local=False)[0])
+
+
+async def begun(answer: Any, calls: Sequence[SharedCall[Any]]) -> Begun[Any]:  # noqa: ANN401 - as above
+    """The answer, once its first piece is there.
+
+    Serve takes the error of an encoder that could not be reached, when it comes with the arguments, for one of the
+    replica that it calls, and calls again without end. So an answer that is late has its encodings looked at.
+
+    Raises:
+        Exception: whatever an encoding failed with.
+    """
+    begins: Begun[Any] = Begun(answer)
+    left = list(calls)
+    try:
+        while not await begins.first_is_there(LATE_S):
+            for call in list(left):
+                if await ready(call.response):
+                    await (await call.response._to_object_ref())
+                    left.remove(call)
+    except BaseException:
+        begins.cancel()
+        raise
+    return begins
 
 
 class Hedging:

@@ -244,6 +244,7 @@ class Ingress:
         try:
             if hurried is not None:
                 answer = await hurried(answer)
+            answer = await self._replicas.begun(answer, waited_for)
             head = await anext(answer)
             visit.accepted()  # a replica has the request; one of a version before Accepted tells it by the head
             self._replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)

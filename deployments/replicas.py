@@ -24,7 +24,7 @@ from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
 from deployments.gpu_worker import DeviceMemoryError, QueueFullError, WorkerEndedError
-from deployments.hedging import Begun, Hedging
+from deployments.hedging import Begun, Hedging, begun
 from deployments.incoming import TransferFailedError
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
@@ -149,6 +149,10 @@ class Replicas:
             begun.cancel()
             raise
         return again() if anew else cast(Answer, begun)
+
+    async def begun(self, answer: Answer, encodings: Sequence[Encoding]) -> Answer:
+        """The answer, once its first piece is there. Raises what an encoding failed with, where Serve does not."""
+        return cast(Answer, await begun(answer, encodings))
 
     def encoded(self, encodings: Sequence[Encoding], read_on: str | None) -> None:
         """A language model on this host has them; None for one that takes nothing from shared memory."""
