@@ -19,8 +19,6 @@ from deployments.shared_calls import SharedCall
 
 POLL_S = 0.005
 """Between two looks at calls of which one is slow already."""
-LATE_S = 5.0
-"""For the first piece of an answer, after which it is looked whether its encodings have failed."""
 
 T = TypeVar("T")
 
@@ -54,39 +52,26 @@ class Begun(Generic[T]):
         self._answer.cancel()
 
 
+async def object_ref(response: DeploymentResponse[Any]) -> ray.ObjectRef[Any]:
+    """Of the result that is to come, once a replica has taken the call. Who stops waiting leaves the call alone."""
+    return await asyncio.shield(_taken(response))
+
+
+def _taken(response: DeploymentResponse[Any]) -> asyncio.Task[ray.ObjectRef[Any]]:
+    task = asyncio.ensure_future(response._to_object_ref())
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to those who wait
+    return task
+
+
 async def ready(response: DeploymentResponse[Any]) -> bool | None:
     """Whether there is a result or an error; None where no replica has taken the call yet."""
-    assigned = asyncio.ensure_future(response._to_object_ref())
-    done, _ = await asyncio.wait({assigned}, timeout=POLL_S)
+    taken = _taken(response)
+    done, _ = await asyncio.wait({taken}, timeout=POLL_S)
     if not done:  # not cancelled: that would cancel the call
-        assigned.add_done_callback(lambda task: task.cancelled() or task.exception())
         return None
-    if assigned.exception() is not None:
+    if taken.exception() is not None:
         return True
-    return bool(ray.wait([assigned.result()], timeout=0, fetch_local=False)[0])
-
-
-async def begun(answer: Any, calls: Sequence[SharedCall[Any]]) -> Begun[Any]:  # noqa: ANN401 - as above
-    """The answer, once its first piece is there.
-
-    Serve takes the error of an encoder that could not be reached, when it comes with the arguments, for one of the
-    replica that it calls, and calls again without end. So an answer that is late has its encodings looked at.
-
-    Raises:
-        Exception: whatever an encoding failed with.
-    """
-    begins: Begun[Any] = Begun(answer)
-    left = list(calls)
-    try:
-        while not await begins.first_is_there(LATE_S):
-            for call in list(left):
-                if await ready(call.response):
-                    await (await call.response._to_object_ref())
-                    left.remove(call)
-    except BaseException:
-        begins.cancel()
-        raise
-    return begins
+    return bool(ray.wait([taken.result()], timeout=0, fetch_local=False)[0])
 
 
 class Hedging:

@@ -1,5 +1,5 @@
-"""Embeddings on their way into the engine: borrowed from the encoders' shared memory, and loaded by the engine itself
-where it can, else handed to vLLM with the request.
+"""Embeddings on their way into the engine: fetched as soon as each is encoded, borrowed where they lie in the encoders'
+shared memory, and loaded by the engine itself where it can, else handed to vLLM with the request.
 
 It must not know of HTTP or of vLLM's requests.
 """
@@ -10,14 +10,13 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
-from torch import Tensor
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.embedding_header import WrongEmbeddingError
+from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError, Way
 from deployments.engine_link import EngineLink, Loaded
 from deployments.engine_table import Place
 from deployments.lending import Borrowed, GoneError, Held
@@ -26,64 +25,12 @@ from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
 
 logger = logging.getLogger("ray.serve")
 
-Image = EncodedImage | SharedEmbedding | ImageRefused
-
-
-class Way(Enum):
-    """How an embedding came to the engine."""
-
-    ENGINE = "engine_loads"
-    """The engine copied it from the encoder's memory."""
-    REQUEST = "in_request"
-    """From the encoder's memory into vLLM's request."""
-    OBJECT_STORE = "object_store"
-    """From Ray's object store into vLLM's request."""
-
-
-class TransferFailedError(RuntimeError):
-    """An embedding could not be had where it was said to lie. The request can be tried again."""
-
 
 @dataclass
 class _Lender:
     borrowed: Borrowed
     in_engine: bool
     num_leases: int = 0
-
-
-@dataclass
-class Arrived:
-    """The embeddings of one request. `close` it when the request has ended, whatever became of it."""
-
-    held: dict[int, Held] = field(default_factory=dict)
-    """By the image's number."""
-    leases: dict[int, str] = field(default_factory=dict)
-    """Likewise, where the engine loads by itself: then all of them or none."""
-
-    @property
-    def engine_loads(self) -> bool:
-        return bool(self.leases)
-
-    @property
-    def way(self) -> Way:
-        """Of those that lie in shared memory, or of all where none does."""
-        if self.engine_loads:
-            return Way.ENGINE
-        return Way.REQUEST if self.held else Way.OBJECT_STORE
-
-    def tensor(self, number: int, image: EncodedImage | SharedEmbedding, *, width: int, merge_size: int) -> Tensor:
-        """What vLLM gets with the request: the embedding `[num_tokens, width]`, or one without columns in its place.
-
-        Raises WireError for an embedding that does not fit the model, TransferFailedError for another one's bytes.
-        """
-        if isinstance(image, EncodedImage):
-            return image.unpack(width=width, merge_size=merge_size)
-        image.check(width=width, merge_size=merge_size)
-        try:
-            found = self.held[number].tensor()
-        except WrongEmbeddingError as error:
-            raise TransferFailedError(str(error)) from error
-        return found[:, :0] if self.engine_loads else found
 
 
 class Incoming:
@@ -113,26 +60,52 @@ class Incoming:
         """The engine does not do what it should; from now on embeddings go with the requests."""
         self._engine_loads = False
 
-    async def borrow(self, images: Sequence[Image]) -> Arrived:
-        """Holds every image that lies in shared memory, all at once. Raises TransferFailedError."""
-        shared = [(number, image) for number, image in enumerate(images) if isinstance(image, SharedEmbedding)]
+    async def arrive(self, encodings: Sequence[Awaitable[Image]]) -> Arrived:
+        """Fetches what encoders answer, each as soon as it is there, and holds what lies in shared memory.
+
+        The first that fails ends the wait for the others.
+
+        Raises:
+            NotEncodedError: an encoder has failed.
+            TransferFailedError: an embedding is not where it was said to lie.
+        """
         arrived = Arrived()
         lenders: dict[int, _Lender] = {}
         try:
-            holding = [self._hold(number, image, arrived, lenders) for number, image in shared]
-            for ended in await asyncio.gather(*holding, return_exceptions=True):
-                if isinstance(ended, BaseException):
-                    raise ended
-            all_shared = len(shared) == sum(not isinstance(image, ImageRefused) for image in images)
-            if shared and all_shared and self._engine_loads and all(each.in_engine for each in lenders.values()):
+            async with asyncio.TaskGroup() as group:
+                fetched = [
+                    group.create_task(self._fetch(number, encoding, arrived, lenders))
+                    for number, encoding in enumerate(encodings)
+                ]
+            arrived.images = [task.result() for task in fetched]
+            encoded = sum(not isinstance(image, ImageRefused) for image in arrived.images)
+            if (
+                self._engine_loads
+                and 0 < len(arrived.held) == encoded
+                and all(lender.in_engine for lender in lenders.values())
+            ):
                 self._give(arrived, lenders)
-        except BaseException as error:
+        except BaseException as failed:
             self.close(arrived)
+            error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
             if isinstance(error, GoneError | OSError):
                 raise TransferFailedError(str(error)) from error
-            raise
-        self._count(images, arrived)
+            raise error from error.__cause__
+        self._count(arrived)
         return arrived
+
+    async def _fetch(
+        self, number: int, encoding: Awaitable[Image], arrived: Arrived, lenders: dict[int, _Lender]
+    ) -> Image:
+        try:
+            image = await encoding
+        except ObjectLostError as error:
+            raise TransferFailedError(str(error)) from error
+        except (RayTaskError, RayActorError, TaskCancelledError, WorkerCrashedError) as error:
+            raise NotEncodedError(number) from error
+        if isinstance(image, SharedEmbedding):
+            await self._hold(number, image, arrived, lenders)
+        return image
 
     def close(self, arrived: Arrived) -> None:
         """Gives back what nothing reads any more; what the engine may still read it gives back itself."""
@@ -220,8 +193,8 @@ class Incoming:
             self._counts.add(Count.EMBEDDING_BYTES_LOADED, loaded.num_bytes)
             self._counts.add(Count.LOAD_MS, round(loaded.seconds * 1e3))
 
-    def _count(self, images: Sequence[Image], arrived: Arrived) -> None:
-        for image in images:
+    def _count(self, arrived: Arrived) -> None:
+        for image in arrived.images:
             if isinstance(image, ImageRefused):
                 continue
             way = Way.OBJECT_STORE if isinstance(image, EncodedImage) else Way.REQUEST

@@ -1,6 +1,6 @@
 """The front door: OpenAI's routes over HTTP. Images go to encoders, the request with keys in their places to vLLM.
 
-Embeddings never pass through here: the encoder's answers are handed to the language model by reference. This module
+Embeddings never pass through here: the language model fetches the encoders' answers, by reference. This module
 must not know how images are decoded or encoded, nor anything of vLLM.
 """
 
@@ -34,10 +34,10 @@ from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS
-from deployments.replicas import Answer, Encoding, ReplicaLostError, Replicas
+from deployments.replicas import Answer, Begin, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage
-from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
+from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, NotEncoded, ResponseHead
 
 logger = logging.getLogger("ray.serve")
 
@@ -199,13 +199,13 @@ class Ingress:
             await visit.again()
             encodings = [self._replicas.encode(job, attempt) for job in jobs]
 
-            def begin() -> Answer:
+            def begin() -> Awaitable[Answer]:
                 return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
 
             def hurried(answer: Answer) -> Awaitable[Answer]:
                 return self._replicas.hurried(answer, jobs, encodings, attempt=attempt, again=begin)
 
-            return await self._stream(begin(), encodings, visit, deadline, stages, hurried=hurried)
+            return await self._stream(begin, encodings, visit, deadline, stages, hurried=hurried)
 
         return await self._again(once)
 
@@ -221,7 +221,7 @@ class Ingress:
 
     async def _stream(
         self,
-        answer: Answer,
+        begin: Begin,
         encodings: Sequence[Encoding],
         visit: Visit,
         deadline: Deadline,
@@ -235,6 +235,7 @@ class Ingress:
         before it has begun.
         """
 
+        answer: Answer | None = None
         waited_for = list(encodings)
 
         def cancel(failed: bool = False) -> None:
@@ -242,10 +243,12 @@ class Ingress:
             waited_for.clear()
 
         try:
+            answer = await begin()
             if hurried is not None:
                 answer = await hurried(answer)
-            answer = await self._replicas.begun(answer, waited_for)
             head = await anext(answer)
+            if isinstance(head, NotEncoded):
+                await self._replicas.not_encoded(encodings[head.image])
             visit.accepted()  # a replica has the request; one of a version before Accepted tells it by the head
             self._replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)
             waited_for.clear()
@@ -290,7 +293,7 @@ class Ingress:
     async def _openapi(self, inner: HttpRequest, deadline: Deadline) -> Response:
         """vLLM's own description, of the routes that are open here."""
         with self._visit(deadline) as visit:
-            response = await self._stream(self._replicas.answer(inner, [], []), [], visit, deadline)
+            response = await self._stream(lambda: self._replicas.answer(inner, [], []), [], visit, deadline)
         if response.status_code != 200:
             return response
         document = json.loads(bytes(response.body))

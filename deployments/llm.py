@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -20,10 +20,11 @@ from pydantic import JsonValue
 
 from configs.schema import AppConfig
 from deployments import asgi, tracing, vllm_compat
+from deployments.arrived import Arrived, Image, NotEncodedError
 from deployments.checkpoint import local_model
 from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
-from deployments.incoming import Arrived, Image, Incoming
+from deployments.incoming import Incoming
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
@@ -33,7 +34,16 @@ from deployments.packets import host_name
 from deployments.server_timing import server_timing
 from deployments.tracing import Stage
 from deployments.transfer_trial import loads_by_itself
-from deployments.wire import Accepted, HttpRequest, ImagePlace, ImageRefused, ResponseHead, SharedEmbedding, WireError
+from deployments.wire import (
+    Accepted,
+    HttpRequest,
+    ImagePlace,
+    ImageRefused,
+    NotEncoded,
+    ResponseHead,
+    SharedEmbedding,
+    WireError,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -88,7 +98,7 @@ class LLM:
         status = 500
         try:
             async with asyncio.timeout(TRIAL_S):
-                async for piece in self.handle(request, [place], image):
+                async for piece in self.handle(request, [place], [_at_once(image)]):
                     if isinstance(piece, ResponseHead):
                         status = piece.status
         except TimeoutError:
@@ -120,9 +130,11 @@ class LLM:
             self._incoming.shut_down()
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImagePlace], *images: Image
-    ) -> AsyncIterator[Accepted | ResponseHead | bytes]:
+        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Awaitable[Image]] = ()
+    ) -> AsyncIterator[Accepted | NotEncoded | ResponseHead | bytes]:
         """Answers one request: first that its embeddings are within reach, then a ResponseHead, then body chunks.
+
+        `encodings`: what encoders answer or will answer, by reference. Where one has failed, NotEncoded is all.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
 
@@ -131,21 +143,25 @@ class LLM:
         """
         self._under_way += 1
         try:
-            async with aclosing(self._handled(request, places, images)) as pieces:
+            async with aclosing(self._handled(request, places, encodings)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
             self._under_way -= 1
 
     async def _handled(
-        self, request: HttpRequest, places: Sequence[ImagePlace], images: Sequence[Image]
-    ) -> AsyncGenerator[Accepted | ResponseHead | bytes]:
-        arrived_at_s, arrived = time.time(), time.perf_counter()
+        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Awaitable[Image]]
+    ) -> AsyncGenerator[Accepted | NotEncoded | ResponseHead | bytes]:
         request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
-        embeddings = await self._incoming.borrow(images)
+        try:
+            embeddings = await self._incoming.arrive(encodings)
+        except NotEncodedError as failed:
+            yield NotEncoded(failed.image)
+            return
+        arrived_at_s, arrived = time.time(), time.perf_counter()
         try:
             yield Accepted(self._reads_on)
-            async with aclosing(self._answered(request, places, images, embeddings, arrived_at_s, arrived)) as pieces:
+            async with aclosing(self._answered(request, places, embeddings, arrived_at_s, arrived)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
@@ -155,14 +171,13 @@ class LLM:
         self,
         request: HttpRequest,
         places: Sequence[ImagePlace],
-        images: Sequence[Image],
         embeddings: Arrived,
         arrived_at_s: float,
         arrived: float,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        trace = tracing.current()
+        trace, images = tracing.current(), embeddings.images
         try:
-            tensors = self._checked(places, images, embeddings)
+            tensors = self._checked(places, embeddings)
         except ApiError as error:
             head, body = error_head_and_body(error)
             yield head
@@ -210,7 +225,7 @@ class LLM:
                 tracing.stage(Stage.GENERATE, time.perf_counter() - clock.first_token_at_s, within=trace)
 
     def _checked(
-        self, places: Sequence[ImagePlace], images: Sequence[Image], embeddings: Arrived
+        self, places: Sequence[ImagePlace], embeddings: Arrived
     ) -> list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]:
         """Each place with its embedding `[num_tokens, width]`, without columns where the engine loads it by itself, and
         its grid `[3]` int64.
@@ -221,7 +236,7 @@ class LLM:
         checked = []
         width, merge_size = self._shape.width, self._shape.merge_size
         for place in places:
-            image = images[place.image]
+            image = embeddings.images[place.image]
             if isinstance(image, ImageRefused):
                 raise ApiError(400, f"{place.label}: {image.message}", param="messages", code="invalid_image")
             try:
@@ -233,6 +248,10 @@ class LLM:
                 ) from error
             checked.append((place, tokens, torch.tensor(image.grid_thw, dtype=torch.int64)))
         return checked
+
+
+async def _at_once(image: Image) -> Image:
+    return image
 
 
 def _why_not_loading(config: AppConfig) -> str | None:

@@ -5,27 +5,28 @@ It must not know of HTTP requests or chat bodies.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import dataclasses
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import ObjectLostError, RayActorError, TaskCancelledError
 from ray.serve.context import _set_request_context
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from deployments.admission import Shed
 from deployments.affinity import Call
+from deployments.arrived import TransferFailedError
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
 from deployments.gpu_worker import DeviceMemoryError, QueueFullError, WorkerEndedError
-from deployments.hedging import Begun, Hedging, begun
-from deployments.incoming import TransferFailedError
+from deployments.hedging import Begun, Hedging, object_ref
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
 from deployments.wire import (
@@ -35,6 +36,7 @@ from deployments.wire import (
     ImageJob,
     ImagePlace,
     ImageRefused,
+    NotEncoded,
     ResponseHead,
     SharedEmbedding,
 )
@@ -44,8 +46,9 @@ logger = logging.getLogger("ray.serve")
 
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
 Encoding = SharedCall[DeploymentResponse[EncoderAnswer]]
-Answer = DeploymentResponseGenerator[Accepted | ResponseHead | bytes]
-Again = Callable[[], Answer]
+Piece = Accepted | NotEncoded | ResponseHead | bytes
+Answer = DeploymentResponseGenerator[Piece]
+Begin = Callable[[], Awaitable[Answer]]
 T = TypeVar("T")
 
 
@@ -116,7 +119,7 @@ class Replicas:
         started = _on_its_own(lambda: to.remote(job))
         return cast(DeploymentResponse[EncoderAnswer], started)
 
-    def answer(
+    async def answer(
         self,
         request: HttpRequest,
         places: Sequence[ImagePlace],
@@ -125,15 +128,17 @@ class Replicas:
         conversation: str | None = None,
         attempt: int = 0,
     ) -> Answer:
-        """Starts the answer: Accepted, a head, body chunks. Serve waits for the encodings, then picks a replica.
+        """Starts the answer: Accepted (or NotEncoded, and nothing more), a head, body chunks.
 
-        `conversation`: what its turns have in common, 64 hex characters.
+        The language model fetches each encoding by itself as soon as it is there; it is called once every encoder has
+        its job. `conversation`: what its turns have in common, 64 hex characters.
         """
+        refs = await asyncio.gather(*(object_ref(encoding.response) for encoding in encodings))
         llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
-        return cast(Answer, llm.remote(request, places, *(encoding.response for encoding in encodings)))
+        return cast(Answer, llm.remote(request, places, refs))
 
     async def hurried(
-        self, answer: Answer, jobs: Sequence[ImageJob], encodings: Sequence[Encoding], *, attempt: int, again: Again
+        self, answer: Answer, jobs: Sequence[ImageJob], encodings: Sequence[Encoding], *, attempt: int, again: Begin
     ) -> Answer:
         """The answer; a new one by `again` where an encoding was slow and another encoder was asked as well.
 
@@ -141,18 +146,20 @@ class Replicas:
         """
         if self._hedging is None or not encodings:
             return answer
-        begun: Begun[Accepted | ResponseHead | bytes] = Begun(answer)
+        begun: Begun[Piece] = Begun(answer)
         spares = [partial(self._call_encoder, job, attempt + 1) for job in jobs]
         try:
             anew = await self._hedging.hurried(begun, encodings, spares)
         except BaseException:
             begun.cancel()
             raise
-        return again() if anew else cast(Answer, begun)
+        return await again() if anew else cast(Answer, begun)
 
-    async def begun(self, answer: Answer, encodings: Sequence[Encoding]) -> Answer:
-        """The answer, once its first piece is there. Raises what an encoding failed with, where Serve does not."""
-        return cast(Answer, await begun(answer, encodings))
+    async def not_encoded(self, encoding: Encoding) -> NoReturn:
+        """Raises what the encoding has failed with, as the language model found."""
+        if encoding.race is None:
+            await (await object_ref(encoding.response))
+        raise TransferFailedError("an encoding was given up")  # another encoder was faster
 
     def encoded(self, encodings: Sequence[Encoding], read_on: str | None) -> None:
         """A language model on this host has them; None for one that takes nothing from shared memory."""
@@ -160,13 +167,13 @@ class Replicas:
         for encoding in encodings:
             self._encodings.used(encoding)
 
-    def cancel(self, answer: Answer, encodings: Sequence[Encoding], *, failed: bool = False) -> None:
+    def cancel(self, answer: Answer | None, encodings: Sequence[Encoding], *, failed: bool = False) -> None:
         """Stops what is under way and nobody else's; what has failed or ended already stays as it is.
 
         `failed`: something of it has failed, and those who come are not to share it.
         """
         give_up = self._encodings.failed if failed else self._encodings.left
-        started: list[Answer | DeploymentResponse[EncoderAnswer]] = [answer]
+        started: list[Answer | DeploymentResponse[EncoderAnswer]] = [] if answer is None else [answer]
         for encoding in encodings:
             if give_up(encoding):
                 started += [encoding.response, *([encoding.spare] if encoding.spare is not None else [])]
@@ -196,7 +203,7 @@ class Replicas:
         if _tells_of(error, DeviceMemoryError):
             short = "an encoder had no memory left for this; try again"
             return ReplicaLostError(503, short, code="overloaded", retry_after_s=self._overloaded_retry_s())
-        if _tells_of(error, RayActorError, ObjectLostError, WorkerEndedError):
+        if _tells_of(error, RayActorError, ObjectLostError, TaskCancelledError, WorkerEndedError):
             self._counts.add(Count.REPLICAS_LOST)
             lost = "a replica was lost while it worked on this; try again"
             return ReplicaLostError(503, lost, code="replica_lost", retry_after_s=retry)

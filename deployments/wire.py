@@ -181,10 +181,18 @@ class ImagePlace:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a language model replica sends back first, at once: the request and its embeddings have arrived."""
+    """What a language model replica sends back first: the request and its embeddings have arrived."""
 
     reads_on: str | None = None
     """Its host, where it takes embeddings from shared memory of that host."""
+
+
+@dataclass(frozen=True)
+class NotEncoded:
+    """What a language model replica sends instead of all else, where an encoder has failed at an image."""
+
+    image: int
+    """Which of the embeddings, as in ImagePlace."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from deployments.chat_images import MEDIA_KEYS
 from deployments.media_keys import KEY_PREFIX
 from tests.fuzz.shares import IN_PROCESS, OVER_HTTP
 from tests.hostile.test_door import serving, started
-from tests.unit.deployments.test_ingress import IMAGE, StandIns, ingress_of
+from tests.unit.deployments.stand_ins import IMAGE, StandIns, ingress_of
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")
 ANSWERS = {200, 400, 401, 404, 405, 413, 431, 501}

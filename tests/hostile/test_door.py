@@ -23,7 +23,7 @@ from deployments import proxy_bounds
 from deployments.door import Door, OpenDoorError
 from deployments.ingress import Ingress
 from deployments.listening import is_loopback
-from tests.unit.deployments.test_ingress import IMAGE, StandIns
+from tests.unit.deployments.stand_ins import IMAGE, StandIns
 
 KEY, OTHER_KEY = "alice-has-a-key-of-her-own", "bob-has-another-key-of-his"
 CHAT = "/v1/chat/completions"

@@ -25,7 +25,7 @@ from deployments.ingress import Ingress
 from deployments.proxy_bounds import BoundedProtocol, PlainRequests
 from tests.hostile.sockets import Address, connected, head, replies, statuses
 from tests.hostile.test_door import CHAT, TEXT, started
-from tests.unit.deployments.test_ingress import StandIns
+from tests.unit.deployments.stand_ins import StandIns
 
 GOOD = json.dumps(TEXT).encode()
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -32,8 +32,8 @@ from tests.hostile.attack_server import PUBLIC, SECRET, Names
 from tests.hostile.files import encoded, picture
 from tests.hostile.naive import naive_fetch
 from tests.hostile.test_door import CHAT, PICTURE, TEXT, asked, started
-from tests.unit.deployments.samples import RULES
-from tests.unit.deployments.test_ingress import Pieces, StandIns
+from tests.unit.deployments.samples import RULES, at_once
+from tests.unit.deployments.stand_ins import Pieces, StandIns
 from tests.unit.deployments.test_llm import encoded as embedding
 from tests.unit.deployments.test_llm import place, replica
 from tests.unit.deployments.test_llm import request as chat_request
@@ -178,7 +178,7 @@ def test_an_image_that_could_not_be_encoded_is_never_left_out(lost: int) -> None
 
     async def pieces(of: list[Any], there: list[Any]) -> list[Any]:
         llm = replica()
-        return [piece async for piece in llm.handle(chat_request(*there), there, *of)]
+        return [piece async for piece in llm.handle(chat_request(*there), there, at_once(*of))]
 
     _, naive, *_ = asyncio.run(pieces(gathered, [place(number) for number in range(2)]))
     assert naive.status == 200
@@ -189,7 +189,7 @@ def test_an_image_that_could_not_be_encoded_is_never_left_out(lost: int) -> None
 
 
 def test_an_encoder_that_fails_is_never_answered_with_200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve hands its failure to the call that waits for the embedding, which is the answer."""
+    """The language model finds that it failed, and the ingress why."""
     failing = Pieces(RuntimeError("out of memory at 0x7f0000000000"))
     ingress = started(monkeypatch, StandIns(failing), authentication="none")
     broken, good = asked(ingress, {"json": PICTURE}, {"json": TEXT})

@@ -195,11 +195,12 @@ class StandInLLM(LLM):
         self.came: list[str] = []
         self.writeable: list[bool] = []
 
-    def _checked(self, places: Any, images: Any, embeddings: Any) -> Any:
+    def _checked(self, places: Any, embeddings: Any) -> Any:
         self.calls += 1
+        images = embeddings.images
         self.came = [type(image).__name__ for image in images]
         self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
-        return super()._checked(places, images, embeddings)
+        return super()._checked(places, embeddings)
 
     async def check_health(self) -> None:
         """The stand-in cannot die."""

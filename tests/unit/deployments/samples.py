@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from PIL import Image
 
@@ -25,6 +27,19 @@ VISION = VisionConfig.from_dict(
     }
 )
 IDENTITY = EncoderIdentity("weights", VISION, "float32", RULES)
+
+T = TypeVar("T")
+
+
+async def _it(result: T) -> T:
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def at_once(*results: T) -> list[Coroutine[Any, Any, T]]:
+    """What is awaited for each; an exception is raised."""
+    return [_it(result) for result in results]
 
 
 def png(width: int = 56, height: int = 56, colour: tuple[int, int, int] = (200, 30, 60)) -> bytes:

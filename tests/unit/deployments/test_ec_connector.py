@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from deployments import vllm_compat
+from deployments.arrived import Arrived
 from deployments.embedding_header import WrongEmbeddingError
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.engine_link import ADDRESS_KEY
-from deployments.incoming import Arrived, Incoming
+from deployments.incoming import Incoming
 from deployments.lending import Lender
 from deployments.wire import EncodedImage
+from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.test_incoming import MERGE, FreeAdded
 from tests.unit.deployments.test_lending import WIDTH, encoded, eventually
 
@@ -36,7 +38,7 @@ class Engine:
         images = [encoded(self.shelf, number) for number in numbers]
         for image in images:
             self.shelf.offer(image)
-        borrowing = self.incoming.borrow([image.lent_by(self.lender.address) for image in images])
+        borrowing = self.incoming.arrive(at_once(*(image.lent_by(self.lender.address) for image in images)))
         arrived = self.loop.run_until_complete(borrowing)
         eventually(lambda: all(self.scheduler.has_cache_item(image.digest) for image in images))
         return images, arrived

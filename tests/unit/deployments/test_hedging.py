@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import ActorUnavailableError
 
 from deployments import hedging
 from deployments.hedging import Begun, Hedging
@@ -24,21 +23,11 @@ AFTER_S = 0.01
 class Response:
     """`taken`: whether a replica has the call; `there`: whether it has answered."""
 
-    def __init__(self, *, taken: bool = True, there: bool = False, error: Exception | None = None) -> None:
+    def __init__(self, *, taken: bool = True, there: bool = False) -> None:
         self.taken, self.there, self.cancelled = taken, there, False
-        self.error, self.fetched = error, 0
 
     def cancel(self) -> None:
         self.cancelled = True
-
-    async def _to_object_ref(self) -> Coroutine[Any, Any, str]:
-        async def result() -> str:
-            self.fetched += 1
-            if self.error is not None:
-                raise self.error
-            return "embedding"
-
-        return result()
 
 
 class Answer(AsyncIterator[str]):
@@ -101,39 +90,6 @@ def test_an_answer_that_begins_in_time_is_left_alone() -> None:
         assert not await scene.hedging.hurried(begun, scene.calls, [scene._spare])
         assert (await anext(begun), await anext(begun)) == ("piece", "piece")
         assert scene.spares == []
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_that_waits_for_an_encoding_that_has_failed_ends_with_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Serve called the language model again and again, without end, with the error of an encoder on a lost node."""
-    monkeypatch.setattr(hedging, "LATE_S", 0.01)
-    lost = ActorUnavailableError("the node has gone", None)
-
-    async def scenario() -> None:
-        scene = Scene(Response(there=True), Response(there=True, error=lost))
-        with pytest.raises(ActorUnavailableError):
-            await hedging.begun(scene.answer, scene.calls)
-        assert scene.answer.cancelled
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_that_waits_for_something_else_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what has been encoded is looked at once: each look fetches it."""
-    monkeypatch.setattr(hedging, "LATE_S", 0.01)
-
-    async def scenario() -> None:
-        done, under_way = Response(there=True), Response()
-        scene = Scene(done, under_way)
-        waiting = asyncio.ensure_future(hedging.begun(scene.answer, scene.calls))
-        await asyncio.sleep(0.1)
-        scene.answer.begins.set()
-        answer = await waiting
-        assert (await anext(answer), await anext(answer)) == ("piece", "piece")
-        assert (done.fetched, under_way.fetched, scene.answer.cancelled) == (1, 0, False)
 
     asyncio.run(scenario())
 

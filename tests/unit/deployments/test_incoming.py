@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from deployments.arrived import TransferFailedError, Way
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.engine_link import Loaded, SchedulerEnd, WorkerEnd
 from deployments.engine_memory import EngineMemory
-from deployments.incoming import Incoming, TransferFailedError, Way
+from deployments.incoming import Incoming
 from deployments.lending import Lender
 from deployments.metrics import Count
 from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding, WireError
+from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.test_lending import TIMINGS, WIDTH, digest, encoded
 from tests.unit.deployments.test_metrics import Added
 
@@ -91,7 +93,7 @@ def test_the_engine_loads_by_itself(num_workers: int) -> None:
     async def scenario() -> None:
         async with setting(num_workers=num_workers) as given:
             images = [given.offered(1), given.offered(2)]
-            arrived = await given.incoming.borrow(images)
+            arrived = await given.incoming.arrive(at_once(*images))
             assert [tuple(given.tensor(arrived, n, image).shape) for n, image in enumerate(images)] == [(6, 0)] * 2
             assert given.scheduler is not None
             table = given.scheduler.table
@@ -121,7 +123,7 @@ def test_a_lease_ends_when_the_last_worker_has_loaded_what_it_was_told_to() -> N
     async def scenario() -> None:
         async with setting(num_workers=2) as given:
             image = given.offered()
-            arrived = await given.incoming.borrow([image])
+            arrived = await given.incoming.arrive(at_once(image))
             assert given.scheduler is not None
             table = given.scheduler.table
             await eventually(lambda: table.available("request", [image.digest]))
@@ -143,7 +145,7 @@ def test_without_an_engine_that_loads_they_go_with_the_request() -> None:
     async def scenario() -> None:
         async with setting(engine=False) as given:
             image = given.offered()
-            arrived = await given.incoming.borrow([image])
+            arrived = await given.incoming.arrive(at_once(image))
             expected = encoded(EmbeddingShelf(2**20)).unpack(width=WIDTH, merge_size=MERGE)
             assert torch.equal(given.tensor(arrived, 0, image), expected)
             given.incoming.close(arrived)
@@ -161,7 +163,7 @@ def test_one_embedding_from_the_object_store_takes_the_others_along() -> None:
         async with setting() as given:
             shared = given.offered()
             other = EncodedImage.pack(torch.ones(6, WIDTH), (1, 4, 6), digest(2), TIMINGS)
-            arrived = await given.incoming.borrow([shared, other, ImageRefused("truncated")])
+            arrived = await given.incoming.arrive(at_once(shared, other, ImageRefused("truncated")))
             shapes = [tuple(given.tensor(arrived, n, image).shape) for n, image in enumerate((shared, other))]
             assert shapes == [(6, WIDTH)] * 2
             given.incoming.close(arrived)
@@ -178,7 +180,7 @@ def test_an_embedding_that_is_gone_fails_the_request_and_gives_the_others_back()
             given.shelf._offers.clear()  # nobody refers to the second one now
             given.shelf.offer(encoded(given.shelf, 1))
             with pytest.raises(TransferFailedError):
-                await given.incoming.borrow([there, gone])
+                await given.incoming.arrive(at_once(there, gone))
             await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
@@ -188,14 +190,14 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
     async def scenario() -> None:
         async with setting() as given:
             image = given.offered()
-            arrived = await given.incoming.borrow([image])
+            arrived = await given.incoming.arrive(at_once(image))
             given.lender.close()
             given.incoming.forget_the_lost()
             assert given.memories[0]._mapped, "a lease is open"
             given.incoming.close(arrived)
             await eventually(lambda: len(given.incoming) == 0)
             with pytest.raises(TransferFailedError):
-                await given.incoming.borrow([image])
+                await given.incoming.arrive(at_once(image))
 
             def forgotten() -> bool:
                 given.incoming.forget_the_lost()
@@ -203,7 +205,7 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
 
             await eventually(forgotten)
             with pytest.raises(TransferFailedError, match="no lender"):
-                await given.incoming.borrow([image])
+                await given.incoming.arrive(at_once(image))
 
     run(scenario())
 
@@ -211,14 +213,14 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
 def test_an_engine_that_has_gone_holds_nothing() -> None:
     async def scenario() -> None:
         async with setting() as given:
-            arrived = await given.incoming.borrow([given.offered()])
+            arrived = await given.incoming.arrive(at_once(given.offered()))
             assert given.scheduler is not None
             given.scheduler.close()
             await eventually(lambda: given.incoming.link._scheduler is None)
             given.incoming.close(arrived)
             await eventually(lambda: given.nothing_is_lent)
             with pytest.raises(TransferFailedError):
-                await given.incoming.borrow([given.offered(2)])
+                await given.incoming.arrive(at_once(given.offered(2)))
             await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
@@ -233,7 +235,7 @@ def test_memory_that_the_engine_cannot_map_goes_with_the_request(monkeypatch: py
     async def scenario() -> None:
         async with setting() as given:
             image = given.offered()
-            arrived = await given.incoming.borrow([image])
+            arrived = await given.incoming.arrive(at_once(image))
             assert given.tensor(arrived, 0, image).shape == (6, WIDTH)
             given.incoming.close(arrived)
 
@@ -245,7 +247,7 @@ def test_who_leaves_while_it_is_borrowed_holds_nothing() -> None:
         async with setting() as given:
             for pause in range(6):  # event loop turns until the client leaves
                 image = given.offered()
-                borrowing = asyncio.create_task(given.incoming.borrow([image]))
+                borrowing = asyncio.create_task(given.incoming.arrive(at_once(image)))
                 for _ in range(pause):
                     await asyncio.sleep(0)
                 borrowing.cancel()
@@ -261,7 +263,7 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_read() -> None:
     async def scenario() -> None:
         async with setting() as given:
             image = given.offered()
-            arrived = await given.incoming.borrow([image])
+            arrived = await given.incoming.arrive(at_once(image))
             with pytest.raises(WireError, match="shape"):
                 arrived.tensor(0, image, width=WIDTH + 1, merge_size=MERGE)
             given.incoming.close(arrived)

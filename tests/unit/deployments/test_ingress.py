@@ -1,163 +1,31 @@
-"""The front door with replicas that are stand-ins: what is let in, what is passed on, and what clients are told."""
+"""The front door with replicas that are stand-ins: what is let in, and what is passed on."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.exceptions import ActorDiedError, RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
-from starlette.requests import Request
+from ray.exceptions import RayActorError
 
-from configs.schema import AppConfig
-from deployments import ingress as ingress_module
 from deployments import json_body
 from deployments.affinity import Call
 from deployments.errors import ApiError, error_head_and_body
-from deployments.gpu_worker import QueueFullError, WorkerEndedError
-from deployments.ingress import MAX_TRIES, Ingress
 from deployments.json_body import MAX_JSON_VALUES
-from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
-from tests.unit.deployments.samples import IDENTITY, png
-
-JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
-SSE_HEAD = ResponseHead(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-IMAGE = {
-    "type": "image_url",
-    "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()},
-}
-RETRY_AFTER_S = 7
-
-
-class Pieces:
-    """An answer in pieces, accepted right before its head; an exception is raised, an event is waited for."""
-
-    def __init__(self, *pieces: object) -> None:
-        self._pieces = list(pieces)
-        heads = [place for place, piece in enumerate(pieces) if isinstance(piece, ResponseHead)]
-        if heads:
-            self._pieces.insert(heads[0], Accepted())
-        self.cancelled = False
-
-    def __aiter__(self) -> AsyncIterator[object]:
-        return self
-
-    async def __anext__(self) -> object:
-        if not self._pieces:
-            raise StopAsyncIteration
-        piece = self._pieces.pop(0)
-        if isinstance(piece, asyncio.Event):
-            await piece.wait()
-            return await self.__anext__()
-        if isinstance(piece, Exception):
-            raise piece
-        return piece
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-def always(*pieces: object) -> list[Pieces]:
-    """The same answer for as often as a request is tried."""
-    return [Pieces(*pieces) for _ in range(MAX_TRIES)]
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is gained here by waiting before a request is tried again."""
-    monkeypatch.setattr(ingress_module, "FIRST_WAIT_S", 0)
-
-
-class Method:
-    """One method of a handle; labels of its calls go to `labels`."""
-
-    def __init__(self, called: Callable[..., Any], labels: list[str] | None = None) -> None:
-        self.remote = called
-        self._labels = labels
-
-    def options(self, *, session_id: str) -> Method:
-        assert self._labels is not None
-        self._labels.append(session_id)
-        return self
-
-
-class StandIns:
-    """Both deployments' handles. `answers` are given one after the other, then an empty object again and again."""
-
-    def __init__(self, *answers: Pieces, identity: object = IDENTITY) -> None:
-        self.answers = list(answers)
-        self.requests: list[HttpRequest] = []
-        self.places: list[list[ImagePlace]] = []
-        self.encodings: list[Pieces] = []
-        self.labels: dict[str, list[str]] = {"encode": [], "handle": []}
-        self.identity = Method(lambda: self._identity(identity))
-
-    async def _identity(self, identity: object) -> object:
-        if isinstance(identity, Exception):
-            raise identity
-        return identity
-
-    def _encode(self, job: object) -> Pieces:
-        self.encodings.append(Pieces(job))
-        return self.encodings[-1]
-
-    def options(self, *, method_name: str = "", session_id: str | None = None, **_: object) -> Any:
-        if method_name == "encode":
-            return Method(self._encode, self.labels["encode"])
-        return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
-
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], *_: object) -> Pieces:
-        self.requests.append(request)
-        self.places.append(places)
-        return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
-
-
-def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
-    door = {"authentication": "none", "management_routes": "open"}
-    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}})
-    handle = cast(DeploymentHandle[Any], stand_ins)
-    return Ingress(config, handle, handle)
-
-
-def asked(
-    stand_ins: StandIns, method: str, path: str, *, limits: dict[str, Any] | None = None, **request: Any
-) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        ingress = ingress_of(stand_ins, **(limits or {}))
-
-        async def app(
-            scope: dict[str, Any],
-            receive: Callable[[], Awaitable[dict[str, Any]]],
-            send: Callable[[Any], Awaitable[None]],
-        ) -> None:
-            scope = {**scope, "root_path": "/prefix", "path": "/prefix" + scope["path"]}
-            response = await ingress(Request(scope, receive))
-            await response(scope, receive, send)
-
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://h") as client:
-            return await client.request(method, path, **request)
-
-    return asyncio.run(ask())
-
-
-def chat(stand_ins: StandIns, *parts: object, limits: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
-    return asked(stand_ins, "POST", "/v1/chat/completions", json=body, limits=limits)
-
-
-def told(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    return error
+from deployments.wire import ImageJob, ResponseHead
+from tests.unit.deployments.samples import png
+from tests.unit.deployments.stand_ins import (
+    IMAGE,
+    JSON_HEAD,
+    Pieces,
+    StandIns,
+    asked,
+    chat,
+    told,
+)
 
 
 def test_text_is_passed_on() -> None:
@@ -345,76 +213,6 @@ def test_embeddings_cannot_be_sent_on_any_route(path: str) -> None:
     assert stand_ins.requests == []
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (QueueFullError("12 tokens wait"), 503, "overloaded"),
-        (BackPressureError(num_queued_requests=3, max_queued_requests=2), 503, "overloaded"),
-        (RayActorError(), 503, "replica_lost"),
-        (ActorDiedError(), 503, "replica_lost"),
-        (WorkerEndedError("ended"), 503, "replica_lost"),
-        (DeploymentUnavailableError(cast(Any, "LLM")), 503, "unavailable"),
-        (RuntimeError("secret: /path 0x7f"), 500, "internal_error"),
-        (TimeoutError(), 504, "timeout"),
-        (ApiError(418, "short and stout", code="teapot"), 418, "teapot"),
-    ],
-)
-def test_what_clients_are_told_when_a_replica_fails(error: Exception, status: int, code: str) -> None:
-    """At whichever call it fails: for the identity, for the answer to images, for the answer to text."""
-    failing = [StandIns(identity=error), StandIns(*always(error)), StandIns(*always(error))]
-    responses = [chat(failing[0], IMAGE), chat(failing[1], IMAGE), chat(failing[2], "text")]
-    for response in responses:
-        assert told(response, status)["code"] == code
-        assert "secret" not in response.text
-        assert response.headers.get("retry-after") == (str(RETRY_AFTER_S) if status == 503 else None)
-    assert all(encoding.cancelled for encoding in failing[1].encodings)
-
-
-def test_the_death_of_an_encoder_inside_another_error_is_a_503() -> None:
-    wrapped = RuntimeError("the arguments could not be resolved")
-    wrapped.__cause__ = RayActorError()
-    assert told(chat(StandIns(*always(wrapped)), IMAGE), 503)["code"] == "replica_lost"
-
-
-def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled() -> None:
-    answer = Pieces(asyncio.Event())
-    response = chat(StandIns(answer), IMAGE, limits={"request_timeout_s": 0.2})
-    assert "longer than 0.2 s" in told(response, 504)["message"]
-    assert answer.cancelled
-
-
-def test_what_a_lost_replica_worked_on_is_done_again() -> None:
-    """The images are encoded again, elsewhere than where they were, and the language model is called with all of it."""
-    stand_ins = StandIns(Pieces(RayActorError()), Pieces(JSON_HEAD, b'{"half":', RayActorError()))
-    response = chat(stand_ins, {"type": "text", "text": "x"}, IMAGE)
-    assert (response.status_code, response.json()) == (200, {})
-    first, second, third = stand_ins.requests
-    assert first == second == third
-    assert [Call.from_label(label).attempt for label in stand_ins.labels["encode"]] == [0, 1, 2]
-    assert [Call.from_label(label).attempt for label in stand_ins.labels["handle"]] == [0, 1, 2]
-    assert len({Call.from_label(label).key for label in stand_ins.labels["encode"]}) == 1
-    assert [encoding.cancelled for encoding in stand_ins.encodings] == [True, False, False], "had come in the second"
-
-
-def test_a_request_that_ends_replicas_does_not_end_them_all() -> None:
-    stand_ins = StandIns(*always(RayActorError()), *always(RayActorError()))
-    assert told(chat(stand_ins, IMAGE), 503)["code"] == "replica_lost"
-    assert len(stand_ins.requests) == len(stand_ins.encodings) == MAX_TRIES
-
-
-def test_a_stream_that_has_begun_is_not_begun_again() -> None:
-    stand_ins = StandIns(Pieces(SSE_HEAD, b"data: 1\n\n", RayActorError()))
-    chat(stand_ins, "text")
-    assert len(stand_ins.requests) == 1
-
-
-@pytest.mark.parametrize("error", [QueueFullError("12 tokens wait"), RuntimeError("x"), ApiError(500, "y")])
-def test_what_did_not_lose_a_replica_is_not_tried_again(error: Exception) -> None:
-    stand_ins = StandIns(Pieces(error))
-    assert chat(stand_ins, IMAGE).status_code >= 500
-    assert len(stand_ins.requests) == 1
-
-
 def test_an_encoder_is_called_by_digest_and_by_what_the_image_costs() -> None:
     stand_ins = StandIns()
     chat(stand_ins, IMAGE)
@@ -458,73 +256,6 @@ def test_what_is_no_conversation_goes_to_any_replica() -> None:
     asked(stand_ins, "GET", "/v1/models")
     asked(stand_ins, "POST", "/v1/completions", json={"prompt": "x"})
     assert [Call.from_label(label) for label in stand_ins.labels["handle"]] == [Call(), Call()]
-
-
-def two_at_once(stand_ins: StandIns, leaves: bool) -> tuple[int, int]:
-    """Two requests with one image, the second while the first waits; `leaves`: the first client does not wait."""
-
-    async def ask() -> tuple[int, int]:
-        ingress = ingress_of(stand_ins)
-        body = json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode()
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body}
-
-        tasks = []
-        for _ in range(2):
-            tasks.append(asyncio.create_task(ingress(Request(scope, receive))))
-            while len(stand_ins.requests) < len(tasks):  # noqa: ASYNC110  # a stand-in has no event for it
-                await asyncio.sleep(0)
-        if leaves:
-            tasks[0].cancel()
-            await asyncio.wait([tasks[0]])
-            assert not stand_ins.encodings[0].cancelled
-            if not tasks[0].cancelled():
-                raise AssertionError("it went on")
-        gate.set()
-        codes = [0 if task.cancelled() else task.result().status_code for task in (await asyncio.wait(tasks))[0]]
-        return min(codes), max(codes)
-
-    gate = asyncio.Event()
-    stand_ins.answers = [Pieces(gate, JSON_HEAD, b"{}"), Pieces(gate, JSON_HEAD, b"{}")]
-    return asyncio.run(ask())
-
-
-def test_two_who_ask_for_an_image_at_once_share_its_encoding() -> None:
-    stand_ins = StandIns()
-    assert two_at_once(stand_ins, leaves=False) == (200, 200)
-    assert len(stand_ins.encodings) == 1
-    assert stand_ins.labels["encode"] != []
-
-
-def test_one_who_leaves_does_not_take_anothers_encoding_away() -> None:
-    stand_ins = StandIns()
-    assert two_at_once(stand_ins, leaves=True) == (0, 200)
-    assert len(stand_ins.encodings) == 1
-    assert not stand_ins.encodings[0].cancelled
-
-
-def test_a_stream_that_breaks_off_says_so_in_the_stream() -> None:
-    answer = Pieces(SSE_HEAD, b"data: 1\n\n", RayActorError())
-    response = chat(StandIns(answer), "text")
-    first, error, _ = response.text.split("\n\n")
-    assert first == "data: 1"
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
-    assert answer.cancelled
-
-
-def test_a_stream_over_its_time_says_so_in_the_stream() -> None:
-    answer = Pieces(SSE_HEAD, b"data: 1\n\n", asyncio.Event())
-    response = chat(StandIns(answer), "text", limits={"request_timeout_s": 0.2})
-    assert json.loads(response.text.split("data: ")[2])["error"]["code"] == "timeout"
-    assert answer.cancelled
-
-
-def test_an_answer_that_breaks_off_does_not_end_as_if_it_were_whole() -> None:
-    answers = always(JSON_HEAD, b'{"half":', RayActorError())
-    assert told(chat(StandIns(*answers), "text"), 503)["code"] == "replica_lost"
-    assert all(answer.cancelled for answer in answers)
 
 
 def test_a_whole_answer_has_its_length_once() -> None:

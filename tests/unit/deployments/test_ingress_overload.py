@@ -15,7 +15,7 @@ from starlette.requests import Request
 from deployments.admission import Shed
 from deployments.ingress import Ingress
 from deployments.wire import Accepted
-from tests.unit.deployments.test_ingress import IMAGE, JSON_HEAD, RETRY_AFTER_S, Pieces, StandIns, ingress_of, told
+from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, RETRY_AFTER_S, Pieces, StandIns, ingress_of, told
 
 TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 PICTURE: dict[str, Any] = {"messages": [{"role": "user", "content": [IMAGE]}]}

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayActorError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,10 +20,21 @@ from starlette.routing import Route
 from configs.schema import AppConfig
 from deployments import llm as llm_module
 from deployments import vllm_compat
+from deployments.arrived import TransferFailedError
 from deployments.media_keys import new_key
 from deployments.vllm_compat import AsgiApp
-from deployments.wire import Accepted, EncodedImage, EncodeTimings, HttpRequest, ImagePlace, ImageRefused, ResponseHead
+from deployments.wire import (
+    Accepted,
+    EncodedImage,
+    EncodeTimings,
+    HttpRequest,
+    ImagePlace,
+    ImageRefused,
+    NotEncoded,
+    ResponseHead,
+)
 from tests.unit.deployments.controlled import StandInLLM
+from tests.unit.deployments.samples import at_once
 
 WIDTH, MERGE = 6, 2
 TIMINGS = EncodeTimings(1.0, 2.0, 3.0, 4.0, cached=False)
@@ -60,7 +72,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 def answered(llm: StandInLLM, places: list[ImagePlace], images: list[Any]) -> tuple[ResponseHead, Any]:
     async def ask() -> list[Any]:
-        return [piece async for piece in llm.handle(request(*places), places, *images)]
+        return [piece async for piece in llm.handle(request(*places), places, at_once(*images))]
 
     accepted, head, *chunks = asyncio.run(ask())
     assert isinstance(accepted, Accepted)
@@ -101,6 +113,23 @@ def test_a_refused_image_is_a_400_that_names_it() -> None:
     assert llm.state()["keys"] == 0
 
 
+@pytest.mark.parametrize("error", [RayActorError(), ActorUnavailableError("the node has gone", None)])
+def test_where_an_encoder_failed_the_ingress_is_told_at_once_and_nothing_else(error: Exception) -> None:
+    async def scenario() -> None:
+        llm, places = replica(), [place(0), place(1)]
+        never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        pieces = llm.handle(request(*places), places, [never, *at_once(error)])
+        assert [piece async for piece in pieces] == [NotEncoded(1)]
+        assert (never.cancelled(), llm.calls, llm.state()["keys"]) == (True, 0, 0)
+
+    run(scenario())
+
+
+def test_an_embedding_that_was_lost_on_the_way_is_told_from_one_that_was_not_made() -> None:
+    with pytest.raises(TransferFailedError):
+        answered(replica(), [place(0)], [OwnerDiedError("1" * 56, None, "")])
+
+
 def test_keys_that_nobody_took_are_withdrawn() -> None:
     """vLLM may refuse the request before it looks at its images."""
 
@@ -128,7 +157,7 @@ def test_keys_are_withdrawn_when_the_application_fails() -> None:
 def test_closing_a_stream_disconnects_and_withdraws() -> None:
     async def scenario() -> None:
         llm, places = replica(), [place(0)]
-        stream = llm.handle(request(*places, stream=True), places, encoded())
+        stream = llm.handle(request(*places, stream=True), places, at_once(encoded()))
         assert isinstance(await anext(stream), Accepted)
         assert isinstance(await anext(stream), ResponseHead)
         assert cast(bytes, await anext(stream)).startswith(b"data: ")
@@ -167,7 +196,7 @@ def test_requests_at_the_same_time_do_not_see_each_others_embeddings() -> None:
 
         async def ask(value: float) -> float:
             places = [place(0)]
-            _, _, *chunks = [piece async for piece in llm.handle(request(*places), places, encoded(value))]
+            _, _, *chunks = [piece async for piece in llm.handle(request(*places), places, at_once(encoded(value)))]
             norm: float = json.loads(b"".join(cast(list[bytes], chunks)))["images"][0]["norm"]
             return norm
 

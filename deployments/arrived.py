@@ -1,0 +1,77 @@
+"""The embeddings of one request at the language model replica, and what may go wrong on their way there.
+
+It must not know where they come from, nor of HTTP or of vLLM's requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from deployments.embedding_header import WrongEmbeddingError
+from deployments.lending import Held
+from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
+
+Image = EncodedImage | SharedEmbedding | ImageRefused
+
+
+class Way(Enum):
+    """How an embedding came to the engine."""
+
+    ENGINE = "engine_loads"
+    """The engine copied it from the encoder's memory."""
+    REQUEST = "in_request"
+    """From the encoder's memory into vLLM's request."""
+    OBJECT_STORE = "object_store"
+    """From Ray's object store into vLLM's request."""
+
+
+class TransferFailedError(RuntimeError):
+    """An embedding could not be had where it was said to lie. The request can be tried again."""
+
+
+class NotEncodedError(RuntimeError):
+    """An encoder has failed at an image. Why is with whoever called it, who has the same reference."""
+
+    def __init__(self, image: int) -> None:
+        """`image`: which of the request's."""
+        super().__init__(f"image {image} was not encoded")
+        self.image = image
+
+
+@dataclass
+class Arrived:
+    """The embeddings of one request. `close` it when the request has ended, whatever became of it."""
+
+    images: list[Image] = field(default_factory=list)
+    held: dict[int, Held] = field(default_factory=dict)
+    """By the image's number."""
+    leases: dict[int, str] = field(default_factory=dict)
+    """Likewise, where the engine loads by itself: then all of them or none."""
+
+    @property
+    def engine_loads(self) -> bool:
+        return bool(self.leases)
+
+    @property
+    def way(self) -> Way:
+        """Of those that lie in shared memory, or of all where none does."""
+        if self.engine_loads:
+            return Way.ENGINE
+        return Way.REQUEST if self.held else Way.OBJECT_STORE
+
+    def tensor(self, number: int, image: EncodedImage | SharedEmbedding, *, width: int, merge_size: int) -> Tensor:
+        """What vLLM gets with the request: the embedding `[num_tokens, width]`, or one without columns in its place.
+
+        Raises WireError for an embedding that does not fit the model, TransferFailedError for another one's bytes.
+        """
+        if isinstance(image, EncodedImage):
+            return image.unpack(width=width, merge_size=merge_size)
+        image.check(width=width, merge_size=merge_size)
+        try:
+            found = self.held[number].tensor()
+        except WrongEmbeddingError as error:
+            raise TransferFailedError(str(error)) from error
+        return found[:, :0] if self.engine_loads else found

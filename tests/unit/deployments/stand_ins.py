@@ -1,0 +1,153 @@
+"""The front door's replicas as stand-ins, and clients that ask it in process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from typing import Any, cast
+
+import httpx
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+
+from configs.schema import AppConfig
+from deployments.ingress import MAX_TRIES, Ingress
+from deployments.wire import Accepted, HttpRequest, ImagePlace, ResponseHead
+from tests.unit.deployments.samples import IDENTITY, png
+
+JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
+SSE_HEAD = ResponseHead(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+IMAGE = {
+    "type": "image_url",
+    "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()},
+}
+RETRY_AFTER_S = 7
+
+
+class Pieces:
+    """An answer in pieces, accepted right before its head; an exception is raised, an event is waited for."""
+
+    def __init__(self, *pieces: object) -> None:
+        self._pieces = list(pieces)
+        heads = [place for place, piece in enumerate(pieces) if isinstance(piece, ResponseHead)]
+        if heads:
+            self._pieces.insert(heads[0], Accepted())
+        self.cancelled = False
+        self.taken: asyncio.Event | None = None
+        """Set when a replica has taken the call; None: at once."""
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        if not self._pieces:
+            raise StopAsyncIteration
+        piece = self._pieces.pop(0)
+        if isinstance(piece, asyncio.Event):
+            await piece.wait()
+            return await self.__anext__()
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        return self.__anext__().__await__()
+
+    async def _to_object_ref(self) -> Pieces:
+        if self.taken is not None:
+            await self.taken.wait()
+        return self
+
+
+def always(*pieces: object) -> list[Pieces]:
+    """The same answer for as often as a request is tried."""
+    return [Pieces(*pieces) for _ in range(MAX_TRIES)]
+
+
+class Method:
+    """One method of a handle; labels of its calls go to `labels`."""
+
+    def __init__(self, called: Callable[..., Any], labels: list[str] | None = None) -> None:
+        self.remote = called
+        self._labels = labels
+
+    def options(self, *, session_id: str) -> Method:
+        assert self._labels is not None
+        self._labels.append(session_id)
+        return self
+
+
+class StandIns:
+    """Both deployments' handles. `answers` and `encodings` are given one after the other, then empty ones."""
+
+    def __init__(self, *answers: Pieces, encodings: Sequence[Pieces] = (), identity: object = IDENTITY) -> None:
+        self.answers = list(answers)
+        self._encodings = list(encodings)
+        self.requests: list[HttpRequest] = []
+        self.places: list[list[ImagePlace]] = []
+        self.encodings: list[Pieces] = []
+        self.labels: dict[str, list[str]] = {"encode": [], "handle": []}
+        self.identity = Method(lambda: self._identity(identity))
+
+    async def _identity(self, identity: object) -> object:
+        if isinstance(identity, Exception):
+            raise identity
+        return identity
+
+    def _encode(self, job: object) -> Pieces:
+        self.encodings.append(self._encodings.pop(0) if self._encodings else Pieces(job))
+        return self.encodings[-1]
+
+    def options(self, *, method_name: str = "", session_id: str | None = None, **_: object) -> Any:
+        if method_name == "encode":
+            return Method(self._encode, self.labels["encode"])
+        return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
+
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], *_: object) -> Pieces:
+        self.requests.append(request)
+        self.places.append(places)
+        return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
+
+
+def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
+    door = {"authentication": "none", "management_routes": "open"}
+    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}})
+    handle = cast(DeploymentHandle[Any], stand_ins)
+    return Ingress(config, handle, handle)
+
+
+def asked(
+    stand_ins: StandIns, method: str, path: str, *, limits: dict[str, Any] | None = None, **request: Any
+) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        ingress = ingress_of(stand_ins, **(limits or {}))
+
+        async def app(
+            scope: dict[str, Any],
+            receive: Callable[[], Awaitable[dict[str, Any]]],
+            send: Callable[[Any], Awaitable[None]],
+        ) -> None:
+            scope = {**scope, "root_path": "/prefix", "path": "/prefix" + scope["path"]}
+            response = await ingress(Request(scope, receive))
+            await response(scope, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://h") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(ask())
+
+
+def chat(stand_ins: StandIns, *parts: object, limits: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
+    return asked(stand_ins, "POST", "/v1/chat/completions", json=body, limits=limits)
+
+
+def told(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
