@@ -55,6 +55,9 @@ T = TypeVar("T")
 NOWHERE = "nowhere"
 """Stands for the host of a language model that takes nothing from shared memory."""
 
+EARLY_CALLS = 64
+"""Answers of one ingress that may wait at language models for encoders: their places are for what can be answered."""
+
 
 class ReplicaLostError(ApiError):
     """A replica died at its work, or could not do it. It can be tried again elsewhere, as long as nothing of the answer
@@ -86,6 +89,7 @@ class Replicas:
         self._identity: EncoderIdentity | None = None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
+        self._early: set[asyncio.Future[Any]] = set()
         self._counts = Counts()
         self._hedging = None if hedge_after_s is None else Hedging(hedge_after_s, self._counts)
 
@@ -131,11 +135,23 @@ class Replicas:
         """Starts the answer: Accepted (or NotEncoded, and nothing more), a head, body chunks.
 
         The language model fetches each encoding by itself as soon as it is there; it is called once every encoder has
-        its job. `conversation`: what its turns have in common, 64 hex characters.
+        its job, or, where EARLY_CALLS wait there, once every encoder is done with it. `conversation`: what its turns
+        have in common, 64 hex characters.
         """
         refs = await asyncio.gather(*(object_ref(encoding.response) for encoding in encodings))
+        there = asyncio.gather(*(ref._ready() for ref in refs))  # presence alone: nothing is fetched
+        if len(self._early) >= EARLY_CALLS:
+            await there
+        else:
+            self._early.add(there)
+            there.add_done_callback(self._no_more_early)
         llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
         return cast(Answer, llm.remote(request, places, refs))
+
+    def _no_more_early(self, there: asyncio.Future[Any]) -> None:
+        self._early.discard(there)
+        if not there.cancelled():
+            there.exception()  # told to who waits for the encoding
 
     async def hurried(
         self, answer: Answer, jobs: Sequence[ImageJob], encodings: Sequence[Encoding], *, attempt: int, again: Begin

@@ -36,6 +36,8 @@ class Pieces:
         self.cancelled = False
         self.taken: asyncio.Event | None = None
         """Set when a replica has taken the call; None: at once."""
+        self.there: asyncio.Event | None = None
+        """Likewise, when there is a result."""
 
     def __aiter__(self) -> AsyncIterator[object]:
         return self
@@ -56,6 +58,11 @@ class Pieces:
 
     def __await__(self) -> Generator[Any, Any, object]:
         return self.__anext__().__await__()
+
+    async def _ready(self) -> Pieces:
+        if self.there is not None:
+            await self.there.wait()
+        return self
 
     async def _to_object_ref(self) -> Pieces:
         if self.taken is not None:

@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
 
 from deployments import ingress as ingress_module
+from deployments import replicas as replicas_module
 from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
@@ -136,6 +137,16 @@ def test_no_language_model_is_called_before_an_encoder_has_each_image() -> None:
     stand_ins = StandIns(encodings=[never])
     told(chat(stand_ins, IMAGE, limits={"request_timeout_s": 0.2}), 504)
     assert (stand_ins.requests, never.cancelled) == ([], True)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_who_waits_for_encoders_does_not_fill_the_language_models(early: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_module, "EARLY_CALLS", early)
+    slow = Pieces()
+    slow.there = asyncio.Event()
+    stand_ins = StandIns(Pieces(asyncio.Event()), encodings=[slow])
+    told(chat(stand_ins, IMAGE, limits={"request_timeout_s": 0.2}), 504)
+    assert (len(stand_ins.requests), slow.cancelled) == (early, True)
 
 
 def two_at_once(stand_ins: StandIns, leaves: bool) -> tuple[int, int]:

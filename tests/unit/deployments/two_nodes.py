@@ -59,7 +59,15 @@ def main(checkpoint: Path) -> dict[str, Any]:
         ray.init(address=nodes.address, log_to_driver=False)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        app = deploy(Cluster(port, 0, spans), checkpoint, "nodes", encoders=2, others_on=OTHERS, cache_bytes=0)
+        app = deploy(
+            Cluster(port, 0, spans),
+            checkpoint,
+            "nodes",
+            encoders=2,
+            others_on=OTHERS,
+            cache_bytes=0,
+            max_queued_tokens=10_000,
+        )
         proxies = haproxies()
         hang_up(app)
         load = Load(app.url, *pictures_and_embeddings(checkpoint))
