@@ -54,9 +54,17 @@ class Cluster:
     """Of requests whose client asks for a trace; no others are traced."""
 
 
+def tell_errors(folder: Path) -> None:
+    """What replicas logged as errors, whose files go with the cluster."""
+    for log in sorted(folder.glob("session_2*/logs/serve/*.log")):
+        _, error, rest = log.read_text(errors="replace").partition("ERROR ")
+        if error:
+            print(f"{log.name}: {error}{rest[:4000]}")
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Ray and Serve, with nothing deployed."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Ray and Serve, with nothing deployed. Where a test failed, what replicas logged as errors is told at the end."""
     import ray
     from ray import serve
 
@@ -85,6 +93,8 @@ def cluster() -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         spans.close()
+        if request.session.testsfailed:
+            tell_errors(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 
