@@ -94,11 +94,16 @@ class Capturing:
         if not keys:
             return
         started = self._clock()
+        begun: list[GraphKey] = []
         for key in tqdm(keys, desc="Capturing encoder graphs", unit="graph", disable=not progress):
-            if not self.graphs.captured and len(self._refused) >= _GIVE_UP_AFTER:
+            if not begun and len(self._refused) >= _GIVE_UP_AFTER:
                 logger.warning("%d encoder graphs were refused and none captured: running without", len(self._refused))
                 break
-            self._capture(key)
+            if self._begin(key):
+                begun.append(key)
+        # The device is still at the first of them, while the last were captured.
+        for key in begun:
+            self._finish(key)
         self._time_under_load()
         self.graphs.trim()
         logger.info(
@@ -201,6 +206,11 @@ class Capturing:
         return replay_ms is None or _RUNS_A_CAPTURE * replay_ms / 1e3 <= _LONGEST_STEP_S
 
     def _capture(self, key: GraphKey) -> None:
+        if self._begin(key):
+            self._finish(key)
+
+    def _begin(self, key: GraphKey) -> bool:
+        """Whether there is a graph to be judged."""
         needed = self._memory.estimate(key.budget)
         bound = self._config.encoder_cudagraph_memory_bytes
         if self.used_bytes + needed > bound or needed + _RESERVE_BYTES > self.graphs.free_bytes:
@@ -209,22 +219,32 @@ class Capturing:
                 "no graph of budget %d: it needs about %.2f GiB, %.2f of %.2f GiB are used and %.2f GiB free",
                 key.budget, needed / GIB, self.used_bytes / GIB, bound / GIB, self.graphs.free_bytes / GIB,
             )  # fmt: skip
-            return
+            return False
         try:
-            captured = self.graphs.capture(key)
+            self._memory.add(key.budget, self.graphs.begin(key))
         except NoRoomError as error:
             self._no_room.add(key)
             logger.warning("%s", error)
-            return
+            return False
         except GraphRefusedError as error:
-            self._refused.add(key)
-            self._tally.refusals += 1
-            logger.warning("a graph is not used: %s", error)
+            self._refuse(key, error)
+            return False
+        return True
+
+    def _finish(self, key: GraphKey) -> None:
+        try:
+            captured = self.graphs.finish(key)
+        except GraphRefusedError as error:
+            self._refuse(key, error)
             return
         self._tally.captures += 1
-        self._memory.add(key.budget, captured.pool_bytes)
         if key == whole(key.budget, self._vision):
             self._time(key, captured)
+
+    def _refuse(self, key: GraphKey, error: GraphRefusedError) -> None:
+        self._refused.add(key)
+        self._tally.refusals += 1
+        logger.warning("a graph is not used: %s", error)
 
     def _time(self, key: GraphKey, captured: Captured) -> None:
         self.costs.add_replay(key.budget, captured.replay_ms, work(captured.grids))

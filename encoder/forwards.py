@@ -239,6 +239,11 @@ def _compiled(tower: VisionTower) -> VisionTower:
 
 def largest_error(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> float:
     """The largest ‖found - expected‖ / ‖expected‖ of an image. Waits for the device."""
+    return float(largest_error_on_device(found, expected, image_tokens))
+
+
+def largest_error_on_device(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> Tensor:
+    """The same as a float32 scalar, infinite for NaN. Nothing is waited for."""
     errors = [
         (ours - theirs).norm() / theirs.norm()
         for ours, theirs in zip(
@@ -246,4 +251,4 @@ def largest_error(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]
         )
     ]
     # NaN must win over every number.
-    return float(torch.stack(errors).nan_to_num(float("inf"), posinf=float("inf")).max())
+    return torch.stack(errors).nan_to_num(float("inf"), posinf=float("inf")).max()

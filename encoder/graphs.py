@@ -6,7 +6,6 @@ not know how batches are chosen (`encoder.planning`), which graphs are wanted or
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoder.forwards import TowerForward, largest_error
+from encoder.forwards import TowerForward, largest_error_on_device
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphBuffers, GraphClass, GraphKey, smallest_fitting
 from encoder.graph_trials import timing_batch, trial_batch
@@ -42,7 +41,20 @@ class CapturedGraph:
     replay_ms: float
     pool_bytes: int
     """By how much the pool grew for it."""
-    capture_s: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A graph that is captured and not yet judged: the device may still be at it."""
+
+    shape: GraphClass
+    graph: torch.cuda.CUDAGraph
+    grids: tuple[Grid, ...]
+    pool_bytes: int
+    error: Tensor
+    """float32 scalar on the device: of the worst image."""
+    events: tuple[torch.cuda.Event, torch.cuda.Event]
+    """Around its first replay."""
 
 
 class EncoderGraphs:
@@ -71,6 +83,7 @@ class EncoderGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(forward.device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
+        self._trials: dict[GraphKey, Trial] = {}
 
     @property
     def captured(self) -> dict[GraphKey, CapturedGraph]:
@@ -86,55 +99,80 @@ class EncoderGraphs:
         """What the device has left for the pool."""
         return torch.cuda.mem_get_info(self._forward.device)[0]
 
-    @torch.inference_mode()
     def capture(self, key: GraphKey) -> CapturedGraph:
-        """Captures, checks and times one graph. Capture the largest first: the others fit into its memory.
+        """Captures, checks and times one graph. Raises what `begin` and `finish` raise."""
+        self.begin(key)
+        return self.finish(key)
+
+    @torch.inference_mode()
+    def begin(self, key: GraphKey) -> int:
+        """Captures a graph and has it tried, without waiting for the device: several may follow one another.
+
+        Capture the largest first: the others fit into its memory. Returns by how many bytes the pool grew.
 
         Raises:
-            GraphRefusedError: it cannot be captured, or its output differs from the forward's.
+            GraphRefusedError: it cannot be captured.
             NoRoomError: the device has no room for it.
         """
         try:
-            return self._capture(key)
-        except GraphRefusedError:
-            raise
+            with torch.cuda.device(self._forward.device):
+                trial = self._trials[key] = self._begin(key)
         except torch.cuda.OutOfMemoryError as error:
             raise NoRoomError(f"no memory for the graph of budget {key.budget}: {error}") from error
         except RuntimeError as error:
             raise GraphRefusedError(f"the graph of budget {key.budget} cannot be captured: {error}") from error
+        return trial.pool_bytes
 
-    def _capture(self, key: GraphKey) -> CapturedGraph:
-        started = time.perf_counter()
-        config, device = self._forward.config, self._forward.device
+    def _begin(self, key: GraphKey) -> Trial:
+        config = self._forward.config
         shape = GraphClass.of(key, self._max_images, config)
         grids = trial_batch(shape, config)
         layout = self._layout(grids)
         assert shape.holds(layout), f"{grids} does not fit {shape}"
-        patches = torch.randn(layout.num_patches, config.patch_dim, device=device, dtype=self._forward.dtype)
-        with torch.cuda.device(device):
-            expected = self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
-            self._buffers.load(patches, layout, shape)
-            self._buffers.spoil_padding(layout, shape)
-            # Libraries allocate and choose at the first call of a shape, which a capture must not see.
-            self._forward_in_place(shape)
-            graph, grown = self._record(shape)
-            captured_ms = self._milliseconds(graph.replay)
-            error = largest_error(self._buffers.output(layout.num_tokens), expected, layout.image_tokens)
-            self._buffers.clear()
-            if not error <= self._tolerance:
-                raise GraphRefusedError(
-                    f"the graph of budget {key.budget} for images of up to {key.max_seqlen} patches differs from its "
-                    f"forward by {error:.2e}, the limit is {self._tolerance:.2e}"
-                )
-        alike = timing_batch(shape, config)
+        patches = torch.randn(
+            layout.num_patches, config.patch_dim, device=self._forward.device, dtype=self._forward.dtype
+        )
+        expected = self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
+        self._buffers.load(patches, layout, shape)
+        self._buffers.spoil_padding(layout, shape)
+        # Libraries allocate and choose at the first call of a shape, which a capture must not see.
+        self._forward_in_place(shape)
+        graph, grown = self._record(shape)
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        error = largest_error_on_device(self._buffers.output(layout.num_tokens), expected, layout.image_tokens)
+        self._buffers.clear()
+        return Trial(shape, graph, tuple(grids), grown, error, events)
+
+    @torch.inference_mode()
+    def finish(self, key: GraphKey) -> CapturedGraph:
+        """Waits for the device; from now on the graph may be replayed.
+
+        Raises GraphRefusedError where its output differs from the forward's, or its replay has failed.
+        """
+        trial = self._trials.pop(key)
+        shape = trial.shape
+        try:
+            error = float(trial.error)
+        except RuntimeError as failed:
+            raise GraphRefusedError(f"the graph of budget {key.budget} cannot be replayed: {failed}") from failed
+        if not error <= self._tolerance:
+            raise GraphRefusedError(
+                f"the graph of budget {key.budget} for images of up to {key.max_seqlen} patches differs "
+                f"from its forward by {error:.2e}, the limit is {self._tolerance:.2e}"
+            )
+        begin, end = trial.events
+        end.synchronize()
+        alike = timing_batch(shape, self._forward.config)
         captured = CapturedGraph(
             shape,
-            graph,
-            tuple(grids),
-            tuple(alike if shape.holds(self._layout(alike)) else grids),
-            captured_ms,
-            grown,
-            time.perf_counter() - started,
+            trial.graph,
+            trial.grids,
+            tuple(alike if shape.holds(self._layout(alike)) else trial.grids),
+            float(begin.elapsed_time(end)),
+            trial.pool_bytes,
         )
         # Ascending, as they are looked through.
         self._graphs = dict(sorted({**self._graphs, key: captured}.items()))
@@ -244,7 +282,6 @@ class EncoderGraphs:
         """The graph, and by how many bytes the pool grew."""
         device = self._forward.device
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):

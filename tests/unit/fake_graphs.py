@@ -57,7 +57,10 @@ class FakeGraph:
 
 
 class FakeGraphs:
-    """Times are those of `ms`, bytes grow with the largest budget; a key in `bad` is refused."""
+    """Times are those of `ms`, bytes grow with the largest budget.
+
+    A budget in `bad` cannot be captured, one in `differing` is refused when it is judged.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,9 @@ class FakeGraphs:
         )
         self._ms, self._eager = ms, eager
         self.captured: dict[GraphKey, FakeGraph] = {}
+        self.begun: dict[GraphKey, int] = {}
         self.bad: set[int] = set()
+        self.differing: set[int] = set()
         self.free_bytes = 2**40
         self.replayed: list[GraphKey] = []
         self.sweeps = 0
@@ -85,12 +90,23 @@ class FakeGraphs:
         return self._buffers.num_bytes
 
     def capture(self, key: GraphKey) -> FakeGraph:
+        self.begin(key)
+        return self.finish(key)
+
+    def begin(self, key: GraphKey) -> int:
         if key.budget in self.bad:
-            raise GraphRefusedError(f"budget {key.budget} differs")
-        before = max((each.budget for each in self.captured), default=0)
+            raise GraphRefusedError(f"budget {key.budget} cannot be captured")
+        before = max((each.budget for each in (*self.captured, *self.begun)), default=0)
         grown = max(0, key.budget - before) * BYTES_PER_TOKEN
         if grown > self.free_bytes:
             raise NoRoomError("no memory")
+        self.begun[key] = grown
+        return grown
+
+    def finish(self, key: GraphKey) -> FakeGraph:
+        grown = self.begun.pop(key)
+        if key.budget in self.differing:
+            raise GraphRefusedError(f"budget {key.budget} differs")
         shape = GraphClass.of(key, self._max_images, self._forward.config)
         grids = tuple(trial_batch(shape, self._forward.config))
         alike = tuple(timing_batch(shape, self._forward.config))

@@ -55,7 +55,11 @@ class Clock:
 
 
 def made(
-    config: EncoderConfig = CONFIG, clock: Clock | None = None, file: Path | None = None, lengths: tuple[int, ...] = ()
+    config: EncoderConfig = CONFIG,
+    clock: Clock | None = None,
+    file: Path | None = None,
+    lengths: tuple[int, ...] = (),
+    start: bool = True,
 ) -> tuple[Capturing, FakeGraphs, Tally]:
     forward, tally = forward_of(build_tower(VISION)), Tally()
     assert config.encoder_cudagraph_token_budgets != "auto"
@@ -65,7 +69,8 @@ def made(
         graphs, config, VISION, tally, activation_bytes=1000, length_classes=lengths, state_file=file, fingerprint="f",
         clock=clock or Clock(),
     )  # fmt: skip
-    capturing.start(progress=False)
+    if start:
+        capturing.start(progress=False)
     return capturing, graphs, tally
 
 
@@ -230,6 +235,15 @@ def test_a_refused_graph_is_not_tried_again() -> None:
     while capturing.step():
         steps += 1
     assert (steps, tally.refusals, list(graphs.captured)) == (4, 2, keys(256))
+
+
+def test_a_graph_that_differs_is_found_out_at_the_start() -> None:
+    """They are judged when all are captured, since the device is slower than the host then."""
+    capturing, graphs, tally = made(dataclasses.replace(CONFIG, capture="eager"), start=False)
+    graphs.bad, graphs.differing = {512}, {128}
+    capturing.start(progress=False)
+    assert (set(graphs.captured), tally.captures, tally.refusals) == (set(keys(64, 256)), 2, 2)
+    assert capturing.used_bytes == graphs.buffer_bytes + 256 * BYTES_PER_TOKEN
 
 
 def test_a_capture_that_takes_long_is_for_the_start_alone() -> None:

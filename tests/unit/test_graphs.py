@@ -57,7 +57,6 @@ def test_a_graph_that_equals_its_forward_is_kept_and_timed(tower: VisionTower) -
         captured = graphs.capture(key)
         assert captured.shape == GraphClass.of(key, 6, tower.config)
         assert captured.replay_ms > 0
-        assert captured.capture_s > 0
         assert captured.pool_bytes == POOL_BYTES
         assert sum(t * h * w for t, h, w in captured.grids) < 4 * key.budget, "it was checked with padding"
         assert graphs.replay_ms(key, captured.grids) > 0
