@@ -15,7 +15,7 @@ from tests.unit.deployments.conftest import ServedApp, until
 from tests.unit.deployments.samples import png
 from tests.unit.deployments.test_served_images import REQUEST_S, chat, told
 
-LIMIT_S = 4
+LIMIT_S = 8
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
