@@ -25,13 +25,15 @@ from deployments import proxy_bounds
 from deployments.api_keys import ApiKeys
 from deployments.errors import ApiError
 from deployments.listening import is_loopback, refused_to_strangers
+from deployments.routes import PAGE_FILES
 
 logger = logging.getLogger("ray.serve")
 
 MAX_HEADERS = 100
 MAX_TENANT_CHARACTERS = 256
-WITHOUT_A_KEY = ("/health", "/ping")
-"""What load balancers ask; the answer says that there is a server and no more."""
+WITHOUT_A_KEY = ("/health", "/ping", *PAGE_FILES)
+"""What load balancers ask; the answer says that there is a server and no more. And the page, which is the same for
+everybody and asks its user for a key."""
 
 
 class OpenDoorError(RuntimeError):
