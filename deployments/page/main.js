@@ -46,6 +46,7 @@ function addFiles(files) {
   if (files.length && !pictures.add(files)) say("That is no picture.");
 }
 
+part("choose").addEventListener("click", () => part("files").click());
 part("files").addEventListener("change", (event) => {
   addFiles(event.target.files);
   event.target.value = "";

@@ -27,7 +27,7 @@ export class Pictures {
     this.#items.splice(place, 1);
     this.#show();
     const buttons = this.#list.querySelectorAll("button");
-    (buttons[Math.min(place, buttons.length - 1)] ?? document.getElementById("files")).focus();
+    (buttons[Math.min(place, buttons.length - 1)] ?? document.getElementById("choose")).focus();
   }
 
   #show() {

@@ -169,9 +169,18 @@ def test_without_a_door_everybody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_load_balancers_need_no_key(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
-    gets = [{"method": "GET", "url": url} for url in ("/health", "/ping", "/health/", "//health", "/health/../metrics")]
+    gets = [
+        {"method": "GET", "url": url} for url in ("/health", "/ping", "/health/", "/health//", "/health/../metrics")
+    ]
     assert statuses(asked(ingress, *gets))[:2] == [200, 200]
     assert set(statuses(asked(ingress, *gets))[2:]) == {401}
+
+
+def test_the_page_needs_no_key_and_what_it_asks_does(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys), management_routes="open")
+    paths = ("/", "/page/main.js", "/cluster", "/page/none.js", "/page/../metrics", "/v1/models")
+    gets = [{"method": "GET", "url": path} for path in paths]
+    assert statuses(asked(ingress, *gets)) == [200, 200, 401, 401, 401, 401]
 
 
 def test_keys_are_exchanged_while_the_server_runs(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tests.serve.pictures import circle_and_square, encoded, picture, three_tria
 
 pytestmark = pytest.mark.slow
 
+LONG = {"max_tokens": 7000, "ignore_eos": True}
 CHAT = "**/v1/chat/completions"
 HOSTILE = "<img src=x onerror=alert(1)><b>bold</b>.png"
 AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]}
@@ -132,7 +133,9 @@ def test_pictures_with_the_shipped_model(watched: Watched, scenes: str, tmp_path
     assert "image-2" in told.stderr
     assert [line for line in watched.complaints if "status of 401" not in line and "status of 404" not in line] == []
     assert all(url.startswith((scenes, "blob:")) for url in watched.asked)
-    assert watched.failed == []
+    assert [url for url in watched.failed if not url.endswith("/cluster")] == [], (
+        "that one may be under way at a reload"
+    )
 
 
 def test_dropped_pasted_and_drawn(watched: Watched, qwen3: str) -> None:
@@ -156,18 +159,24 @@ def test_dropped_pasted_and_drawn(watched: Watched, qwen3: str) -> None:
 
 
 def test_by_keyboard_alone(watched: Watched, qwen3: str) -> None:
-    """Choose, remove, ask, see the answer come, stop it. Random weights talk without end."""
+    """Choose, remove, ask, see a long answer come, stop it."""
     page = opened(watched, qwen3)
-    reached = []
-    for _ in range(8):
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
-        if page.evaluate("document.activeElement.id") == "files":
-            assert page.locator("label[for=files]").evaluate("it => getComputedStyle(it).outlineStyle") == "solid"
-            with page.expect_file_chooser() as chooser:
-                page.keyboard.press("Enter")
-            chooser.value.set_files([file("a.png", encoded(picture(1, 64, 64))), file("b.png", b"")])
-    assert reached[:5] == ["Skip to the question", "API key", "×", "×", "files"] or "files" in reached
+
+    def at_length(route: Route) -> None:
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data or ""), **LONG}))
+
+    page.route(CHAT, at_length)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.locator("#key-box summary")).to_be_focused()
+    page.keyboard.press("Tab")
+    choose = page.get_by_role("button", name="Choose pictures")
+    expect(choose).to_be_focused()
+    assert choose.evaluate("it => getComputedStyle(it).outlineStyle") == "solid"
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Enter")
+    chooser.value.set_files([file("a.png", encoded(picture(1, 64, 64))), file("b.png", b"")])
     expect(page.locator("#pictures li")).to_have_count(2)
     page.get_by_role("button", name="Remove picture 2: b.png").focus()
     page.keyboard.press("Space")
@@ -284,12 +293,12 @@ def test_accessible_in_both_schemes(browser: Browser, qwen3: str, scheme: str) -
     context.close()
 
 
-def test_axe_finds_something() -> None:
+def test_axe_finds_something(watched: Watched) -> None:
     """The check above would notice."""
-    with browsers.started() as browser:
-        page = browser.new_page()
-        page.set_content("<html><body><img src='data:,'><p style='color:#ccc;background:#fff'>faint</p></body></html>")
-        assert {line.partition(":")[0] for line in violations(page)} >= {"image-alt", "color-contrast", "html-has-lang"}
+    faint = "<html><body><img src='data:,'><p style='color:#ccc;background:#fff'>faint</p></body></html>"
+    watched.page.set_content(faint)
+    found = {line.partition(":")[0] for line in violations(watched.page)}
+    assert found >= {"image-alt", "color-contrast", "html-has-lang"}
 
 
 class Elsewhere(BaseHTTPRequestHandler):
