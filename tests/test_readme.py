@@ -124,6 +124,15 @@ def test_picture_is_well_formed() -> None:
     assert ElementTree.parse(ROOT / "docs" / "request.svg").getroot().tag.endswith("svg")
 
 
+def test_the_pages_screenshots_are_there_and_small() -> None:
+    shown = re.findall(r'(?:src|srcset)="(docs/[^"]+)"', README.read_text())
+    assert sorted(shown) == ["docs/page-dark.png", "docs/page-light.png"]
+    for name in shown:
+        assert (ROOT / name).stat().st_size < 300_000
+        with Image.open(ROOT / name) as image:
+            assert image.format == "PNG"
+
+
 def test_make_targets_are_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     asked = [words[1] for words in named("make")]

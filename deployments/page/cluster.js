@@ -66,7 +66,9 @@ export class ClusterView {
     try {
       this.#show(await (await request("cluster")).json());
       this.state.textContent = "live";
+      this.state.classList.add("live");
     } catch (error) {
+      this.state.classList.remove("live");
       again = ![401, 404].includes(error.status);
       this.state.textContent = error.status === 404 ? CLOSED : error.status === 401 ? "Wants an API key." : told(error);
       if (!again) { this.figures.replaceChildren(); this.deployments.replaceChildren(); }

@@ -301,6 +301,16 @@ def test_axe_finds_something(watched: Watched) -> None:
     assert found >= {"image-alt", "color-contrast", "html-has-lang"}
 
 
+def test_without_a_browser_these_tests_are_skipped_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(browsers, "chromium", lambda: None)
+    monkeypatch.delenv(browsers.REQUIRED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"), browsers.started():
+        pass
+    monkeypatch.setenv(browsers.REQUIRED, "required")
+    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"), browsers.started():
+        pass
+
+
 class Elsewhere(BaseHTTPRequestHandler):
     """A page of another site."""
 
