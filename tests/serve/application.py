@@ -26,7 +26,7 @@ from tests.serve.conversations import MODEL
 from tests.serve.processes import Server, family, free_port, title
 from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
 
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 500.0
 LOOKS = 5
 # By the names of the applications with generous limits.
 ARCHITECTURES = {"qwen3": "qwen3_vl", "qwen25": "qwen2_5_vl"}
