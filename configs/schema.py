@@ -156,7 +156,7 @@ class DoorConfig(Options):
     visual_tokens_per_minute: PositiveInt | None = None
     """Likewise, of all images together."""
     management_routes: Literal["auto", "open", "closed"] = "auto"
-    """/metrics, /load, /version, /docs, /openapi.json. "auto": open where the server listens on loopback."""
+    """/metrics, /load, /version, /docs, /openapi.json, /cluster. "auto": open where the server listens on loopback."""
     max_header_bytes: PositiveInt = 32_768
     """Of a request's headers, path and query together; more is a 431."""
 
@@ -216,6 +216,8 @@ class IngressConfig(Options):
     """The least Retry-After of a 503."""
     max_retry_after_s: PositiveInt = 30
     """The most: an overloaded server tells the time that its backlog takes at the speed measured of late."""
+    page: bool = True
+    """The page at `/`, which asks about pictures and shows where the time went."""
     fetch: FetchConfig = FetchConfig()
     door: DoorConfig = DoorConfig()
 

@@ -25,13 +25,19 @@ from deployments import proxy_bounds
 from deployments.api_keys import ApiKeys
 from deployments.errors import ApiError
 from deployments.listening import is_loopback, refused_to_strangers
+from deployments.routes import CLUSTER, PAGE_FILES
 
 logger = logging.getLogger("ray.serve")
 
 MAX_HEADERS = 100
 MAX_TENANT_CHARACTERS = 256
-WITHOUT_A_KEY = ("/health", "/ping")
-"""What load balancers ask; the answer says that there is a server and no more."""
+WITHOUT_A_KEY = ("/health", "/ping", *PAGE_FILES)
+"""What load balancers ask; the answer says that there is a server and no more. And the page, which is the same for
+everybody and asks its user for a key."""
+
+
+NOT_COUNTED = (*PAGE_FILES, CLUSTER)
+"""What a page that is open asks again and again, and what costs next to nothing; quotas are for the rest."""
 
 
 class OpenDoorError(RuntimeError):
@@ -78,7 +84,7 @@ class Door:
         return wanted == "open" or (wanted == "auto" and self._on_loopback)
 
     async def admit(self, request: Request, path: str) -> Client:
-        """Lets a request in, and counts it.
+        """Lets a request in, and counts it, unless it is the page's own.
 
         Raises:
             ApiError: 431 for its headers, 401 without a valid key, 403 from a web page on a server without keys, 429
@@ -90,7 +96,8 @@ class Door:
         named = [part for part in (key, tenant) if part is not None]
         address = request.client.host if request.client is not None else ""
         client = Client("/".join(named) or address, _salt(key, tenant) if named else None)
-        await self._count("requests", self._config.requests_per_minute, client, 1)
+        if path not in NOT_COUNTED:
+            await self._count("requests", self._config.requests_per_minute, client, 1)
         return client
 
     async def charge_visual_tokens(self, client: Client, number: int) -> None:

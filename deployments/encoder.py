@@ -26,6 +26,7 @@ from deployments.log_buffers import log_buffers_kept
 from deployments.metrics import Count, Counts, Distribution, Distributions, Level, RunMetrics, Tier, gauge
 from deployments.pace import WorkUnderWay
 from deployments.packets import host_name
+from deployments.replica_report import Report, encoder_report, replica_name
 from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
@@ -92,6 +93,7 @@ class EncoderReplica:
         self._lender = Lender(EmbeddingShelf(limits.shared_embedding_bytes)) if shares else None
         self._host = host_name()
         self._times = Distributions()
+        self._runs = RunMetrics(self._counts)
         self._worker = GpuWorker(
             lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
@@ -99,7 +101,7 @@ class EncoderReplica:
             events=WorkerEvents(
                 queued_tokens=gauge(Level.QUEUED_TOKENS),
                 retried=lambda batches: self._counts.add(Count.BATCHES_RETRIED, batches),
-                ran=RunMetrics(self._counts),
+                ran=self._runs,
                 sick=lambda fault: self._counts.add(Count.DEVICES_SICK, reason=fault.value),
             ),
         )
@@ -122,6 +124,7 @@ class EncoderReplica:
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
         self._work = WorkUnderWay()
+        self._name = replica_name()
         self._handed_off = False  # Serve makes its batching task with the first call
 
     def identity(self) -> EncoderIdentity:
@@ -137,6 +140,10 @@ class EncoderReplica:
             TOKENS_PER_IMAGE: self._work.tokens_per_job(),
             CACHE_BYTES: float(self._cache.counts.num_bytes),
         }
+
+    def report(self) -> Report:
+        """What the page's view of the cluster shows of this replica."""
+        return encoder_report(self._name, self.record_autoscaling_stats(), self._runs.told, cached=len(self._cache))
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """What Serve takes to those who choose among replicas, every few seconds (`deployments/affinity_router.py`)."""
@@ -201,7 +208,12 @@ class EncoderReplica:
         self._times.add(Distribution.PREPROCESS_MS, preprocess_ms)
         self._times.add(Distribution.QUEUE_MS, encoded.queue_ms)
         self._times.add(Distribution.ENCODE_MS, encoded.encode_ms)
-        timings = EncodeTimings(preprocess_ms, encoded.queue_ms, encoded.encode_ms, time.time(), cached=False)
+        timings = EncodeTimings(
+            *(preprocess_ms, encoded.queue_ms, encoded.encode_ms, time.time()),
+            cached=False,
+            replica=self._name,
+            ran=encoded.ran,
+        )
         _trace(timings, job.num_tokens)
         image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
         self._cache.put(job.digest, image, image.num_bytes)

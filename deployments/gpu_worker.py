@@ -27,7 +27,7 @@ from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
-from encoder.run_counts import RunCounts
+from encoder.run_counts import Ran, RunCounts
 from encoder.staging import Room
 
 logger = logging.getLogger("ray.serve")
@@ -57,6 +57,8 @@ class Encoded:
     """`[num_tokens, width]` in host memory."""
     queue_ms: float
     encode_ms: float
+    ran: Ran | None = None
+    """How its batch ran."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,8 @@ class GpuWorker:
         done = time.perf_counter()
         self._health.worked()
         for job, tokens in zip(jobs, fetched, strict=True):
-            job.future.set_result(Encoded(tokens, (started - job.queued_at) * 1e3, (done - started) * 1e3))
+            queue_ms, encode_ms = (started - job.queued_at) * 1e3, (done - started) * 1e3
+            job.future.set_result(Encoded(tokens, queue_ms, encode_ms, launched.ran))
 
     def _failed(self, jobs: Sequence[_Job], error: BaseException, *, alone: bool) -> None:
         """Gives the error to a job that failed by itself; others are queued again, each to be tried by itself."""

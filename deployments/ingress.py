@@ -23,6 +23,7 @@ from configs.schema import AppConfig
 from deployments import body_bounds, chat_images, routes, tracing
 from deployments.admission import Admission, AdmissionBounds, OverloadedError, Shed, Visit
 from deployments.body import read_body
+from deployments.cluster_view import ClusterView
 from deployments.deadline import TIMEOUT_HEADER, Deadline
 from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
@@ -33,7 +34,8 @@ from deployments.listening import serve_host
 from deployments.media import MediaFetcher
 from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
-from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS
+from deployments.page_routes import Page, json_answer
+from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS, IngressLoad
 from deployments.replicas import Answer, Begin, Encoding, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage
@@ -73,13 +75,20 @@ class Ingress:
             hedge_after_s=self._limits.hedge_after_s,
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
+        self._page = Page(there=self._limits.page)
+        self._cluster = ClusterView(encoder, llm, self._load)
+
+    def _load(self) -> IngressLoad:
+        line = self._admission
+        return IngressLoad(float(line.tokens_waiting), float(line.tokens_in_flight), float(line.requests))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve takes to the application's autoscaling policy, every few seconds, where this scales too."""
+        load = self._load()
         return {
-            LINE_TOKENS: float(self._admission.tokens_waiting),
-            IN_FLIGHT_TOKENS: float(self._admission.tokens_in_flight),
-            UNACCEPTED_REQUESTS: float(self._admission.requests),
+            LINE_TOKENS: load.line_tokens,
+            IN_FLIGHT_TOKENS: load.in_flight_tokens,
+            UNACCEPTED_REQUESTS: load.unaccepted_requests,
         }
 
     async def __call__(self, request: Request) -> Response:
@@ -106,6 +115,10 @@ class Ingress:
         path = request.scope["path"].removeprefix(root_path) or "/"
         client = await self._door.admit(request, path)
         route = routes.open_route(request.method, path, management=self._door.management_is_open)
+        if route.service is routes.Service.PAGE:
+            return _response(*self._page.answer(request.scope["path"].removeprefix(root_path), root_path=root_path))
+        if route.path == routes.CLUSTER:
+            return _response(*json_answer(await self._cluster.now()))
         inner = HttpRequest(
             method=request.method,
             path=path,

@@ -31,6 +31,7 @@ from deployments.media_keys import KeyStore
 from deployments.metrics import Counts, Distribution, Distributions
 from deployments.orphans import guard_children
 from deployments.packets import host_name
+from deployments.replica_report import Report, llm_report, replica_name
 from deployments.server_timing import server_timing
 from deployments.tracing import Stage
 from deployments.transfer_trial import loads_by_itself
@@ -121,6 +122,10 @@ class LLM:
             WAITING_REQUESTS: float(load.waiting),
             KV_CACHE_USE: load.kv_cache_use,
         }
+
+    def report(self) -> Report:
+        """What the page's view of the cluster shows of this replica."""
+        return llm_report(replica_name(), self.record_autoscaling_stats())
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)

@@ -166,10 +166,11 @@ class RunMetrics:
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
-        self._told = RunCounts()
+        self.told = RunCounts()
+        """What was counted by the last call."""
 
     def __call__(self, now: RunCounts) -> None:
-        before, self._told = self._told, now
+        before, self.told = self.told, now
         for count, new, old in (
             (Count.GRAPH_REPLAYS, now.replays, before.replays),
             (Count.GRAPH_CAPTURES, now.captures, before.captures),

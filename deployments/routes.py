@@ -18,6 +18,7 @@ class Service(Enum):
 
     IMAGES = "served, with images"
     TEXT = "served, text only"
+    PAGE = "the page"
     MANAGEMENT = "for the operator"
     CLOSED = "404"
 
@@ -30,7 +31,25 @@ class Route:
     note: str = ""
 
 
+PAGE_FILES = {
+    "/": "index.html",
+    "/page/style.css": "style.css",
+    "/page/main.js": "main.js",
+    "/page/asking.js": "asking.js",
+    "/page/pictures.js": "pictures.js",
+    "/page/timing.js": "timing.js",
+    "/page/cluster.js": "cluster.js",
+    "/page/drawing.js": "drawing.js",
+    "/page/icon.svg": "icon.svg",
+}
+"""Where the page's files are, and their names in `deployments/page`."""
+
+CLUSTER = "/cluster"
+
 ROUTES: tuple[Route, ...] = (
+    Route(("GET",), "/", Service.PAGE, "for browsers; `ingress.page`"),
+    Route(("GET",), "/page/{file}", Service.PAGE, "its files"),
+    Route(("GET",), CLUSTER, Service.MANAGEMENT, "replicas, queues and scaling, as the page shows them"),
     Route(("POST",), "/v1/chat/completions", Service.IMAGES, "streamed and whole; images in any message"),
     Route(("POST",), "/tokenize", Service.IMAGES, "a chat with images counts them as the model does"),
     Route(("POST",), "/v1/completions", Service.TEXT),

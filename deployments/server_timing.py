@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
 
+MAX_IMAGES_TOLD = 32
+"""Of a request's images: a header has bounds wherever it passes."""
+
 
 def metric(name: str, duration_ms: float) -> str:
     return f"{name};dur={duration_ms:.1f}"
@@ -26,7 +29,8 @@ def server_timing(
     The images of a request are worked on side by side, so each stage counts its slowest image. `transfer` runs from
     the moment the last embedding was ready (seconds since the epoch, so clocks of different hosts must agree) to its
     arrival at the language model; `first-token` from there to vLLM's first token. `cache` says how many of the images
-    came from the embedding cache, `way` how the embeddings came to the engine.
+    came from the embedding cache, `way` how the embeddings came to the engine. `image-N` is the request's N-th image,
+    equal ones counted once: where it was encoded and how (`_image`).
     """
     metrics = []
     encoded = [image for image in images if not isinstance(image, ImageRefused)]
@@ -40,6 +44,26 @@ def server_timing(
             f'cache;desc="{sum(image.timings.cached for image in encoded)}/{len(encoded)}"',
         ]
         metrics += [f'way;desc="{way}"'] if way is not None else []
+        metrics += [
+            f'image-{number};desc="{_image(image)}"'
+            for number, image in enumerate(images[:MAX_IMAGES_TOLD], 1)
+            if not isinstance(image, ImageRefused)
+        ]
     if first_token_at_s is not None:
         metrics.append(metric("first-token", (first_token_at_s - arrived) * 1e3))
     return ", ".join(metrics)
+
+
+def _image(image: EncodedImage | SharedEmbedding) -> str:
+    """`tokens=140 replica=x8f3 graph=512 batch=420/3 cached`: how it was encoded, and whether that was before.
+
+    The image's tokens, the encoder replica, the budget of the graph that was replayed (or `eager=REASON`), and the
+    tokens and images of its batch.
+    """
+    timings, told = image.timings, [f"tokens={image.num_tokens}"]
+    if timings.replica:
+        told.append(f"replica={timings.replica}")
+    if (ran := timings.ran) is not None:
+        told.append(f"eager={ran.reason}" if ran.budget is None else f"graph={ran.budget}")
+        told.append(f"batch={ran.num_tokens}/{ran.num_images}")
+    return " ".join([*told, *(["cached"] if timings.cached else [])])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from encoder.image_size import PixelBounds
+from encoder.run_counts import Ran
 
 _BIT_VIEWS = {
     "bfloat16": (torch.bfloat16, torch.uint16, np.uint16),
@@ -54,6 +55,10 @@ class EncodeTimings:
     encode_ms: float
     ready_at_s: float
     cached: bool
+    replica: str = ""
+    """Serve's name of the encoder replica; empty outside of Serve."""
+    ran: Ran | None = None
+    """How the batch ran that it was encoded in, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class EncodedImage:
     @property
     def num_bytes(self) -> int:
         return self.bits.nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.bits.shape[0])
 
     @classmethod
     def pack(
@@ -119,6 +128,10 @@ class SharedEmbedding:
     timings: EncodeTimings
     lender: str
     """Address for `packets.connect`, on the encoder's host."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape[0]
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +130,7 @@ class Encoder:
                 padding = 0 if batch.budget is None else batch.budget - total
                 images = len(batch.indices)
                 logger.info("encoded images=%d tokens=%d budget=%s padding=%d", images, total, batch.budget, padding)
-            yield launched
+            yield replace(launched, ran=self.runner.ran)
 
     def wait_for_room(self) -> None:
         """Blocks while two batches are under way: what has come until then makes the fullest batches."""

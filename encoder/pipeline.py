@@ -17,6 +17,7 @@ from encoder.image_size import Grid, num_tokens
 from encoder.lanes import Mark
 from encoder.packing import Batch
 from encoder.preprocess import Pixels
+from encoder.run_counts import Ran
 from encoder.staging import Room, Staged, Staging
 
 Run = Callable[[Tensor, Sequence[Grid], int | None], Tensor]
@@ -34,6 +35,8 @@ class Launched:
     ready: Mark
     staging: Staging
     staged: Staged
+    ran: Ran | None = None
+    """How it ran, where whoever ran it told."""
 
     def fetch(self, room: Room | None = None) -> list[Tensor]:
         """The images' tokens in host memory, `[num_tokens, width]` each, of `room` where that has any. Blocks, and may

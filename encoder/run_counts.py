@@ -24,6 +24,19 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
+class Ran:
+    """How one batch ran."""
+
+    budget: int | None
+    """Of the graph that was replayed, in tokens; None for an eager run."""
+    reason: Reason | None
+    """Why it ran eagerly; None for a replay."""
+    num_tokens: int
+    """Of all its images, padding apart."""
+    num_images: int
+
+
+@dataclass(frozen=True)
 class RunCounts:
     """Since the start. Tokens are merged tokens."""
 

@@ -27,7 +27,7 @@ from encoder.grid_tables import GridTables
 from encoder.metadata import MetadataBuilder
 from encoder.packing import Batch, pack
 from encoder.planning import CostTable, plan
-from encoder.run_counts import Reason, RunCounts, Tally
+from encoder.run_counts import Ran, Reason, RunCounts, Tally
 from encoder.weights import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class TowerRunner:
         self._capturing = capturing
         self._without_graphs = without_graphs
         self._tally = tally or Tally()
+        self.ran: Ran | None = None
+        """The last batch; None before the first."""
         self._budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=capturing is not None)
 
     @classmethod
@@ -156,10 +158,12 @@ class TowerRunner:
             key = None if budget is None else capturing.graphs.fitting(layout, budget)
             if key is not None:
                 self._tally.replayed(tokens, key.budget)
+                self.ran = Ran(key.budget, None, tokens, len(grids))
                 # A copy: the next replay writes over the graphs' own output.
                 return capturing.graphs.replay(key, patches, layout).clone()
             reason = capturing.reason_against(layout, budget)
         self._tally.ran_eagerly(tokens, reason)
+        self.ran = Ran(None, reason, tokens, len(grids))
         if layout is not None and self._tables is not None:
             metadata = self.forward.exact_metadata(self._tables, layout)
         else:

@@ -20,6 +20,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import click
+import numpy as np
 import pytest
 import ray.scripts.scripts
 import ray.serve.scripts
@@ -123,6 +124,15 @@ def test_picture_is_well_formed() -> None:
     assert ElementTree.parse(ROOT / "docs" / "request.svg").getroot().tag.endswith("svg")
 
 
+def test_the_pages_screenshots_are_there_and_small() -> None:
+    shown = re.findall(r'(?:src|srcset)="(docs/[^"]+)"', README.read_text())
+    assert sorted(shown) == ["docs/page-dark.png", "docs/page-light.png"]
+    for name in shown:
+        assert (ROOT / name).stat().st_size < 300_000
+        with Image.open(ROOT / name) as image:
+            assert image.format == "PNG"
+
+
 def test_make_targets_are_there() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     asked = [words[1] for words in named("make")]
@@ -206,9 +216,10 @@ def test_named_settings_are_there() -> None:
 def test_server_timing_table_has_the_names_that_are_sent() -> None:
     image = EncodedImage.__new__(EncodedImage)
     object.__setattr__(image, "timings", EncodeTimings(1.0, 1.0, 1.0, 1.0, cached=False))
+    object.__setattr__(image, "bits", np.zeros((4, 2), np.float32))
     sent = ["fetch", "admission", *re.findall(r"(?:^|, )([\w-]+);", server_timing([image], 1.0, 1.0, 1.0, "way"))]
     table = README.read_text().partition("| metric | |\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == sent
+    assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == [name.replace("image-1", "image-N") for name in sent]
 
 
 def test_the_demos_table_is_the_one_shown(monkeypatch: pytest.MonkeyPatch) -> None:

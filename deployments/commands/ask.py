@@ -87,13 +87,21 @@ def ask(
 
 
 def timing_lines(answer: Answer, first_s: float | None, total_s: float) -> str:
-    """A line for each metric of the server, then what passed here, in milliseconds."""
+    """A line for each metric of the server, then what passed here; durations in milliseconds."""
     rows = list(answer.server_timing)
     if first_s is not None:
         rows.append(("first piece here", f"{first_s * 1e3:.1f}"))
     rows.append(("total here", f"{total_s * 1e3:.1f}"))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {value:>8}{'' if '/' in value else ' ms'}" for name, value in rows)
+    return "\n".join(f"{name:{width}}  {f'{value:>8} ms' if _is_number(value) else value}" for name, value in rows)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(text: str, on_terminal: bool) -> str:

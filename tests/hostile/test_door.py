@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from pydantic import JsonValue
 from starlette.requests import Request
 
 from configs.schema import AppConfig, DoorConfig
 from deployments import door as door_module
 from deployments import ingress as ingress_module
 from deployments import proxy_bounds
+from deployments.cluster_view import ClusterView
 from deployments.door import Door, OpenDoorError
 from deployments.ingress import Ingress
 from deployments.listening import is_loopback
@@ -169,9 +171,28 @@ def test_without_a_door_everybody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_load_balancers_need_no_key(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
-    gets = [{"method": "GET", "url": url} for url in ("/health", "/ping", "/health/", "//health", "/health/../metrics")]
+    gets = [
+        {"method": "GET", "url": url} for url in ("/health", "/ping", "/health/", "/health//", "/health/../metrics")
+    ]
     assert statuses(asked(ingress, *gets))[:2] == [200, 200]
     assert set(statuses(asked(ingress, *gets))[2:]) == {401}
+
+
+def test_the_page_needs_no_key_and_what_it_asks_does(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys), management_routes="open")
+    paths = ("/", "/page/main.js", "/cluster", "/page/none.js", "/page/../metrics", "/v1/models")
+    gets = [{"method": "GET", "url": path} for path in paths]
+    assert statuses(asked(ingress, *gets)) == [200, 200, 401, 401, 401, 401]
+
+
+def test_an_open_page_takes_nothing_of_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(_: ClusterView) -> dict[str, JsonValue]:
+        return {}
+
+    monkeypatch.setattr(ClusterView, "now", nothing)
+    ingress = started(monkeypatch, StandIns(), authentication="none", management_routes="open", requests_per_minute=1)
+    page = [{"method": "GET", "url": path} for path in ("/", "/page/main.js", "/cluster", "/cluster")]
+    assert statuses(asked(ingress, *page, {"json": TEXT}, {"json": TEXT})) == [200] * 5 + [429]
 
 
 def test_keys_are_exchanged_while_the_server_runs(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

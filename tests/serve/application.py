@@ -3,7 +3,7 @@
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
 may be killed; vLLM's engines load their embeddings from shared memory. `tight` is bfloat16 with embeddings through the
 object store, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody sends
-images, and may be broken.
+images, and may be broken. `scenes` is the shipped model, which sees, behind a key, with the operator's routes closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.serve.conversations import MODEL
 from tests.serve.processes import Server, family, free_port, title
 from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
 
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 500.0
 LOOKS = 5
 # By the names of the applications with generous limits.
 ARCHITECTURES = {"qwen3": "qwen3_vl", "qwen25": "qwen2_5_vl"}
@@ -44,6 +44,10 @@ MAX_WAITING = 4
 MAX_RETRY_AFTER_S = 5
 MAX_AT_THE_DOOR = 12
 MAX_WAITING_AT_THE_DOOR = 6
+# Of the application `scenes`.
+SCENES = PROJECT_ROOT / "models" / "scenes-8m"
+KEY = "the-key-of-the-tests-of-the-page"
+KEYS_VARIABLE = "VITRAY_TEST_KEYS"
 
 Settings = dict[str, Any]
 
@@ -80,7 +84,7 @@ def _application(
 
 
 def configuration(checkpoints: dict[str, Path]) -> Settings:
-    """A serve_config for the checkpoints under `qwen3`, `qwen25` and `tight`, on a port that is free."""
+    """A serve_config for the checkpoints under `qwen3`, `qwen25` and `tight`, and the shipped one, on a free port."""
     tight = _application(
         "tight",
         checkpoints["tight"],
@@ -133,9 +137,17 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         )
         for name in ARCHITECTURES
     ]
+    scenes = _application(
+        "scenes",
+        SCENES,
+        dtype="bfloat16",
+        transfer="auto",
+        ingress={"door": {"api_keys_variable": KEYS_VARIABLE, "management_routes": "closed"}},
+        deployments=[],
+    )
     return {
         "http_options": {"host": "127.0.0.1", "port": free_port(), "request_timeout_s": 610},
-        "applications": [*roomy, tight],
+        "applications": [*roomy, tight, scenes],
     }
 
 
@@ -232,6 +244,7 @@ def _environment(ray_folder: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(ray_folder),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
+        KEYS_VARIABLE: f"page {KEY}",
         proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH,
         "RAY_worker_niceness": "0",  # else every other process of the machine goes first
         "VLLM_NO_USAGE_STATS": "1",

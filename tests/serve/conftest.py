@@ -109,6 +109,12 @@ def tight(application: ServedApplication) -> str:
     return application.base_url("tight")
 
 
+@pytest.fixture
+def scenes(application: ServedApplication) -> str:
+    """Of the application with the shipped model, behind a key."""
+    return application.base_url("scenes")
+
+
 @pytest.fixture(scope="session")
 def answers(application: ServedApplication) -> dict[str, Answers]:
     """The application's answers to everything that vLLM alone was asked, several requests at a time."""

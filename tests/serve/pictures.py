@@ -28,6 +28,24 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     return image
 
 
+def circle_and_square() -> Image.Image:
+    """A red circle and a blue square, for the shipped model."""
+    image = Image.new("RGB", (448, 336), "white")
+    canvas = ImageDraw.Draw(image)
+    canvas.ellipse((60, 90, 200, 230), fill="red")
+    canvas.rectangle((280, 190, 360, 270), fill="blue")
+    return image
+
+
+def three_triangles() -> Image.Image:
+    """Three green triangles, likewise."""
+    image = Image.new("RGB", (320, 320), "lightgrey")
+    canvas = ImageDraw.Draw(image)
+    for x, y in ((70, 80), (220, 110), (130, 230)):
+        canvas.polygon(((x, y - 45), (x + 45, y + 36), (x - 45, y + 36)), fill="green")
+    return image
+
+
 def encoded(image: Image.Image, image_format: str = "PNG", **options: object) -> bytes:
     """The image as a file."""
     file = io.BytesIO()

@@ -20,7 +20,7 @@ from encoder.forwards import TowerForward, choose_forward
 from encoder.geometry import Grid
 from encoder.graph_inputs import GraphKey
 from encoder.grid_tables import GridTables
-from encoder.run_counts import Reason, Tally
+from encoder.run_counts import Ran, Reason, Tally
 from encoder.runner import TowerRunner
 from encoder.weights import VisionTower, load_tower
 from tests.unit.fake_graphs import FakeGraphs, borders_on_the_device, forward_of
@@ -93,6 +93,7 @@ def test_every_layout_equals_the_plain_tower(tower: VisionTower) -> None:
     for seed, grids in enumerate(LAYOUTS * 2):
         patches = patches_of(tower, grids, seed)
         assert_close(runner.run(patches, grids, tokens_of(grids)), expected_of(tower, patches, grids))
+        assert runner.ran == Ran(graphs.replayed[-1].budget, None, tokens_of(grids), len(grids))
     assert len(graphs.replayed) == 2 * len(LAYOUTS)
     assert set(graphs.captured) == set(whole_keys(BUDGETS, 4))
     counts = runner.counts
@@ -124,6 +125,7 @@ def test_eager_runs_equal_the_plain_tower_and_say_why(tower: VisionTower) -> Non
         patches = patches_of(tower, grids)
         assert_close(runner.run(patches, grids, budget), expected_of(tower, patches, grids))
         assert runner.counts.eager_runs[reason] == before + 1, grids
+        assert runner.ran == Ran(None, reason, tokens_of(grids), len(grids))
     assert graphs.replayed == []
     assert runner.counts.refusals == 2
     runner.run(patches_of(tower, [(1, 4, 4)]), [(1, 4, 4)], 16)

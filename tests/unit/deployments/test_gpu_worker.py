@@ -22,7 +22,7 @@ from encoder.encoder import Encoder
 from encoder.packing import Batch
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
-from encoder.run_counts import RunCounts
+from encoder.run_counts import Ran, RunCounts
 from encoder.staging import Room
 from tests.unit.deployments.samples import IDENTITY, png
 
@@ -95,6 +95,7 @@ class FakeLaunched:
     encoder: FakeEncoder
     batch: Batch
     values: list[int]
+    ran: Ran | None = None
 
     def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
         self.encoder.fetch_threads.add(threading.get_ident())

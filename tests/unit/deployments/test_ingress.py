@@ -113,7 +113,7 @@ def test_images_become_keys_that_differ_every_time() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/page", 404),
         ("GET", "/v1/nothing", 404),
         ("POST", "/score", 404),
         ("POST", "/v1/embeddings", 404),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,11 @@ def test_an_image_is_encoded_once_and_then_cached(app: ServedApp) -> None:
     assert added(before, app.encoder("counts")) == {"CACHE_MISSES": 1, "IMAGES_ENCODED": 1, "CACHE_HITS": 1}
     assert 'cache;desc="0/1"' in first.headers["server-timing"]
     assert 'cache;desc="1/1"' in second.headers["server-timing"]
+    made, kept = (re.search(r'image-1;desc="([^"]*)"', each.headers["server-timing"]) for each in (first, second))
+    assert made is not None
+    assert kept is not None
+    assert re.fullmatch(r"tokens=\d+ replica=\w+ eager=cpu_device batch=\d+/1", made[1])
+    assert kept[1] == f"{made[1]} cached", "by whom and how it was encoded is known of what comes from the cache"
     assert "preprocess;dur=0.0" in second.headers["server-timing"]
     assert first.json()["images"] == second.json()["images"]
 

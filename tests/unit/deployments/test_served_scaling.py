@@ -107,6 +107,14 @@ def test_language_models_follow_their_requests(scaled: ServedApp, streams: Calla
     reached(0, 2)
     streams(2)
     reached(0, 3)
+    until(lambda: told(scaled)["LLM"]["needed"] == 3, "the same reports at the ingress")
+    shown = told(scaled)
+    assert shown["LLM"]["policy"] == shown["Encoder"]["policy"] == "Proportion"
+    assert (shown["LLM"]["running"], shown["LLM"]["asked_for"], shown["LLM"]["most"]) == (3, 3, 3)
+    assert "6 requests run" in shown["LLM"]["why"]
+    assert f"{GPUS} GPUs are shared" in shown["LLM"]["why"]
+    assert all(replica["report"]["replica"] == replica["name"] for replica in shown["LLM"]["replicas"])
+    assert (shown["Encoder"]["running"], shown["Encoder"]["replicas"]) == (0, []), "to ask starts none"
 
 
 def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, streams: Callable[[int], None]) -> None:
@@ -123,6 +131,13 @@ def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, strea
         until(lambda: release(scaled), "the gate")
         assert [answer.status_code for answer in answers.result()] == [200] * len(bodies)
     until(lambda: running("Encoder") == 0, "no encoder")
+
+
+def told(scaled: ServedApp) -> dict[str, Any]:
+    """The page's view of the deployments, by name."""
+    answer = httpx.get(f"{scaled.url}/cluster", timeout=START_S)
+    assert answer.status_code == 200, answer.text
+    return {found["name"]: found for found in answer.json()["deployments"]}
 
 
 def ask_one(scaled: ServedApp) -> bool:

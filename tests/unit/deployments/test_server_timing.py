@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.server_timing import metric, server_timing
+from deployments.server_timing import MAX_IMAGES_TOLD, metric, server_timing
 from deployments.wire import EncodedImage, EncodeTimings, ImageRefused
+from encoder.run_counts import Ran, Reason
 
 # RFC 9110 and w3.org/TR/server-timing: #( token *( OWS ";" OWS token OWS "=" OWS ( token / quoted-string ) ) )
 TOKEN = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -24,9 +25,11 @@ def image(preprocess_ms: float, queue_ms: float, encode_ms: float, ready_at_s: f
     return EncodedImage("d" * 64, (1, 2, 2), "float32", np.zeros((1, 1), np.float32), timings)
 
 
-def parsed(header: str) -> dict[str, str]:
+def parsed(header: str, *, images: bool = False) -> dict[str, str]:
+    """With the metrics of each image where `images` asks for them, else without."""
     assert HEADER.fullmatch(header), header
-    return dict(entry.split(";", 1) for entry in header.split(", ")) if header else {}
+    found = dict(entry.split(";", 1) for entry in header.split(", ")) if header else {}
+    return {name: value for name, value in found.items() if images or not name.startswith("image-")}
 
 
 def test_stages_count_their_slowest_fresh_image() -> None:
@@ -49,6 +52,30 @@ def test_images_from_the_cache_cost_no_encoding() -> None:
     timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 100.0, 7.0, None, "engine_loads"))
     assert timing["way"] == 'desc="engine_loads"'
     assert "first-token" not in timing
+
+
+def test_every_image_tells_where_and_how_it_was_encoded() -> None:
+    def made(ran: Ran | None, replica: str, cached: bool = False) -> EncodedImage:
+        timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran)
+        return EncodedImage("d" * 64, (1, 4, 6), "float32", np.zeros((6, 1), np.float32), timings)
+
+    images = [
+        made(Ran(64, None, 50, 3), "ab12"),
+        ImageRefused("not an image"),
+        made(Ran(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
+        made(None, ""),
+    ]
+    timing = parsed(server_timing(images, 100.0, 7.0, None), images=True)
+    assert timing["image-1"] == 'desc="tokens=6 replica=ab12 graph=64 batch=50/3"'
+    assert "image-2" not in timing
+    assert timing["image-3"] == 'desc="tokens=6 replica=cd34 eager=over_largest_budget batch=6/1 cached"'
+    assert timing["image-4"] == 'desc="tokens=6"'
+
+
+def test_the_header_is_bounded() -> None:
+    many = parsed(server_timing([image(1, 1, 1, 100.0, False)] * 100, 100.0, 7.0, None), images=True)
+    assert [name for name in many if name.startswith("image-")] == [f"image-{n}" for n in range(1, MAX_IMAGES_TOLD + 1)]
+    assert many["cache"] == 'desc="0/100"'
 
 
 def test_text_only_has_the_first_token_alone() -> None:
