@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from training.card import MODEL, RESULTS, card
-from training.conversations import TEST_FAMILIES, Conversation, Turn, single_question
-from training.evaluate import answers, is_right
-from training.scenes import COLOURS, HELD_OUT, SHAPES, Scene, Thing
+from training.conversations import TEST_FAMILIES, Conversation, Turn
+from training.evaluate import answers
+from training.held_out import is_right, questions
+from training.scenes import COLOURS, SHAPES, Scene, Thing
 from training.scenes_model import save_scenes_model, scenes_tokenizer
 
 
@@ -90,11 +91,7 @@ def test_it_describes_greets_and_misses_a_picture(loaded: tuple[Any, Any]) -> No
 
 def test_held_out_questions_of_every_family(loaded: tuple[Any, Any]) -> None:
     """Of 54 questions, far below the recorded accuracy and far above what guessing reaches."""
-    asked = [
-        one
-        for family in TEST_FAMILIES
-        for one in (single_question(HELD_OUT + 5000, family), single_question(HELD_OUT + 5001, family))
-    ]
+    asked = questions(2, 5000)
     given = answers(*loaded, asked, 9)
     wrong = [
         (one.turns[-1].question, answer, one.turns[-1].answer)
