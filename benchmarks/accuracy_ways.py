@@ -1,5 +1,5 @@
-"""The ways in which an encoder of ours can be set up: each rung of the ladder, each attention backend; and what it makes
-of pictures. It must not know of questions or language models.
+"""The ways in which our encoder can be set up: each rung of the ladder, each attention backend; and what each makes of
+pictures. It must not know of questions or language models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Held-out questions about scenes through every rung and attention backend of our encoder, and through vLLM's own tower.
+"""Held-out questions about scenes through each rung and attention backend of our encoder, and vLLM's own tower.
 
-`python benchmarks/bench_accuracy.py --out accuracy.json`. The pictures are encoded first, way by way; then one engine of
-vLLM answers all questions with its own tower, and again with each way's embeddings, in the same order and nothing
+`python benchmarks/bench_accuracy.py --out accuracy.json`. The pictures are encoded first, way by way; then one vLLM
+answers all questions with its own tower, and again with each way's embeddings, in the same order and nothing
 remembered from one time to the next. What cannot be had is left out with the reason. Needs vLLM and no Ray; on a GPU
 five minutes. Every question that a way does not answer as vLLM's own tower does, to the letter, is in the record. The
 last line on stdout is JSON.

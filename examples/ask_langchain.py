@@ -1,6 +1,7 @@
 """Asks a running application about picture files through LangChain's chat model for OpenAI's API, as its own messages.
 
-pip install --editable '.[examples]'
+Needs the extra `examples`.
+
 python examples/ask_langchain.py "What is in the picture?" picture.jpg [another.png …]
 """
 

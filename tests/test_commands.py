@@ -24,6 +24,7 @@ from PIL import Image
 
 from deployments import cli
 from deployments.commands import bench
+from training import card
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -33,7 +34,7 @@ PAGES = [
 ]
 PROGRAMS = ("make", "pip", "serve", "vitray", "vllm", "python", "python3", "ray", "kubectl", "docker", "sh", "curl",
             "git", "eval", "export")  # fmt: skip
-MARK = re.compile(r"<!-- run: \S.*? -->|\bNot run yet\b: \S", re.DOTALL)
+MARK = re.compile(r"<!-- run: \S.*? -->|\bNot run yet:\s\S", re.DOTALL)
 # A page on its own record: the command is in it, word for word.
 RECORDS = sorted((ROOT / "training" / "results").glob("*.json"))
 
@@ -53,7 +54,7 @@ BY_TESTS = {
     "vitray bench serve http://127.0.0.1:8000 --against http://127.0.0.1:8100 --trace chat.jsonl":
         "tests/unit/test_bench_serve.py::test_two_servers_one_after_the_other",
     "vitray bench serve URL": "tests/serve/test_bench_clients.py::test_ours",
-    "vitray bench serve URL --trace trace.jsonl": "tests/unit/test_bench_serve.py::test_a_run_counts_what_the_server_sent",
+    "vitray bench serve URL --trace trace.jsonl": "tests/unit/test_bench_serve.py::test_requests_are_the_traces",
     "vitray bench serve URL --against URL": "tests/unit/test_bench_serve.py::test_two_servers_one_after_the_other",
     "vllm bench serve --backend openai-chat": "tests/serve/test_bench_clients.py::test_vllms_own",
     'eval "$(_VITRAY_COMPLETE=bash_source vitray)"': "tests/unit/test_cli_completion.py::test_bash_completes",
@@ -65,7 +66,7 @@ BY_TESTS = {
     "python benchmarks/fit_budgets.py trace.jsonl --evaluate":
         "tests/unit/test_bench_fit_budgets.py::test_evaluation_counts_the_second_half",
     "python benchmarks/simulate.py trace.jsonl": "tests/unit/test_bench_simulate.py::test_the_report",
-    "vitray check --config my_config.yaml": "tests/unit/test_cli_check.py::test_the_command_tells_each_line_and_its_fix",
+    "vitray check --config my_config.yaml": "tests/unit/test_cli_check.py::test_the_command_speaks_json",
     "vitray check --config my_config.yaml --cluster": "tests/unit/test_cli_check.py::test_the_command_speaks_json",
     "sh examples/ask.sh picture.png 'What is in the picture?' [http://127.0.0.1:8000]":
         "tests/test_readme.py::test_curl_snippet_and_script_ask_what_the_ingress_takes",
@@ -73,6 +74,8 @@ BY_TESTS = {
         "tests/test_readme.py::test_example_program_asks_what_the_ingress_takes",
     "python examples/ask_langchain.py 'What is in the picture?' picture.jpg [another.png …]":
         "tests/test_readme.py::test_example_program_asks_what_the_ingress_takes",
+    "python examples/demo.py [--config serve_config.yaml] [--model FOLDER_OR_HUB_NAME] [--keep]":
+        "tests/unit/test_demo.py",
 }  # fmt: skip
 """Command -> the file, or the test in it, that runs it. Addresses and files may be others there."""
 
@@ -100,7 +103,8 @@ HERE: dict[str, Callable[[Path], None]] = {
     "vitray check-config my_config.yaml": of_our_command("check-config", "my_config.yaml"),
     "vitray encode pictures/ --out embeddings/ --model models/scenes-8m":
         of_our_command("encode", "pictures/", "--out", "embeddings/", "--model", "models/scenes-8m"),
-    "vitray checkpoint --arch qwen2_5_vl --out DIR": of_our_command("checkpoint", "--arch", "qwen2_5_vl", "--out", "DIR"),
+    "vitray checkpoint --arch qwen2_5_vl --out DIR":
+        of_our_command("checkpoint", "--arch", "qwen2_5_vl", "--out", "DIR"),
     "vitray new-key NAME": of_our_command("new-key", "NAME"),
     "git archive --format=zip --prefix=vitray/ --output=/tmp/vitray.zip HEAD": git_archive,
 }  # fmt: skip
@@ -123,13 +127,17 @@ def words_of(line: str) -> str | None:
         return None
     if not words or words[0] not in PROGRAMS:
         return None
-    return line.strip() if words[0] == "eval" else shlex.join(words).replace("'['", "[").replace("''", "")
+    if words[0] == "eval":
+        return line.strip()
+    optional = [word[0] == "[" or (word[-1:] == "]" and "[" not in word) for word in words]  # in a line of usage
+    return " ".join(word if plain else shlex.quote(word) for word, plain in zip(words, optional, strict=True))
 
 
 def commands_of_page(page: Path) -> Iterator[Command]:
     """Those in fenced blocks and indented lines, and those with arguments that stand in a text."""
     text = page.read_text()
-    blocks = re.split(r"\n\n+(?=\S)|(?<=\n```)\n+", re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL))
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    blocks = re.findall(r"^```.*?^```$|(?:^(?!```)[^\n]+\n?)+", text, re.DOTALL | re.MULTILINE)
     for number, block in enumerate(blocks):
         beside = "\n\n".join(blocks[number : number + 2])
         fenced = re.search(r"^```(sh|console)\n(.*?)(?:^```|\Z)", block, re.DOTALL | re.MULTILINE)
@@ -147,13 +155,17 @@ def commands_of_page(page: Path) -> Iterator[Command]:
             lines = re.findall(r"^    (\S.*)$", block, re.MULTILINE)
             lines += [span for span in re.findall(r"`([^`\n]+)`", block) if " " in span]
             found = [words for line in lines if (words := words_of(line)) and not bare(words)]
-        yield from (Command(page.name, words, beside) for words in found)
+        yield from (Command(shown_name(page), words, beside) for words in found)
+
+
+def shown_name(page: Path) -> str:
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
 
 
 def bare(words: str) -> bool:
     """The name of a command or of a target alone: what it does is told where it is shown."""
-    rest = words.split()[1:]
-    return words.startswith(("vitray ", "serve ", "ray ", "make ", "vllm ", "git ")) and len(rest) == 1
+    name, *rest = (word for word in words.split()[1:] if not word.startswith("-"))
+    return words.startswith(("vitray ", "serve ", "ray ", "make ", "vllm ", "git ")) and not rest and bool(name)
 
 
 def commands_of_examples() -> Iterator[Command]:
@@ -162,7 +174,7 @@ def commands_of_examples() -> Iterator[Command]:
             for line in file.read_text().splitlines()[:12]:
                 words = words_of(line.lstrip("# "))
                 if words and words.startswith(("python ", "sh ", "pip ")):
-                    yield Command(file.name, words.replace("'[another.png' '…]'", "[another.png …]"), file.read_text())
+                    yield Command(file.name, words, file.read_text())
 
 
 EVERY = [*(found for page in PAGES for found in commands_of_page(page)), *commands_of_examples()]
@@ -172,6 +184,8 @@ def recorded(command: str) -> bool:
     """Whether a result says that it was made by this command."""
     for file in RECORDS:
         found = json.loads(file.read_text())
+        if file.name.startswith("train_") and command == card.train_command(found["arguments"]):
+            return True
         said = found.get("command") or ""
         if command == (said if isinstance(said, str) else "python " + " ".join(said)):
             return True
@@ -195,13 +209,13 @@ def test_every_command_is_run_by_a_test_or_says_where_it_was_run() -> None:
 def test_a_command_without_either_would_be_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "Text `vitray check` and `vitray ask --made-up`.\n\n```sh\nmake flight   # never\nserve deploy a.yaml\n```\n\n"
+        "Text `vitray check`, `vitray ask --made-up 1`.\n\n```sh\nmake flight   # never\n\nserve deploy a.yaml\n```\n\n"
         "More.\n\n```sh\nray start --head\n```\n\nNot run yet: no cluster.\n\n    python -m training.fly\n\n"
         "<!-- run: by hand -->\n"
     )
     found = list(commands_of_page(page))
     assert [one.text for one in found] == [
-        "vitray ask --made-up", "make flight", "serve deploy a.yaml", "ray start --head", "python -m training.fly"
+        "vitray ask --made-up 1", "make flight", "serve deploy a.yaml", "ray start --head", "python -m training.fly"
     ]  # fmt: skip
     assert [shown_to_run(one) for one in found] == [False, False, False, True, True]
 
@@ -244,7 +258,7 @@ def test_what_help_shows_is_taken() -> None:
     """Every example in a help text is a command line that the command takes, without it being run."""
     found = list(examples_of_help(cli.main))
     assert {path[0] for path, _ in found} == set(cli.main.commands)
-    for path, words in found:
+    for _, words in found:
         command: click.Command = cli.main
         rest = words[1:]
         while isinstance(command, click.Group) and rest:

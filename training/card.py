@@ -88,6 +88,7 @@ torch {cpu_torch} and transformers {cpu_transformers}; the records are in `train
 
 Served, the same {served_count} questions over HTTP on a CPU: the whole application (`serve run serve_config.yaml`)
 answers {served_ours} of them right, vLLM alone with its own vision tower {served_alone}; {served_different}.
+<!-- run: 2 CPU cores, training/results/accuracy_served_cpu.json -->
 
     {served_command}
 {ways}
@@ -144,7 +145,7 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
         sides=", ".join(f"{side} {_percent(part)} of {count}" for side, (part, count) in _by_size(h200)),
         sha256=h200["weights_sha256"],
         weakest=", ".join(f"“{_EXAMPLES[name]}” ({_percent(h200['families'][name])})" for name in weakest),
-        train_command=_train_command(training["arguments"]),
+        train_command=train_command(training["arguments"]),
         conversations=f"{last['conversations']:,}",
         steps=f"{last['step']:,}",
         minutes=f"{last['seconds'] / 60:.1f}",
@@ -196,7 +197,7 @@ def _by_size(result: dict[str, Any]) -> list[tuple[str, tuple[float, int]]]:
     return sorted(result["shorter_side"].items(), key=lambda item: int(item[0].rsplit(" ", 1)[-1]))
 
 
-def _train_command(arguments: dict[str, Any]) -> str:
+def train_command(arguments: dict[str, Any]) -> str:
     said = f"--steps {arguments['steps']} --lr {arguments['lr']} --out {arguments['out']}"
     return f"python -m training.train {'--graph ' if arguments['graph'] else ''}{said} --record {arguments['record']}"
 

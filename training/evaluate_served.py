@@ -3,7 +3,7 @@
     python -m training.evaluate_served http://127.0.0.1:8000 --questions 12 --seed 1000
     python -m training.evaluate_served http://127.0.0.1:8000 http://127.0.0.1:8100 --questions 12 --seed 1000
 
-Of several servers it shows every question that they do not answer alike, to the letter. The last line on stdout is JSON.
+Of several servers it shows each question that they do not answer alike, to the letter. The last line on stdout is JSON.
 It must not know of a server more than OpenAI's chat route.
 """
 
@@ -55,7 +55,7 @@ def answers(url: str, asked: Sequence[Conversation], at_once: int, key: str | No
         return list(threads.map(answer, asked))
 
 
-def _sent(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
+def _sent(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     where = f"{client.base_url}{path.lstrip('/')}"
     try:
         response = client.request(method, path, json=body)
@@ -63,7 +63,8 @@ def _sent(client: httpx.Client, method: str, path: str, body: dict[str, Any] | N
         raise AskingError(f"{where} does not answer: {error!r}") from error
     if response.status_code != 200:
         raise AskingError(f"{where} answers {response.status_code}: {response.text[:300]}")
-    return response.json()
+    answered: dict[str, Any] = response.json()
+    return answered
 
 
 def evaluate(urls: Sequence[str], each: int, seed: int, at_once: int, key: str | None = None) -> dict[str, Any]:
@@ -86,9 +87,9 @@ def table(servers: dict[str, dict[str, Any]]) -> str:
         rows.append([name, *(f"{100 * one['families'][name]:.1f} %" for one in servers.values())])
     rows.append(["all", *(f"{100 * one['accuracy']:.1f} %" for one in servers.values())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first, *others = widths
     return "\n".join(
-        f"{row[0]:<{widths[0]}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        f"{row[0]:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], others, strict=True))
         for row in rows
     )
 

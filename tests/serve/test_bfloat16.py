@@ -1,4 +1,4 @@
-"""In bfloat16 two towers round differently, and logits of the size that a trained model has come in steps of 1/16, so the
+"""In bfloat16 two towers round differently, and logits as large as a trained model's come in steps of 1/16: the
 first token's log-probability is compared with that of vLLM alone, under a tolerance of less than two such steps. What
 counts is compared too: the answers to held-out questions are vLLM's own, to the letter, and right.
 """
@@ -36,12 +36,8 @@ def test_the_first_token_in_bfloat16(
 
 def circle(*colours: str) -> Body:
     """Asks for the colour of one circle in each of the pictures given, one or none."""
-    scenes = tuple(
-        Scene(
-            96, 80, "white", (255, 255, 255), (Thing("circle", colour, "large", 48, 40, 40.0, COLOURS[colour][0], 0.0),)
-        )
-        for colour in colours
-    )
+    drawn = [Thing("circle", colour, "large", 48, 40, 40.0, COLOURS[colour][0], 0.0) for colour in colours]
+    scenes = tuple(Scene(96, 80, "white", (255, 255, 255), (thing,)) for thing in drawn)
     turn = Turn("colour", "What colour is the circle?", "", scenes)
     return {**chat_body(SceneConversation("You are a helpful assistant.", (turn,)), MODEL), **GREEDY}
 

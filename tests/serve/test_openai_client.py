@@ -57,7 +57,7 @@ def test_a_chat_with_images_streamed_and_whole(client: openai.OpenAI) -> None:
 
 
 def test_langchains_messages_whole_streamed_and_in_a_conversation(qwen3: str) -> None:
-    """Its own content blocks and OpenAI's, which it hands through, are answered as the same request by the client is."""
+    """Its own content blocks, and OpenAI's, which it hands through: answered as the same request by the client is."""
     model = ChatOpenAI(
         base_url=qwen3 + "/v1", api_key=SecretStr("unused"), model=MODEL, temperature=0, max_completion_tokens=12,
         max_retries=0,
