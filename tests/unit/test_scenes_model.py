@@ -80,6 +80,24 @@ def test_it_looks_at_both_pictures_in_their_order(loaded: tuple[Any, Any]) -> No
     assert ask(loaded, "How many circles are there in both pictures together?", one, two) == "Three."
 
 
+@pytest.mark.parametrize("sides", [(64, 64), (64, 512), (512, 64), (333, 97), (512, 512)])
+def test_pictures_of_any_size_from_64_to_512_pixels(loaded: tuple[Any, Any], sides: tuple[int, int]) -> None:
+    """One thing in the middle; in two pictures of that size too."""
+    middle = (sides[0] / 2, sides[1] / 2)
+    one, two = (
+        Scene(
+            *sides,
+            "white",
+            (255, 255, 255),
+            (Thing(shape, colour, "large", *middle, 30.0 * min(sides) / 64, rgb, 0.0),),
+        )
+        for shape, colour, rgb in (("circle", "red", (255, 0, 0)), ("square", "blue", (0, 0, 255)))
+    )
+    assert ask(loaded, "What colour is the circle?", one) == "Red."
+    assert ask(loaded, "Describe the picture.", two) == "A large blue square on a white background."
+    assert ask(loaded, "Which picture has a square?", one, two) == "The second."
+
+
 def test_it_describes_greets_and_misses_a_picture(loaded: tuple[Any, Any]) -> None:
     shown = scene(("circle", "red", "large", 50, 80), ("square", "blue", "small", 150, 60))
     expected = "A large red circle and a small blue square on a white background."
