@@ -183,19 +183,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left_out(way.name, f"failed: {error!r}")
         else:
             print(f"{way.name}: encoded after {time.perf_counter() - began:.1f} s", flush=True)
+    first = next(iter(made.values()))[0] if made else []
+    for embeddings, facts in made.values():
+        facts["distance_to_first"] = distance(embeddings, first)
+    # Kept should the language model not come up.
+    report["encoded"] = {way.label: facts for way, (_, facts) in made.items()}
+    if options.out is not None:
+        save(report, options.out)
     say = language_model(options.model, asked, on_gpu=device is not None)
     alone = say(None)
     report["rows"][ALONE] = compared(asked, alone, None)
-    for way, (embeddings, facts) in made.items():
+    for way, (embeddings, _) in made.items():
         if deadline.over:
             left_out(way.name, "no time was left to ask")
             continue
         began = time.perf_counter()
         given = say(embeddings)
-        facts["answers_s"] = time.perf_counter() - began
-        first = next(iter(made.values()))[0]
-        facts["distance_to_first"] = distance(embeddings, first)
-        report["rows"][way.label] = {**compared(asked, given, alone), **facts}
+        report["rows"][way.label] = compared(asked, given, alone) | {"answers_s": time.perf_counter() - began}
         if options.out is not None:
             save(report, options.out)
     print(f"\n{table(report['rows'])}", flush=True)
