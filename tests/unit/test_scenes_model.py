@@ -108,12 +108,12 @@ def test_it_describes_greets_and_misses_a_picture(loaded: tuple[Any, Any]) -> No
 
 
 def test_held_out_questions_of_every_family(loaded: tuple[Any, Any]) -> None:
-    """Of 54 questions, far below the recorded accuracy and far above what guessing reaches."""
-    asked = questions(2, 5000)
+    """Of 27 questions, far below the recorded accuracy and far above what guessing reaches."""
+    asked = questions(1, 5000)
     given = answers(*loaded, asked, 9)
     wrong = [
         (one.turns[-1].question, answer, one.turns[-1].answer)
         for one, answer in zip(asked, given, strict=True)
         if not is_right(answer, one.turns[-1].answer)
     ]
-    assert len(wrong) <= 3, wrong
+    assert len(wrong) <= 2, wrong
