@@ -9,6 +9,7 @@ leaves what it has.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from benchmarks.ladder_summary import sentences, summary, together
 from benchmarks.ladder_text import ladder_table
 from benchmarks.measure import Deadline, product_tflops
 from benchmarks.record import gpu, provenance, save, write
+from benchmarks.report_ladder import plot
 from benchmarks.rungs import HOPPER_PACKAGES, RUNGS
 from benchmarks.towers import SECTIONS
 from benchmarks.trained_model import trained_agreement
@@ -54,8 +56,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="as on a GPU before Hopper: without the packages and launches that only Hopper and newer can use",
     )
     parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--plot", type=Path, help="draw a PNG of the rungs (pip install '.[bench]')")
     parser.add_argument("--commit", help="of the sources, where git is not there to say it")
     asked = parser.parse_args(arguments)
+    if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install '.[bench]'")
     if asked.ladder and asked.only:
         parser.error("--ladder asks for all rungs and --only for some")
     if asked.rounds < 1:
@@ -131,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "fp8" in rungs and device.type == "cuda" and not deadline.over:
         report["fp8_trained"] = found = trained_agreement(device)
         print("\n8 bits on trained weights:", *(f"{name}: {value}" for name, value in found.items()), sep="\n  ")
+    if options.plot is not None:
+        plot([report], options.plot)
     write(report, options.out)
     return 1 if failures(archs) else 0
 

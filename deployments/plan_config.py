@@ -37,6 +37,7 @@ def config(model: str, layout: Layout, *, llm_gpus: int, budgets: Sequence[int] 
         "import_path": IMPORT_PATH,
         "args": args,
         "deployments": [
+            {"name": "Ingress", "num_replicas": layout.readers},
             {"name": "Encoder", "num_replicas": layout.encoders},
             {"name": "LLM", "num_replicas": layout.llms},
         ],
@@ -56,4 +57,6 @@ def vllm_command(model: str, layout: Layout, *, llm_gpus: int) -> str:
         words += ["--tensor-parallel-size", str(llm_gpus)]
     if layout.llms > 1:
         words += ["--data-parallel-size", str(layout.llms)]
+    if layout.readers > layout.llms:  # of itself there is one for each replica
+        words += ["--api-server-count", str(layout.readers)]
     return shlex.join(words)

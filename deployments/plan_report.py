@@ -47,12 +47,14 @@ def text(
         f"encoding, each request alone: {ours:.1f} GPU-seconds by our encoder, {vllms:.1f} by vLLM's tower; a batch "
         f"there stops the answers of the same replica for up to {stall_s * 1e3:.0f} ms",
         *(f"{kind}: {'; '.join(found)}" for kind, found in sources.items()),
-        f"assumed: hop of {speeds.hop_s * 1e3:.0f} ms is the same for every request with pictures; no more than "
+        f"assumed: hop of {speeds.hop_s * 1e3:.0f} ms for every request with pictures, and "
+        f"{speeds.entry_s * 1e3:.0f} ms of the language model's own for every one; 1000 visual tokens take a CPU "
+        f"{speeds.ours_reading_s * 1e6:.0f} ms to read, one of vLLM's {speeds.vllms_reading_s * 1e6:.0f}; no more than "
         f"{MOST_BUSY:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no encoding in "
         "any way, and every prompt is read whole (no prefix cache); attention costs vLLM's tower what it costs ours; "
         "its tower spreads freely over a replica's GPUs; of a shared GPU the encoder has "
         f"{ENCODER_SHARE:g} of the memory, and the two never compute at once",
-        "not looked at: memory, the rate of tokens after the first, fetching and decoding; see --help",
+        "not looked at: memory, the rate of tokens after the first; see --help",
     ]
     return "\n".join(lines)
 

@@ -1,32 +1,31 @@
 """Whether encoders of their own pay, and how many: the arithmetic of `vitray plan`.
 
 The trace is played once in a virtual clock through one or two queues, first come first served (G/G/k with batches):
-those that are free share what waits, each up to a bound, and are busy for as long as measured speeds say. Images of one
-request may go to several encoders. Answers that are being written take a constant share of every language model.
+those that are free share what waits, each up to a bound, and are busy for as long as measured speeds say. Before that,
+processes on CPUs read requests and their pictures, all that they have at once. Images of one request may go to several
+encoders. Answers that are being written take a constant share of every language model.
 Aggregated serving and a GPU shared by fractions are one queue for both the tower and the prefill; split serving is two
 in a row. Pure Python over numbers: it must not know of files, Ray or configurations.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
+from deployments.virtual_queues import played, shared
 from encoder.packing import Batch
 from encoder.planning import CostTable, ImageCost, plan
 from encoder.traces import Request
-
-Item = TypeVar("Item")
 
 STEP_TOKENS = 8192
 """Of prompts that one step of a language model takes at once; a longer prompt goes alone."""
 MOST_BUSY = 0.9
 """A share of its time that nothing may be busier than; past it queues grow with any disturbance."""
+READERS_BUSY = 0.5
+"""The same for processes on CPUs, of which there are as many as that needs: they cost no GPU."""
 
 
 class Way(Enum):
@@ -82,6 +81,12 @@ class Speeds:
     vllms: Tower
     hop_s: float
     """What the way through encoders of their own adds to the first token's time beside encoding."""
+    entry_s: float = 0.0
+    """What the language model adds to it beside prefill, in every way."""
+    ours_reading_s: float = 0.0
+    """For which a visual token keeps a process busy before any GPU sees it: an ingress of ours …"""
+    vllms_reading_s: float = 0.0
+    """… and an API server of vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Layout:
     encoders: int
     """0 where vLLM encodes; on the language models' own GPUs where they are shared."""
     llms: int
+    readers: int = 1
+    """Processes on CPUs that read requests: replicas of the ingress, or API servers of vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +133,13 @@ def cheapest(
     """
     if way is Way.SHARED and speeds.language.gpus > 1:
         raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; a shared one has room for 1")
-    plenty = Layout(way, max_gpus if way is Way.SPLIT else 0, max_gpus)
+    readers = _readers(requests, speeds, way)
+    plenty = Layout(way, max_gpus if way is Way.SPLIT else 0, max_gpus, max(max_gpus, readers))
     if not predict(requests, speeds, target, plenty).meets:
         return None  # it is not for lack of replicas
     for gpus in range(1, max_gpus + 1):
-        found = [predict(requests, speeds, target, layout) for layout in _layouts(way, gpus, speeds.language.gpus)]
+        layouts = _layouts(way, gpus, speeds.language.gpus, readers)
+        found = [predict(requests, speeds, target, layout) for layout in layouts]
         if good := [prediction for prediction in found if prediction.meets]:
             return min(good, key=lambda prediction: prediction.first_token_s)
     return None
@@ -152,6 +161,22 @@ def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout:
     lost = Prediction(layout, gpus, float("inf"), 0.0, writing + reading, False)
     if writing + reading > MOST_BUSY:
         return lost
+    waits, encoders_s, llms_s = first_tokens(requests, speeds, layout, writing)
+    waits.sort()
+    encoder_busy = encoders_s / (layout.encoders * lasts_s) if layout.way is Way.SPLIT else 0.0
+    llm_busy = writing + llms_s * (1 - writing) / (llms * lasts_s)
+    first_token_s = waits[math.ceil(target.share * len(waits) - 1e-9) - 1]
+    meets = first_token_s <= target.first_token_s and max(encoder_busy, llm_busy) <= MOST_BUSY
+    return Prediction(layout, gpus, first_token_s, encoder_busy, llm_busy, meets)
+
+
+def first_tokens(
+    requests: Sequence[Request], speeds: Speeds, layout: Layout, writing: float = 0.0
+) -> tuple[list[float], float, float]:
+    """Seconds to each request's first token, in their order, and for which all encoders and all language models were
+    busy. `writing`: the share of a language model's time that answers being written take.
+    """
+    language = speeds.language
     tower, over = _tower(speeds, layout.way)
 
     def step_s(batch: Sequence[Request]) -> float:
@@ -160,37 +185,35 @@ def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout:
         encoding = tower.seconds(images) / over
         return (encoding + tokens / language.prefill_tokens_per_s) / (1 - writing)
 
-    ready, encoder_busy = [request.at_s for request in requests], 0.0
+    reading_s = _reading_s(speeds, layout.way)
+    work_s = [reading_s * sum(image.num_tokens for image in request.images) for request in requests]
+    ready, encoders_s = shared([request.at_s for request in requests], work_s, layout.readers), 0.0
+    order = sorted(range(len(requests)), key=ready.__getitem__)
     if layout.way is Way.SPLIT:
-        images = [(number, image) for number, request in enumerate(requests) for image in request.images]
-        done, busy_s = played(
+        images = [(number, image) for number in order for image in requests[number].images]
+        done, encoders_s = played(
             [image for _, image in images],
-            [requests[number].at_s for number, _ in images],
+            [ready[number] for number, _ in images],
             layout.encoders,
             tower.seconds,
             lambda batch: len(batch) <= tower.max_images,
         )
-        encoder_busy = busy_s / (layout.encoders * lasts_s)
         for (number, _), at_s in zip(images, done, strict=True):
             ready[number] = max(ready[number], at_s)
-    order = sorted(range(len(requests)), key=ready.__getitem__)
-    done, busy_s = played(
+        order.sort(key=ready.__getitem__)
+    done, llms_s = played(
         [requests[number] for number in order],
         [ready[number] for number in order],
-        llms,
+        layout.llms,
         step_s,
         lambda batch: sum(request.num_tokens for request in batch) <= STEP_TOKENS,
     )
-    llm_busy = writing + busy_s * (1 - writing) / (llms * lasts_s)
-    waits = []
+    waits = [0.0] * len(requests)
     for number, at_s in zip(order, done, strict=True):
         request = requests[number]
         hop_s = speeds.hop_s if request.images and layout.way is not Way.AGGREGATED else 0.0
-        waits.append(at_s - request.at_s + hop_s)
-    waits.sort()
-    first_token_s = waits[math.ceil(target.share * len(waits) - 1e-9) - 1]
-    meets = first_token_s <= target.first_token_s and max(encoder_busy, llm_busy) <= MOST_BUSY
-    return Prediction(layout, gpus, first_token_s, encoder_busy, llm_busy, meets)
+        waits[number] = at_s - request.at_s + hop_s + speeds.entry_s
+    return waits, encoders_s, llms_s
 
 
 def longest_stall_s(requests: Sequence[Request], speeds: Speeds, way: Way) -> float:
@@ -206,43 +229,22 @@ def _tower(speeds: Speeds, way: Way) -> tuple[Tower, int]:
     return (speeds.vllms, speeds.language.gpus) if way is Way.AGGREGATED else (speeds.ours, 1)
 
 
-def _layouts(way: Way, gpus: int, llm_gpus: int) -> Iterator[Layout]:
-    """All of exactly so many GPUs."""
+def _reading_s(speeds: Speeds, way: Way) -> float:
+    return speeds.vllms_reading_s if way is Way.AGGREGATED else speeds.ours_reading_s
+
+
+def _readers(requests: Sequence[Request], speeds: Speeds, way: Way) -> int:
+    """As many processes on CPUs as the trace needs."""
+    tokens = sum(image.num_tokens for request in requests for image in request.images)
+    lasts_s = requests[-1].at_s - requests[0].at_s
+    return max(1, math.ceil(tokens * _reading_s(speeds, way) / (READERS_BUSY * lasts_s)))
+
+
+def _layouts(way: Way, gpus: int, llm_gpus: int, readers: int) -> Iterator[Layout]:
+    """All of exactly so many GPUs; with a process that reads requests for each language model at least."""
     if way is Way.SPLIT:
         for llms in range(1, (gpus - 1) // llm_gpus + 1):
-            yield Layout(way, gpus - llms * llm_gpus, llms)
+            yield Layout(way, gpus - llms * llm_gpus, llms, max(llms, readers))
     elif gpus % llm_gpus == 0:
         llms = gpus // llm_gpus
-        yield Layout(way, llms if way is Way.SHARED else 0, llms)
-
-
-def played(
-    items: Sequence[Item],
-    ready_s: Sequence[float],
-    servers: int,
-    seconds: Callable[[Sequence[Item]], float],
-    fits: Callable[[Sequence[Item]], bool],
-) -> tuple[list[float], float]:
-    """When each is done, and for how long all servers together were busy.
-
-    Args:
-        ready_s: when each item comes, ascending.
-        seconds: that a batch takes.
-        fits: whether so many may be one batch; a single item always may.
-    """
-    free = [float("-inf")] * servers
-    done: list[float] = []
-    busy_s = 0.0
-    while len(done) < len(items):
-        first = len(done)
-        begins = max(heapq.heappop(free), ready_s[first])
-        idle = 1 + sum(at_s <= begins for at_s in free)
-        waiting = bisect_right(ready_s, begins, lo=first) - first
-        last = first + 1
-        while last < first + math.ceil(waiting / idle) and fits(items[first : last + 1]):
-            last += 1
-        takes = seconds(items[first:last])
-        done += [begins + takes] * (last - first)
-        busy_s += takes
-        heapq.heappush(free, begins + takes)
-    return done, busy_s
+        yield Layout(way, llms if way is Way.SHARED else 0, llms, max(llms, readers))

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 MANIFEST = "manifest.jsonl"
 ABOUT = "encoder.json"
-_PREFIX, _SUFFIX = "embeddings-", ".safetensors"
+PREFIX, SUFFIX = "embeddings-", ".safetensors"
 _ASIDE = ".part"
 
 Stamp: TypeAlias = tuple[str, int, int]
@@ -59,11 +59,14 @@ class EmbeddingFiles:
     One process may have it open.
     """
 
-    def __init__(self, folder: Path, about: dict[str, object], *, images_per_file: int, bytes_per_file: int) -> None:
+    def __init__(
+        self, folder: Path, about: dict[str, object] | None, *, images_per_file: int, bytes_per_file: int
+    ) -> None:
         """Makes the folder, or goes on with it.
 
         Args:
-            about: of the encoder, kept in the folder; JSON values. A folder with another one is refused.
+            about: of the encoder, kept in the folder; JSON values. A folder with another one is refused. None where it
+                is not known yet: `settle` wants it before anything is added.
             images_per_file, bytes_per_file: a file is written when either is reached.
 
         Raises:
@@ -81,7 +84,9 @@ class EmbeddingFiles:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise EmbeddingFilesError(f"another process is writing to {folder}: wait for it to end") from None
-            self._check(about)
+            self.about = self._read_about()
+            if about is not None:
+                self.settle(about)
             self.entries = self._read()
             undone.pop_all()
         self._by_digest = {entry.digest: entry for entry in self.entries}
@@ -118,40 +123,54 @@ class EmbeddingFiles:
 
     def flush(self) -> None:
         """Writes what is pending: the tensors, then the lines that name them. Raises EmbeddingFilesError, OSError."""
-        name = f"{_PREFIX}{self._next:05d}{_SUFFIX}"
+        name = f"{PREFIX}{self._next:05d}{SUFFIX}"
         if not self._pending:
             return
         if self._tensors:
-            with _whole(self.folder / name) as aside:
-                try:
-                    save_file(self._tensors, aside)
-                except SafetensorError as error:  # a full disk, among others
-                    raise EmbeddingFilesError(f"{self.folder / name} cannot be written: {error}") from error
+            save(self.folder / name, self._tensors)
             self._next += 1
         written = []
         for entry in self._pending:
             file = name if entry.digest in self._tensors else self._by_digest[entry.digest].file
             written.append(replace(entry, file=file))
+        self._append(written)
+        self._tensors, self._pending = {}, []
+
+    def _append(self, written: list[Entry]) -> None:
         with (self.folder / MANIFEST).open("ab") as manifest:
             manifest.write(_lines(written))
             manifest.flush()
             os.fsync(manifest.fileno())
         self.entries += written
         self._by_digest |= {entry.digest: entry for entry in written}
-        self._tensors, self._pending = {}, []
 
-    def _check(self, about: dict[str, object]) -> None:
-        file = self.folder / ABOUT
-        if not file.exists():
-            if any(there.suffix != _ASIDE for there in self.folder.iterdir()):
-                raise EmbeddingFilesError(f"{self.folder} holds something else: name another folder")
-            with _whole(file) as aside:
+    def take(self, entries: list[Entry]) -> None:
+        """Names in the manifest what others have written whole, see encoder/embedding_part.py. Raises OSError."""
+        assert self.about is not None
+        self._append(entries)
+
+    @property
+    def next_number(self) -> int:
+        """Of files of embeddings, those of encoder/embedding_part.py too."""
+        return self._next
+
+    def settle(self, about: dict[str, object]) -> None:
+        """Keeps `about` in a new folder. Raises EmbeddingFilesError where the folder is another encoder's."""
+        if self.about is None:
+            with _whole(self.folder / ABOUT) as aside:
                 aside.write_text(json.dumps(about, indent=1) + "\n")
-        elif json.loads(file.read_bytes()) != json.loads(json.dumps(about)):
-            raise EmbeddingFilesError(
-                f"{self.folder} holds embeddings of other weights, dtype or bounds ({ABOUT} there says which): "
-                "name another folder"
-            )
+            self.about = about
+        elif not same_encoder(self.about, about):
+            raise EmbeddingFilesError(another_encoder(self.folder))
+
+    def _read_about(self) -> dict[str, object] | None:
+        file = self.folder / ABOUT
+        if file.exists():
+            found: dict[str, object] = json.loads(file.read_bytes())
+            return found
+        if any(there.suffix != _ASIDE for there in self.folder.iterdir()):
+            raise EmbeddingFilesError(f"{self.folder} holds something else: name another folder")
+        return None
 
     def _read(self) -> list[Entry]:
         """The manifest without lines that were not written whole, or whose file is gone."""
@@ -181,7 +200,27 @@ def _lines(entries: list[Entry]) -> bytes:
 
 def _number(file: str) -> int:
     """Of a file of embeddings. Raises ValueError."""
-    return int(file.removeprefix(_PREFIX).removesuffix(_SUFFIX))
+    return int(file.removeprefix(PREFIX).removesuffix(SUFFIX).partition("-")[0])
+
+
+def save(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """At once: a reader never sees half a file. Raises EmbeddingFilesError, OSError."""
+    with _whole(file) as aside:
+        try:
+            save_file(tensors, aside)
+        except SafetensorError as error:  # a full disk, among others
+            raise EmbeddingFilesError(f"{file} cannot be written: {error}") from error
+
+
+def same_encoder(about: dict[str, object], other: dict[str, object]) -> bool:
+    return bool(json.loads(json.dumps(about)) == json.loads(json.dumps(other)))
+
+
+def another_encoder(folder: Path) -> str:
+    """What is said of a folder of another encoder's embeddings."""
+    return (
+        f"{folder} holds embeddings of other weights, dtype or bounds ({ABOUT} there says which): name another folder"
+    )
 
 
 @contextmanager

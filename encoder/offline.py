@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from encoder.decoded import Decoded
 from encoder.embedding_files import EmbeddingFiles, Entry, Stamp
@@ -40,6 +43,16 @@ class Outcome:
     """Of the same bytes as a picture that was encoded."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Path and reason of each picture that could not be read."""
+
+
+class Sink(Protocol):
+    """What keeps embeddings: `EmbeddingFiles`, or a part of them."""
+
+    def known(self, digest: str) -> Entry | None: ...
+
+    def holds(self, digest: str) -> bool: ...
+
+    def add(self, entry: Entry, tokens: torch.Tensor | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,12 +93,33 @@ def encode_folder(
     `progress` is told how many more pictures are done with, skipped ones too. Raises OSError and
     EmbeddingFilesError where embeddings cannot be written.
     """
-    outcome = Outcome()
+    wanted, skipped = missing(folder, files)
+    progress(skipped)
+    outcome = encode_paths(encoder, folder, wanted, files, bounds=bounds, threads=threads, progress=progress)
+    outcome.skipped = skipped
+    return outcome
+
+
+def missing(folder: Path, files: EmbeddingFiles) -> tuple[list[str], int]:
+    """Paths of the pictures that are to be encoded, and how many are not."""
     there = {entry.path: entry.stamp for entry in files.entries}
     found = pictures(folder)
     wanted = [path for path in found if path not in there or _stamp(folder, path) != there[path]]
-    outcome.skipped = len(found) - len(wanted)
-    progress(outcome.skipped)
+    return wanted, len(found) - len(wanted)
+
+
+def encode_paths(
+    encoder: Encoder,
+    folder: Path,
+    wanted: Sequence[str],
+    files: Sink,
+    *,
+    bounds: PixelBounds | None = None,
+    threads: int = 2,
+    progress: Callable[[int], object] = lambda number: None,
+) -> Outcome:
+    """Encodes the pictures of these paths, relative to `folder`. Otherwise as `encode_folder`."""
+    outcome = Outcome()
     window: list[_Prepared] = []
     for prepared in _prepared(encoder, folder, wanted, files, bounds, threads):
         if prepared.entry is None:
@@ -103,7 +137,7 @@ def encode_folder(
 def _encode(
     encoder: Encoder,
     window: Sequence[_Prepared],
-    files: EmbeddingFiles,
+    files: Sink,
     outcome: Outcome,
     progress: Callable[[int], object],
 ) -> None:
@@ -133,7 +167,7 @@ def _prepared(
     encoder: Encoder,
     folder: Path,
     wanted: Sequence[str],
-    files: EmbeddingFiles,
+    files: Sink,
     bounds: PixelBounds | None,
     threads: int,
 ) -> Iterator[_Prepared]:

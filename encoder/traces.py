@@ -38,7 +38,7 @@ def read_costs(path: Path, rules: ImageRules) -> list[ImageCost]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             for image in json.loads(line)["images"]:
-                costs.append(_cost(image, rules))
+                costs.append(image_cost(image, rules))
         except (ValueError, KeyError, TypeError) as error:
             raise TraceError(f"{path.name}, line {number}: {error!r}") from error
     if not costs:
@@ -72,7 +72,7 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
             at_s, prompt, output = float(asked["t"]), int(asked["prompt_tokens"]), int(asked["output_tokens"])
             new, visual = [], 0
             for image in asked["images"]:
-                cost = _cost(image, rules)
+                cost = image_cost(image, rules)
                 visual += cost.num_tokens
                 if image.get("id") is None or image["id"] not in seen:
                     new.append(cost)
@@ -91,7 +91,8 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
     return found
 
 
-def _cost(image: Mapping[str, int], rules: ImageRules) -> ImageCost:
+def image_cost(image: Mapping[str, int], rules: ImageRules) -> ImageCost:
+    """Of an image as a trace names it. Raises KeyError without `w` and `h`, ValueError for sizes that cannot be."""
     grid = grid_of(int(image["w"]), int(image["h"]), rules)
     pairs = grid[0] * (grid[1] * grid[2]) ** 2
     return ImageCost(num_tokens(grid, rules.merge_size), pairs / PAIRS_PER_UNIT)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report
+from benchmarks import report, report_plan
 from benchmarks.report_ladder import headline
 from configs import reference
 from deployments import routes
@@ -27,7 +27,7 @@ def tables() -> dict[Path, dict[str, str]]:
     results = report.results()
     return {
         README: {"headline": headline(results), "settings": reference.markdown(), "routes": routes.table()},
-        MEASUREMENTS: {"figures": report.markdown(results)},
+        MEASUREMENTS: {"figures": report.markdown(results), "plan": report_plan.markdown(report.RESULTS)},
     }
 
 

@@ -324,12 +324,13 @@ def test_curl_snippet_and_script_ask_what_the_ingress_takes(server: StandIn) -> 
         assert_ingress_takes(server.bodies.pop())
 
 
+@pytest.mark.parametrize("name", ["ask_openai", "ask_langchain"])
 def test_example_program_asks_what_the_ingress_takes(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
-    program = importlib.import_module("ask_openai")
-    monkeypatch.setattr("sys.argv", ["ask_openai.py", "What?", "picture.png", "--url", f"{address(server)}/v1"])
+    program = importlib.import_module(name)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "What?", "picture.png", "--url", f"{address(server)}/v1"])
     program.main()
     assert capsys.readouterr().out == "seen\n"
     assert_ingress_takes(server.bodies.pop())

@@ -86,6 +86,12 @@ The first ran on {h200_device} with torch {h200_torch} and transformers {h200_tr
 torch {cpu_torch} and transformers {cpu_transformers}; the records are in `training/results/`. Weights: sha256
 `{sha256}`.
 
+Served, the same {served_count} questions over HTTP on a CPU: the whole application (`serve run serve_config.yaml`)
+answers {served_ours} of them right, vLLM alone with its own vision tower {served_alone}; {served_different}.
+<!-- run: 2 CPU cores, training/results/accuracy_served_cpu.json -->
+
+    {served_command}
+{ways}
 ## What it cannot do
 
 - Anything but such scenes: photographs, text, drawings of things. It then still answers, and wrongly; a picture of
@@ -114,6 +120,8 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
     h200, cpu, training = (
         json.loads((results / f"{name}.json").read_text()) for name in ("accuracy_h200", "accuracy_cpu", "train_h200")
     )
+    served = json.loads((results / "accuracy_served_cpu.json").read_text())
+    ours, alone = served["servers"].values()
     weakest = sorted(h200["families"], key=lambda name: h200["families"][name])[:3]
     last = training["log"][-1]
     return _CARD.format(
@@ -137,7 +145,7 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
         sides=", ".join(f"{side} {_percent(part)} of {count}" for side, (part, count) in _by_size(h200)),
         sha256=h200["weights_sha256"],
         weakest=", ".join(f"“{_EXAMPLES[name]}” ({_percent(h200['families'][name])})" for name in weakest),
-        train_command=_train_command(training["arguments"]),
+        train_command=train_command(training["arguments"]),
         conversations=f"{last['conversations']:,}",
         steps=f"{last['step']:,}",
         minutes=f"{last['seconds'] / 60:.1f}",
@@ -145,9 +153,40 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
         vocabulary=VOCAB_SIZE,
         **{f"h200_{key}": h200[key] for key in ("command", "device", "torch", "transformers")},
         **{f"cpu_{key}": cpu[key] for key in ("command", "torch", "transformers")},
+        served_count=served["questions"],
+        served_ours=_percent(ours["accuracy"]),
+        served_alone=_percent(alone["accuracy"]),
+        served_different=_different(len(served["differences"])),
+        served_command=served["command"],
+        ways=_ways(results),
         h200_count=h200["questions"],
         cpu_count=cpu["questions"],
     )
+
+
+def _different(count: int) -> str:
+    return f"{count} they answer differently" if count else "no answer differs, to the letter"
+
+
+def _ways(results: Path) -> str:
+    """What benchmarks/bench_accuracy.py found, wherever it was run: the same questions through each way of encoding."""
+    told = []
+    for name in ("accuracy_ways_cpu", "accuracy_ways_h200"):
+        if not (results / f"{name}.json").is_file():
+            continue
+        found = json.loads((results / f"{name}.json").read_text())
+        device = found["gpu"]["name"] if found["gpu"] else "a CPU"
+        rows = "\n".join(
+            f"| {label} | {_percent(row['accuracy'])} | "
+            + (f"{row['same_words']} of {row['questions']} |" if "same_words" in row else "|")
+            for label, row in found["rows"].items()
+        )
+        told.append(
+            f"\nOne vLLM with the embeddings of each way of encoding, and with its own tower, on {device}\n"
+            f"(`python {' '.join(found['command'])}`):\n\n"
+            f"| encoded by | right | the same answer as by vLLM's own tower, to the letter |\n|---|---|---|\n{rows}\n"
+        )
+    return "".join(told)
 
 
 def _percent(part: float) -> str:
@@ -158,7 +197,7 @@ def _by_size(result: dict[str, Any]) -> list[tuple[str, tuple[float, int]]]:
     return sorted(result["shorter_side"].items(), key=lambda item: int(item[0].rsplit(" ", 1)[-1]))
 
 
-def _train_command(arguments: dict[str, Any]) -> str:
+def train_command(arguments: dict[str, Any]) -> str:
     said = f"--steps {arguments['steps']} --lr {arguments['lr']} --out {arguments['out']}"
     return f"python -m training.train {'--graph ' if arguments['graph'] else ''}{said} --record {arguments['record']}"
 

@@ -10,32 +10,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from training.conversations import TEST_FAMILIES, Conversation, messages, single_question
-from training.scenes import HELD_OUT, draw
+from training.conversations import Conversation, messages
+from training.held_out import MAX_ANSWER_TOKENS, pictures, questions, score
 
 Untyped = Any  # what comes from transformers
-
-# Of a question's smallest picture: upper bounds of its shorter side, in pixels.
-_SIDES = (96, 160, 256, 384, 512)
-
-
-def is_right(answer: str, expected: str) -> bool:
-    """Word for word; the parts of a list in any order."""
-    return _parts(answer) == _parts(expected)
-
-
-def _parts(text: str) -> list[list[str]]:
-    sentences = re.sub(" (on an?|shows) ", r", \1, ", text.strip().lower()).split(".")
-    return [sorted(one.strip().replace(" and ", ", ").split(", ")) for one in sentences if one.strip()]
 
 
 def answers(model: Untyped, processor: Untyped, conversations: Sequence[Conversation], batch_size: int) -> list[str]:
@@ -47,45 +32,19 @@ def answers(model: Untyped, processor: Untyped, conversations: Sequence[Conversa
         texts = [
             processor.apply_chat_template(messages(one), add_generation_prompt=True, tokenize=False) for one in chunk
         ]
-        pictures = [draw(scene) for one in chunk for turn in one.turns for scene in turn.scenes]
-        inputs = processor(text=texts, images=pictures or None, padding=True, return_tensors="pt").to(model.device)
+        shown = [picture for one in chunk for picture in pictures(one)]
+        inputs = processor(text=texts, images=shown or None, padding=True, return_tensors="pt").to(model.device)
         with torch.inference_mode():
-            tokens = model.generate(**inputs, max_new_tokens=96, do_sample=False)
+            tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
         given += processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return given
 
 
-def evaluate(model: Untyped, processor: Untyped, questions: int, first_seed: int, batch_size: int) -> dict[str, Any]:
-    """Accuracy by family and by picture size, and some of the wrong answers."""
-    asked = [single_question(first_seed + index, family) for family in TEST_FAMILIES for index in range(questions)]
-    asked.sort(key=_length)
-    given = answers(model, processor, asked, batch_size)
-    families: dict[str, list[bool]] = defaultdict(list)
-    sides: dict[str, list[bool]] = defaultdict(list)
-    wrong = []
-    for one, answer in zip(asked, given, strict=True):
-        turn = one.turns[-1]
-        right = is_right(answer, turn.answer)
-        families[turn.family].append(right)
-        if turn.scenes:
-            side = min(min(scene.width, scene.height) for scene in turn.scenes)
-            sides[f"up to {next(bound for bound in _SIDES if side <= bound)}"].append(right)
-        if not right:
-            wrong.append({"family": turn.family, "question": turn.question, "answer": answer, "right": turn.answer})
-    every = [right for rights in families.values() for right in rights]
-    return {
-        "questions": len(every),
-        "accuracy": round(sum(every) / len(every), 4),
-        "families": {name: round(sum(families[name]) / len(families[name]), 4) for name in TEST_FAMILIES},
-        "shorter_side": {name: [round(sum(s) / len(s), 4), len(s)] for name, s in sorted(sides.items())},
-        "wrong": wrong[:: max(1, len(wrong) // 40)],
-    }
-
-
-def _length(one: Conversation) -> tuple[bool, int]:
-    """What belongs in one batch, which is padded to its longest question and runs until its longest answer ends."""
-    turn = one.turns[-1]
-    return turn.family.startswith("describe"), sum(scene.width * scene.height for scene in turn.scenes)
+def evaluate(model: Untyped, processor: Untyped, each: int, seed: int, batch_size: int) -> dict[str, Any]:
+    """What `held_out.score` says, with some of the wrong answers."""
+    asked = questions(each, seed)
+    found = score(asked, answers(model, processor, asked, batch_size))
+    return {**found, "wrong": found["wrong"][:: max(1, len(found["wrong"]) // 40)]}
 
 
 def main() -> None:
@@ -105,9 +64,7 @@ def main() -> None:
     model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
     processor = AutoProcessor.from_pretrained(arguments.model)
     started = time.perf_counter()
-    found = evaluate(
-        model.to(device).eval(), processor, arguments.questions, HELD_OUT + arguments.seed, arguments.batch
-    )
+    found = evaluate(model.to(device).eval(), processor, arguments.questions, arguments.seed, arguments.batch)
     result = {
         "command": f"python -m training.evaluate --model {arguments.model} --questions {arguments.questions} "
         f"--seed {arguments.seed} --dtype {arguments.dtype}",

@@ -22,6 +22,7 @@ _LISTED = 10
 @click.option("--min-pixels", type=click.IntRange(min=1), help="Of a resized picture. Default: the checkpoint's.")
 @click.option("--max-pixels", type=click.IntRange(min=1), help="Likewise.")
 @click.option("--threads", default=lambda: min(8, os.cpu_count() or 1), show_default="a CPU each, up to 8", type=int)
+@click.option("--processes", type=click.IntRange(min=1), help="That encode, by Ray Data. Default: one for each GPU.")
 @click.option("--images-per-file", default=256, show_default=True, type=click.IntRange(min=1))
 def encode(
     pictures: Path,
@@ -32,6 +33,7 @@ def encode(
     min_pixels: int | None,
     max_pixels: int | None,
     threads: int,
+    processes: int | None,
     images_per_file: int,
 ) -> None:
     """Encode the PICTURES of a folder, those of its subfolders too, and keep the embeddings in another.
@@ -43,38 +45,40 @@ def encode(
     names a picture's `file`, and in it the tensor `digest`: `[num_tokens, width]`, as the language model takes it.
     Pictures that cannot be read are listed in bad.jsonl and tried again by the next run.
 
+    Several GPUs are used by as many processes, which Ray Data starts here, or on the cluster that RAY_ADDRESS names;
+    its nodes must see both folders. `--device cpu --processes 4` does without GPUs.
+
     Exits with 1 where embeddings could not be made or written; bad pictures alone are no failure.
     """
     from tqdm import tqdm
 
-    from configs.encoder_config import EncoderConfig
-    from encoder import Encoder
+    from deployments import encode_fleet
+    from deployments.encode_fleet import Job
     from encoder.embedding_files import EmbeddingFiles, EmbeddingFilesError
     from encoder.hub import resolve_checkpoint
-    from encoder.image_rules import PixelBounds
     from encoder.offline import encode_folder
     from encoder.offline import pictures as found_pictures
 
+    several = _processes(processes, device)
     try:
-        bounds = PixelBounds(min_pixels, max_pixels)
-        encoder = Encoder.from_checkpoint(
-            resolve_checkpoint(model),
-            EncoderConfig(dtype=dtype),  # type: ignore[arg-type] # one of the choices above
-            device=device,
-            progress=True,
-        )
-        about: dict[str, object] = {
-            "dtype": encoder.identity.dtype,
-            "width": encoder.identity.vision.width,
-            "min_pixels": min_pixels,
-            "max_pixels": max_pixels,
-            "fingerprint": encoder.identity.fingerprint,
-        }
+        job = Job(
+            checkpoint=str(resolve_checkpoint(model).resolve()), pictures=str(pictures.resolve()),
+            out=str(out.resolve()), dtype=dtype, device=device, min_pixels=min_pixels, max_pixels=max_pixels,
+            threads=threads, bytes_per_file=256 * MIB,
+        )  # fmt: skip
+        _ = job.bounds
+        encoder = encode_fleet.load(job, progress=True) if several == 1 else None
+        about = None if encoder is None else encode_fleet.about(encoder, job)
         with (
-            EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=256 * MIB) as files,
+            EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=job.bytes_per_file) as files,
             tqdm(total=len(found_pictures(pictures)), unit="picture", disable=None) as bar,
         ):
-            outcome = encode_folder(encoder, pictures, files, bounds=bounds, threads=threads, progress=bar.update)
+            if encoder is None:
+                outcome = encode_fleet.encode_folder(job, files, processes=several, progress=bar.update)
+            else:
+                outcome = encode_folder(
+                    encoder, pictures, files, bounds=job.bounds, threads=threads, progress=bar.update
+                )
         lines = [json.dumps({"path": path, "reason": reason}) for path, reason in outcome.bad]
         (out / BAD).write_text("".join(f"{line}\n" for line in lines))
     except (EmbeddingFilesError, ValueError, RuntimeError) as error:
@@ -96,3 +100,13 @@ def encode(
     )
     if not total and not outcome.bad:
         raise click.ClickException(f"{pictures} holds no pictures")
+
+
+def _processes(wanted: int | None, device: str) -> int:
+    if wanted is not None:
+        return wanted
+    if device not in ("auto", "cuda"):
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,8 @@ _DECODE = "vllm bench throughput --model MODEL --input-len 16 --output-len 512"
 @click.option("--costs", type=FILE, help="Times of our encoder on your GPU. Default: those shipped, of an H200.")
 @click.option("--vllm-costs", type=FILE, help="Times of vLLM's own tower on it. Needed with --costs.")
 @click.option("--hop-ms", type=click.FloatRange(min=0), help="What encoders apart add to a request beside encoding.")
+@click.option("--reading-ms", type=click.FloatRange(min=0), help="Of an ingress's CPU for 1000 visual tokens.")
+@click.option("--vllm-reading-ms", type=click.FloatRange(min=0), help="The same of an API server of vLLM's.")
 def plan(
     trace: Path,
     model: str,
@@ -50,6 +51,8 @@ def plan(
     costs: Path | None,
     vllm_costs: Path | None,
     hop_ms: float | None,
+    reading_ms: float | None,
+    vllm_reading_ms: float | None,
 ) -> None:
     """Say whether encoders of their own pay for a trace, how many for how many language models, and what it costs.
 
@@ -80,11 +83,13 @@ def plan(
     there and give the file twice: `vitray bench encoder --arch qwen3_vl --peers vllm --out mine.json`, then --costs
     mine.json --vllm-costs mine.json. Of another tower, as a table; its form is in `vitray budgets --help`.
 
-    The model: the trace is played in a virtual clock through queues, first come first served, with batches. It knows
-    waiting and computing. It does not know memory (whether weights and KV cache fit), the rate of tokens after the
-    first one, fetching and decoding of pictures, misrouting between replicas, or starts of replicas. vLLM's tower is a
-    line through five shapes, for the shipped Qwen3-VL up to 17 % off. Predictions have not been compared with
-    measurement: take a near miss for a draw.
+    The model: the trace is played in a virtual clock through queues, first come first served, with batches. Before
+    them CPUs read requests and their pictures, all that they have at once; there are as many of these processes as it
+    takes, and they are in what is printed. It knows waiting and computing. It does not know memory (whether weights and
+    KV cache fit), the rate of tokens after the first one, misrouting between replicas, or starts of replicas. vLLM's
+    tower is a line through five shapes, for the shipped Qwen3-VL up to 17 % off. What comes before and after the towers
+    is shipped from one run, of noise as PNG, which is slow to read: a request's time to the first token less the stages
+    that Server-Timing names is yours (--reading-ms). docs/measurements.md compares predictions with what was measured.
     """
     for name, value in (("--slo", slo), ("--speed", speed)):
         if not math.isfinite(value):
@@ -104,7 +109,7 @@ def plan(
     if missing or prefill_tokens_per_s is None or decode_tokens_per_s is None:
         raise click.UsageError("\n".join(missing))
 
-    from deployments import plan_config, plan_report
+    from deployments import plan_config, plan_overheads, plan_report
     from deployments.split_plan import (
         Language,
         Prediction,
@@ -131,7 +136,10 @@ def plan(
     times = tower_options.read("--costs", ours_from, read_costs, about.arch)
     work_ms = times.table(()).work_ms
     vllms = tower_options.read("--vllm-costs", vllm_from, partial(read_vllm_costs, work_ms=work_ms), about.arch)
-    hop_s = _measured_hop_s() if hop_ms is None else hop_ms / 1e3
+    try:
+        around = plan_overheads.measured(tower_options.RESULTS)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
 
     found = windows([image for request in requests for image in request.images], 16)
     fitted, _, _, take = Bounds(window=16, count=16, largest=8192, prefer=0.04).better(
@@ -142,7 +150,10 @@ def plan(
         Language(prefill_tokens_per_s, decode_tokens_per_s, llm_gpus),
         ours=Tower(times.table(budgets or default_budgets())),
         vllms=Tower(vllms.table(()), max_images=1024),
-        hop_s=hop_s,
+        hop_s=around.hop_s if hop_ms is None else hop_ms / 1e3,
+        entry_s=around.entry_s,
+        ours_reading_s=around.ours_reading_s if reading_ms is None else reading_ms / 1e6,
+        vllms_reading_s=around.vllms_reading_s if vllm_reading_ms is None else vllm_reading_ms / 1e6,
     )
     target = Target(slo, slo_share)
     met: dict[Way, Prediction | str] = {}
@@ -159,11 +170,15 @@ def plan(
         "measured": [
             f"our encoder: {ours_from.name}",
             f"vLLM's tower: {vllm_from.name}",
-            *(["hop: serving_transfer_h200.json, 4 pictures of 448×448"] if hop_ms is None else []),
+            f"hop, reading, first step: {plan_overheads.RECORD}, 4 pictures of 448×448, as far as not given",
         ],
         "given": [
             f"prefill {prefill_tokens_per_s:g}, decode {decode_tokens_per_s:g} tokens/s a replica of {llm_gpus} GPU(s)",
-            *([] if hop_ms is None else [f"hop {hop_ms:g} ms"]),
+            *(
+                f"{name} {value:g} ms"
+                for name, value in (("hop", hop_ms), ("reading", reading_ms), ("vLLM's reading", vllm_reading_ms))
+                if value is not None
+            ),
         ],
     }
     click.echo(plan_report.text(trace.name, requests, speeds, target, met, sources), err=True)
@@ -179,17 +194,3 @@ def plan(
         click.echo(plan_config.vllm_command(model, chosen.layout, llm_gpus=llm_gpus))
     else:
         click.echo(plan_config.config(model, chosen.layout, llm_gpus=llm_gpus, budgets=budgets), nl=False)
-
-
-def _measured_hop_s() -> float:
-    """By how much the first token came later than vLLM's alone, both on one H200, the towers' difference in it."""
-    path = tower_options.RESULTS / "serving_transfer_h200.json"
-    try:
-        rows = json.loads(path.read_text())["rows"]
-        ours, alone = (rows[name]["latency_ttft_ms"]["mean"] for name in (_HOP_ROW, _ALONE_ROW))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise click.ClickException(f"{path.name} is not there as expected: give --hop-ms") from error
-    return max(0.0, float(ours) - float(alone)) / 1e3
-
-
-_HOP_ROW, _ALONE_ROW = "cudagraph + layer fusion", "vLLM alone, encoder graphs"

@@ -1,9 +1,10 @@
 """What is tested: the real `serve run` with a configuration of three applications, on a Ray cluster of its own.
 
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
-may be killed; vLLM's engines load their embeddings from shared memory. `tight` is bfloat16 with embeddings through the
-object store, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody sends
-images, and may be broken. `scenes` is the shipped model, which sees, behind a key, with the operator's routes closed.
+may be killed; vLLM's engines load their embeddings from shared memory. They have random weights. `tight` is the shipped
+model, which sees, in bfloat16 with embeddings through the object store, under limits that a test can reach; it may
+fetch from this machine, keeps no encoder while nobody sends images, and may be broken. `scenes` is that model too,
+behind a key, with the operator's routes closed.
 """
 
 from __future__ import annotations

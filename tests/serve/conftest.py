@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.application import ARCHITECTURES, ServedApplication, configuration
+from tests.serve.application import ARCHITECTURES, MAX_ANSWERING, ServedApplication, configuration
 from tests.serve.asking import Answers, ask, collect
-from tests.serve.conversations import CONVERSATIONS, SMALL_CONVERSATIONS
+from tests.serve.conversations import CONVERSATIONS, SMALL_CONVERSATIONS, held_out_questions
 from tests.serve.vllm_alone import Reference, VllmAlone
+from training import evaluate_served
+from training.card import MODEL as SCENES
 from training.checkpoints import make_checkpoint
 
 # What starts vLLM alone goes first, then the application without an encoder; what breaks replicas comes last.
@@ -52,7 +54,7 @@ def measured() -> dict[str, float]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     made = {name: make_checkpoint(arch, folder / name) for name, arch in ARCHITECTURES.items()}
-    return made | {"tight": make_checkpoint("qwen3_vl", folder / "tight", dtype="bfloat16")}
+    return made | {"tight": SCENES}
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +73,7 @@ def reference(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFac
         return Reference(
             {name: collect(servers[name].base_url, CONVERSATIONS) for name in ARCHITECTURES},
             {c.name: ask(servers["tight"].base_url, c.body) for c in SMALL_CONVERSATIONS},
+            evaluate_served.answers(servers["tight"].base_url, held_out_questions(), at_once=MAX_ANSWERING),
             {path: [method.upper() for method in operations] for path, operations in described.items()},
         )
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.serve import pictures
 from tests.serve.pictures import data_url, encoded, picture, url
+from training.conversations import Conversation as SceneConversation
+from training.held_out import questions
 
 Body = dict[str, Any]
 
@@ -237,3 +239,8 @@ TEXT_REQUESTS: dict[str, tuple[str, Body]] = {
     "tokens of a prompt": ("/tokenize", {"model": MODEL, "prompt": "The weather in Paris", "return_token_strs": True}),
     "text of tokens": ("/detokenize", {"model": MODEL, "tokens": [300, 65, 66, 410]}),
 }
+
+
+def held_out_questions() -> list[SceneConversation]:
+    """One of every family, about pictures that fit into the limits of the application `tight`."""
+    return questions(1, 2000)

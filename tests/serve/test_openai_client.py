@@ -1,4 +1,5 @@
-"""The official client, unchanged, for every route that it has a method for."""
+"""The official client, unchanged, for every route that it has a method for; and LangChain's chat model, which has it
+inside."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 from tests.serve import pictures
 from tests.serve.conversations import MODEL, WEATHER, image, text, user
@@ -50,6 +54,37 @@ def test_a_chat_with_images_streamed_and_whole(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_langchains_messages_whole_streamed_and_in_a_conversation(qwen3: str) -> None:
+    """Its own content blocks, and OpenAI's, which it hands through: answered as the same request by the client is."""
+    model = ChatOpenAI(
+        base_url=qwen3 + "/v1", api_key=SecretStr("unused"), model=MODEL, temperature=0, max_completion_tokens=12,
+        max_retries=0,
+    )  # fmt: skip
+    one, two = pictures.url(223, 97, 61), pictures.url(224, 64, 90)
+    asked: Any = [
+        {"role": "system", "content": "Be brief."},
+        user(image(one), text("What is it?")),
+        {"role": "assistant", "content": "A picture."},
+        user(image(two), text("And this?")),
+    ]
+    expected = openai.OpenAI(base_url=qwen3 + "/v1", api_key="unused").chat.completions.create(
+        model=MODEL, messages=asked, **SHORT
+    )
+    block = {"type": "image", "base64": two.partition(",")[2], "mime_type": "image/png"}
+    messages = [
+        SystemMessage("Be brief."),
+        HumanMessage([image(one), text("What is it?")]),
+        AIMessage("A picture."),
+        HumanMessage([block, text("And this?")]),
+    ]
+    whole = model.invoke(messages)
+    assert whole.text == expected.choices[0].message.content
+    assert "".join(chunk.text for chunk in model.stream(messages)) == whole.text
+    assert whole.usage_metadata is not None
+    assert expected.usage is not None
+    assert whole.usage_metadata["input_tokens"] == expected.usage.prompt_tokens
 
 
 def test_several_answers_of_one_request(client: openai.OpenAI) -> None:

@@ -83,6 +83,8 @@ class Reference:
     answers: dict[str, Answers]
     """In float32, by architecture."""
     bfloat16: dict[str, Json]
-    """Of Qwen3-VL, by the names of SMALL_CONVERSATIONS."""
+    """Of the small trained model, by the names of SMALL_CONVERSATIONS."""
+    scenes: list[str]
+    """Its answers to `conversations.held_out_questions`."""
     paths: dict[str, list[str]]
     """Its routes and their methods, by its own description."""

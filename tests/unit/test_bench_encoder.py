@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks import bench_encoder, ladder, measure, peer_vllm, rungs
 from benchmarks.ladder_text import ladder_table
@@ -30,11 +31,13 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("bench") / "tiny.json"
     done = subprocess.run(
         [sys.executable, "benchmarks/bench_encoder.py", "--device", "cpu", "--tiny", "--only", "eager,cudagraph",
-         "--peers", "transformers,vllm", "--rounds", "3", "--out", str(out), "--commit", "abc"],
+         "--peers", "transformers,vllm", "--rounds", "3", "--out", str(out), "--plot", str(out.with_suffix(".png")),
+         "--commit", "abc"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert json.loads(out.read_text()) == found
+    assert Image.open(out.with_suffix(".png")).size == (1680, 540)
     assert "torch compile" not in done.stdout
     assert "transformers, eager" in done.stdout
     return found

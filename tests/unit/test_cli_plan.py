@@ -56,7 +56,7 @@ def test_few_small_pictures_are_not_split(small: Path) -> None:
     result = plan(small)
     assert (result.exit_code, result.stdout) == (0, f"vllm serve {MODEL}\n")
     assert "Do not split" in result.stderr
-    for word in ("measured: our encoder: encoder_h200_qwen3_vl.json", "given: prefill 20000", "assumed: hop of 19 ms"):
+    for word in ("measured: our encoder: encoder_h200_qwen3_vl.json", "given: prefill 20000", "assumed: hop of 14 ms"):
         assert word in result.stderr
 
 
@@ -116,6 +116,15 @@ def test_vllms_own_tower_has_a_command_and_no_configuration() -> None:
         plan_config.config(MODEL, layout, llm_gpus=1, budgets=None)
 
 
+def test_processes_that_read_requests_are_printed() -> None:
+    """Of vLLM's there is one for each replica by itself."""
+    more = Layout(Way.AGGREGATED, 0, 3, readers=5)
+    assert plan_config.vllm_command(MODEL, more, llm_gpus=1).endswith("--data-parallel-size 3 --api-server-count 5")
+    assert "--api-server-count" not in plan_config.vllm_command(MODEL, Layout(Way.AGGREGATED, 0, 5, 5), llm_gpus=1)
+    printed = yaml.safe_load(plan_config.config(MODEL, Layout(Way.SPLIT, 1, 2, readers=4), llm_gpus=1, budgets=None))
+    assert printed["applications"][0]["deployments"][0] == {"name": "Ingress", "num_replicas": 4}
+
+
 def test_the_speeds_of_the_language_model_are_asked_for(small: Path) -> None:
     result = plan(small, speeds=())
     assert result.exit_code == 2
@@ -131,6 +140,10 @@ def test_own_times_of_the_encoder_want_own_times_of_vllm(small: Path) -> None:
     assert both.exit_code == 0, both.output
     assert "our encoder: costs_h200.json" in both.stderr
     assert "hop 5 ms" in both.stderr
+    slow = plan(small, "--reading-ms", "0", "--vllm-reading-ms", "40000")
+    assert "reading 0 ms" in slow.stderr
+    assert "vLLM's reading 40000 ms" in slow.stderr
+    assert "Do not split" not in slow.stderr, "2 s of reading for 49 tokens are past --slo"
     without = plan(small, *costs, "--vllm-costs", str(RESULTS / "encoder_h200_qwen2_5_vl.json"))
     assert without.exit_code == 1
     assert "--vllm-costs" in without.stderr

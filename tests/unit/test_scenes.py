@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from training.conversations import TEST_FAMILIES, messages, single_question, training_conversation
-from training.evaluate import is_right
 from training.families import FAMILIES
+from training.held_out import is_right
 from training.kinds import Kind, kinds_of, name_of
 from training.positions import relation
 from training.questions import compare_counts, count_all, count_some, describe, description, exists

@@ -18,9 +18,9 @@ from deployments.split_plan import (
     best,
     cheapest,
     longest_stall_s,
-    played,
     predict,
 )
+from deployments.virtual_queues import played, shared
 from encoder.planning import CostTable, ImageCost
 from encoder.traces import Request
 
@@ -70,6 +70,43 @@ def test_answers_being_written_slow_prefill_and_vllms_tower_but_no_encoder() -> 
     assert aggregated.first_token_s == pytest.approx(2 * 0.3)
     assert aggregated.llm_busy == pytest.approx(0.5 + 0.06)
     assert split.first_token_s == pytest.approx(0.1 + 2 * 0.1 + 0.02)
+
+
+def test_what_reads_requests_works_on_all_of_them_at_once() -> None:
+    """Ten requests together, 0.1 s of reading each: none is done before all are."""
+    assert shared([0.0] * 10, [0.1] * 10, 1) == pytest.approx([1.0] * 10)
+    assert shared([0.0] * 10, [0.1] * 10, 5) == pytest.approx([0.2] * 10)
+    assert shared([0.0, 5.0], [1.0, 1.0], 1) == pytest.approx([1.0, 6.0])
+    # From 1 to 2 both get half: the first ends after 1.5 of its 2, the second after the rest alone.
+    assert shared([0.0, 1.0], [1.5, 1.0], 1) == pytest.approx([2.0, 2.5])
+    assert shared([0.0, 0.0, 0.0], [1.0, 0.0, 2.0], 1) == pytest.approx([2.0, 0.0, 3.0])
+    speeds = replace(SPEEDS, vllms_reading_s=0.001, ours_reading_s=0.003, entry_s=0.5)
+    apart = requests(0, 10)
+    found = {way: predict(apart, speeds, TARGET, Layout(way, 0 if way is Way.AGGREGATED else 1, 1)) for way in Way}
+    assert found[Way.AGGREGATED].first_token_s == pytest.approx(0.1 + 0.3 + 0.5)
+    assert found[Way.SPLIT].first_token_s == pytest.approx(0.3 + 0.22 + 0.5)
+
+
+def test_equal_parts_of_one_server_are_as_the_formula_says() -> None:
+    """M/D/1 with equal parts: the mean time inside is s / (1 - ρ), whatever the spread of the work."""
+    chance = random.Random(4)
+    at_s, now = [], 0.0
+    for _ in range(50_000):
+        now += chance.expovariate(0.5)
+        at_s.append(now)
+    done = shared(at_s, [1.0] * len(at_s), 1)
+    assert sum(end - begin for begin, end in zip(at_s, done, strict=True)) / len(at_s) == pytest.approx(2.0, rel=0.05)
+
+
+def test_there_are_as_many_readers_as_the_trace_needs() -> None:
+    """100 tokens of a second each, every second: half busy are two of vLLM's; ours need no more than one."""
+    speeds = replace(SPEEDS, vllms_reading_s=0.0098, ours_reading_s=0.001)
+    many = requests(*range(100))
+    alone = cheapest(many, speeds, Target(9.0), way=Way.AGGREGATED, max_gpus=2)
+    shared_way = cheapest(many, speeds, Target(9.0), way=Way.SHARED, max_gpus=2)
+    assert alone is not None
+    assert shared_way is not None
+    assert (alone.layout.readers, shared_way.layout.readers) == (2, 1)
 
 
 def test_what_is_too_busy_meets_nothing() -> None:
