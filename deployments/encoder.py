@@ -32,6 +32,7 @@ from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
     CACHE_BYTES,
+    GIVEN_TOKENS,
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
 )
@@ -137,6 +138,7 @@ class EncoderReplica:
         return {
             BACKLOG_TOKENS: float(self._work.tokens),
             ARRIVING_TOKENS_PER_S: self._work.arriving_per_s(),
+            GIVEN_TOKENS: float(self._work.given),
             TOKENS_PER_S: self._worker.tokens_per_s,
             TOKENS_PER_IMAGE: self._work.tokens_per_job(),
             CACHE_BYTES: float(self._cache.counts.num_bytes),

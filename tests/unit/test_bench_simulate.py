@@ -138,7 +138,7 @@ def test_scales_to_zero_and_back() -> None:
 def test_a_surge_is_over_soon_after_there_are_replicas_for_it(growth: float, start_s: float) -> None:
     """Ten times the load for 60 s, which 40 replicas keep up with; from then on 30 s at most until none is late."""
     counts: list[tuple[float, int]] = []
-    policy = VisualWork(target_encode_delay_s=1, growth=growth)
+    policy = VisualWork(target_encode_delay_s=1, growth=growth, hold_s=30)
 
     def watched(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         counts.append((ctx.current_time or 0.0, ctx.current_num_replicas))
