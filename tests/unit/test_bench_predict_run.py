@@ -1,4 +1,4 @@
-"""The simulator against runs of the real application that were recorded, and on cases whose outcome is known by hand."""
+"""The simulator against recorded runs of the real application, and on cases whose outcome is known by hand."""
 
 from __future__ import annotations
 

@@ -197,3 +197,10 @@ def test_the_report(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert other["gpu_hours"] <= row["ours"]["gpu_hours"] * simulate.GPU_HOURS_ALIKE
         if other := row.get("serve_as_good"):
             assert other["missed"] <= row["ours"]["missed"]
+    again = [*arguments, "--best-of", str(out), "--out", str(tmp_path / "again.json")]
+    assert simulate.main([*again, "--commit", "c"]) == 0
+    known = json.loads((tmp_path / "again.json").read_text())["traces"]["trace"]
+    assert 1 <= known["settings_swept"] <= 2 * len(simulate.OUR_SETTINGS)
+    for row, before in zip(known["rows"], found["rows"], strict=True):
+        for way in ("serve_for_no_more", "serve_as_good"):
+            assert row.get(way, {}).get("missed") == before.get(way, {}).get("missed")
