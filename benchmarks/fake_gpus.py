@@ -34,16 +34,18 @@ from tests.unit.deployments.controlled import StandInLLM
 
 @dataclass(frozen=True)
 class _Run:
-    """What is left of a batch: as many rows of zeros as its images have tokens."""
+    """What is left of a batch: when it is done, and as many rows of zeros as its images have tokens."""
 
     batch: Batch
     num_tokens: tuple[int, ...]
     width: int
+    done_at: float
 
     def on_device(self) -> list[torch.Tensor]:
         return self.fetch()
 
     def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
+        _sleep_until(self.done_at)
         places = [room(count, self.width, torch.float32) if room else None for count in self.num_tokens]
         return [
             torch.zeros(count, self.width) if place is None else place.zero_()
@@ -51,10 +53,19 @@ class _Run:
         ]
 
 
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
 class SetSpeedEncoder(Encoder):
-    """Plans batches as ever, and takes the set time for each. One speed a process."""
+    """Plans batches as ever, and takes the set time for each. One speed a process.
+
+    As on a GPU, two batches are under way at most: one that is computed, and one to follow without a pause.
+    """
 
     tokens_per_s: ClassVar[float] = 0.0
+    _done_at = (0.0, 0.0)
+    """Of the last two batches."""
 
     @property
     def resizes(self) -> bool:
@@ -66,8 +77,13 @@ class SetSpeedEncoder(Encoder):
         merge, width = self.identity.rules.merge_size, self.identity.vision.width
         for batch in sorted(self.runner.plan(grids), key=lambda planned: min(planned.indices)):
             counts = tuple(num_tokens(grids[index], merge) for index in batch.indices)
-            time.sleep(sum(counts) / self.tokens_per_s)
-            yield cast(Launched, _Run(batch, counts, width))
+            self.wait_for_room()
+            begins = max(time.monotonic(), self._done_at[1])
+            self._done_at = self._done_at[1], begins + sum(counts) / self.tokens_per_s
+            yield cast(Launched, _Run(batch, counts, width, self._done_at[1]))
+
+    def wait_for_room(self) -> None:
+        _sleep_until(self._done_at[0])
 
 
 class FakeGpuEncoder(EncoderReplica):

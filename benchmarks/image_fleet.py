@@ -31,6 +31,8 @@ from deployments.scaling_policy import ARRIVING_TOKENS_PER_S, BACKLOG_TOKENS, TO
 from encoder.packing import pack
 
 DECIDE_S = 0.2
+BATCHES_UNDER_WAY = 2
+"""As in `encoder.pipeline`: one that is computed, and one to follow."""
 LOAD_BOUND = 1.25
 
 
@@ -82,7 +84,8 @@ class _Replica:
     work: WorkUnderWay
     speed: BusySpeed
     line: FairLine[tuple[_Image, Begun]] = field(default_factory=FairLine)
-    busy: bool = False
+    under_way_batches: int = 0
+    free_at_s: float = 0.0
     reported: dict[str, float] = field(default_factory=dict)
     under_way: dict[_Image, Any] = field(default_factory=dict)
 
@@ -153,12 +156,13 @@ class ImageFleet:
             tokens_per_s=replica.speed.tokens_per_s,
         )
         replica.line.add(place, (image, begun))
-        if not replica.busy:
-            self._begin(replica)
+        self._begin(replica)
 
     def _begin(self, replica: _Replica) -> None:
-        """The batch with whoever is first in line; the others of the window go back to their places."""
+        """Where there is room for one, the batch with whoever is first in line; the others of the window go back to their places."""
         model = self._model
+        if not replica.line or replica.under_way_batches == BATCHES_UNDER_WAY:
+            return
         window = replica.line.take(WINDOW)
         counts = [image.tokens for _, (image, _) in window]
         batches = pack(counts, budgets=[model.batch_tokens], max_images=model.batch_images)
@@ -166,10 +170,12 @@ class ImageFleet:
         for at, (place, entry) in enumerate(window):
             if at not in chosen:
                 replica.line.add(place, entry)
-        replica.busy = True
+        replica.under_way_batches += 1
         took_s = sum(counts[at] for at in chosen) / model.tokens_per_s
+        replica.free_at_s = max(self._now, replica.free_at_s) + took_s
         batch = [window[at][1] for at in chosen]
-        self._at(self._now + took_s, lambda: self._done(replica, batch))
+        self._at(replica.free_at_s, lambda: self._done(replica, batch))
+        self._begin(replica)
 
     def _done(self, replica: _Replica, batch: Sequence[tuple[_Image, Begun]]) -> None:
         for image, begun in batch:
@@ -179,10 +185,9 @@ class ImageFleet:
             self._left[image.request] -= 1
             if not self._left[image.request]:
                 self._ended_s[image.request] = self._now + self._model.image_s / 2
-        replica.busy = False
-        if replica.line:
-            self._begin(replica)
-        elif replica in self._ending:
+        replica.under_way_batches -= 1
+        self._begin(replica)
+        if not replica.under_way and replica in self._ending:
             self._ending.remove(replica)
             self._note()
 
