@@ -7,6 +7,7 @@ tokens take at a set speed, after a start that takes as long as it is told. It m
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,12 @@ def _sleep_until(moment: float) -> None:
 class SetSpeedEncoder(Encoder):
     """Plans batches as ever, and takes the set time for each. One speed a process.
 
-    As on a GPU, two batches are under way at most: one that is computed, and one to follow without a pause.
+    As many batches are under way as it is told: on a GPU two, one that is computed and one to follow without a pause.
     """
 
     tokens_per_s: ClassVar[float] = 0.0
-    _done_at = (0.0, 0.0)
-    """Of the last two batches."""
+    batches_under_way: ClassVar[int] = 2
+    _done_at: ClassVar[deque[float]] = deque()
 
     @property
     def resizes(self) -> bool:
@@ -78,29 +79,31 @@ class SetSpeedEncoder(Encoder):
         for batch in sorted(self.runner.plan(grids), key=lambda planned: min(planned.indices)):
             counts = tuple(num_tokens(grids[index], merge) for index in batch.indices)
             self.wait_for_room()
-            begins = max(time.monotonic(), self._done_at[1])
-            self._done_at = self._done_at[1], begins + sum(counts) / self.tokens_per_s
-            yield cast(Launched, _Run(batch, counts, width, self._done_at[1]))
+            begins = max([time.monotonic(), *self._done_at])
+            self._done_at.append(begins + sum(counts) / self.tokens_per_s)
+            yield cast(Launched, _Run(batch, counts, width, self._done_at[-1]))
 
     def wait_for_room(self) -> None:
-        _sleep_until(self._done_at[0])
+        while len(self._done_at) >= self.batches_under_way:
+            _sleep_until(self._done_at.popleft())
 
 
 class FakeGpuEncoder(EncoderReplica):
     """The application's replica around a SetSpeedEncoder."""
 
-    def __init__(self, config: AppConfig, tokens_per_s: float, start_s: float) -> None:
+    def __init__(self, config: AppConfig, tokens_per_s: float, start_s: float, batches_under_way: int) -> None:
         began = time.monotonic()
-        SetSpeedEncoder.tokens_per_s = tokens_per_s
+        SetSpeedEncoder.tokens_per_s, SetSpeedEncoder.batches_under_way = tokens_per_s, batches_under_way
+        SetSpeedEncoder._done_at = deque()
         vars(encoder_module).update(Encoder=SetSpeedEncoder, pin_shared=lambda address, num_bytes: None)
         super().__init__(config)
         time.sleep(max(0.0, began + start_s - time.monotonic()))
 
 
 def build(args: dict[str, Any]) -> Application:
-    """As `deployments.app.build_app` does. `args`: those of AppConfig, `tokens_per_s` and `start_s` of an encoder."""
+    """As `deployments.app.build_app` does. `args`: those of AppConfig, and those of FakeGpuEncoder beside them."""
     args = dict(args)
-    tokens_per_s, start_s = float(args.pop("tokens_per_s")), float(args.pop("start_s"))
+    of_encoder = [args.pop(name) for name in ("tokens_per_s", "start_s", "batches_under_way")]
     config = AppConfig.model_validate(args)
     vision = VisionConfig.from_checkpoint(Path(config.model))
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 1024}
@@ -114,6 +117,6 @@ def build(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(name="Ingress", **light)(Ingress)
     return ingress.bind(
         config,
-        encoder.bind(config, tokens_per_s, start_s),
+        encoder.bind(config, *of_encoder),
         llm.bind(config, vision.width, vision.spatial_merge_size),
     )

@@ -31,8 +31,6 @@ from deployments.scaling_policy import ARRIVING_TOKENS_PER_S, BACKLOG_TOKENS, TO
 from encoder.packing import pack
 
 DECIDE_S = 0.2
-BATCHES_UNDER_WAY = 2
-"""As in `encoder.pipeline`: one that is computed, and one to follow."""
 LOAD_BOUND = 1.25
 
 
@@ -46,6 +44,8 @@ class ImageModel:
     image_s: float
     """From the request's arrival to its answer, less the image's turn: half of it before, half after."""
     report_s: float
+    batches_under_way: int
+    """At a replica: on a GPU two, one that is computed and one to follow."""
     batch_images: int
     batch_tokens: int
 
@@ -159,9 +159,12 @@ class ImageFleet:
         self._begin(replica)
 
     def _begin(self, replica: _Replica) -> None:
-        """Where there is room for one, the batch with whoever is first in line; the others of the window go back to their places."""
+        """Where there is room for one, the batch with whoever is first in line.
+
+        The others of the window go back to their places.
+        """
         model = self._model
-        if not replica.line or replica.under_way_batches == BATCHES_UNDER_WAY:
+        if not replica.line or replica.under_way_batches == model.batches_under_way:
             return
         window = replica.line.take(WINDOW)
         counts = [image.tokens for _, (image, _) in window]

@@ -59,6 +59,7 @@ class Asked:
     delay_s: float = 0.0
     """From when it was due."""
     retry_after: bool = False
+    sent_late_s: float = 0.0
     images_answered: int = 0
 
 
@@ -115,6 +116,7 @@ def tokens_of(sizes: Sequence[tuple[int, int]], rules: ImageRules) -> list[int]:
 async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, number: int, began: float) -> None:
     content = body(asked.sizes, number)
     await asyncio.sleep(began + asked.at_s - time.monotonic())
+    asked.sent_late_s = time.monotonic() - began - asked.at_s
     try:
         async with http.post(f"{url}/v1/chat/completions", json=content) as response:
             asked.status, asked.retry_after = response.status, "retry-after" in response.headers
@@ -178,6 +180,7 @@ def schema(asked: argparse.Namespace) -> dict[str, Any]:
             "model": str(MODEL),
             "tokens_per_s": asked.tokens_per_s,
             "start_s": asked.start_s,
+            "batches_under_way": asked.batches_under_way,
             "encoder": {
                 "encoder_cudagraph_token_budgets": [asked.batch_tokens],
                 "encoder_cudagraph_max_images_per_batch": asked.batch_images,
@@ -262,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-replicas", type=int, default=2, help="encoders at the least (default 2)")
     parser.add_argument("--tokens-per-s", type=float, default=300.0, help="of one encoder (default 300)")
     parser.add_argument("--start-s", type=float, default=20.0, help="a replica's start, at the least (default 20)")
+    parser.add_argument("--batches-under-way", type=int, default=2, help="given to a fake GPU at once (default 2)")
     parser.add_argument("--batch-images", type=int, default=4, help="images in a batch at most (default 4)")
     parser.add_argument("--batch-tokens", type=int, default=256, help="tokens in a batch at most (default 256)")
     parser.add_argument("--report-s", type=float, default=2.0, help="between a replica's reports (default 2)")
@@ -288,12 +292,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "start_s": round(statistics.median(started), 2) if started else asked.start_s,
             "image_s": round(statistics.median(alone_s) - tokens_alone / asked.tokens_per_s, 4),
             "report_s": asked.report_s,
+            "batches_under_way": asked.batches_under_way,
             "batch_images": asked.batch_images,
             "batch_tokens": asked.batch_tokens,
         },
         "policy": {"target_encode_delay_s": asked.target_s, **policy_arguments(asked)},
         "min_replicas": asked.min_replicas,
         "max_replicas": asked.gpus,
+        "machine": {
+            "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[1], 1),  # of the last five minutes
+            "sent_late_p99_s": round(float(np.percentile([one.sent_late_s for one in run], 99)), 3),
+        },
         "starts_s": [round(seconds, 2) for seconds in started],
         "replicas": [" ".join(map(str, row)) for row in changes(fleet.rows)],
         "requests": [

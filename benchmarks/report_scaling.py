@@ -21,13 +21,13 @@ def learns(result: Record) -> bool:
 def simulate_text(result: Record) -> str:
     """Ours, nothing set, beside Serve's at the best setting of a sweep for each trace."""
     load = f"rises and falls by {result['swell']:.0%}" if result["swell"] else "is that of the trace alone"
-    swept = sorted({found["settings_swept"] for found in result["traces"].values()})
+    swept = max(found["settings_swept"] for found in result["traces"].values())
+    chosen = "settings that a sweep had found best" if result.get("best_of") else f"best of {swept} settings"
     lines = [
         f"Encoders that scale, in a virtual clock: each trace sped up to keep {result['replicas']} replicas busy, load "
         f"{load}, target {result['target_s']:g} s; share of requests over it, and GPU-hours of the time counted. "
-        "`VisualWork` with its defaults for every trace; Serve's request count at the best of "
-        f"{' or '.join(map(str, swept))} settings for each, chosen with the outcome known. Commit {result['commit']}, "
-        f"{result['date'][:10]}:",
+        f"`VisualWork` with its defaults for every trace; Serve's request count at the {chosen} for each, chosen with "
+        f"the outcome known. Commit {result['commit']}, {result['date'][:10]}:",
         "",
         table_row(["trace", "`VisualWork`", "request count, no more GPU-hours", "request count, no more missed"]),
         table_rule(4),

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*look_back_period_s.*:FutureWar
 
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("run_*.json"))
 OFF_BY = 0.15
-MODEL = ImageModel(tokens_per_s=100, start_s=10, image_s=0.2, report_s=1, batch_images=4, batch_tokens=100)
+MODEL = ImageModel(
+    tokens_per_s=100, start_s=10, image_s=0.2, report_s=1, batches_under_way=2, batch_images=4, batch_tokens=100
+)
 CONFIG = AutoscalingConfig(min_replicas=1, max_replicas=9, upscale_delay_s=0, downscale_delay_s=0, look_back_period_s=5)
 
 
@@ -57,16 +59,23 @@ def fleet(wanted: Any, replicas: int = 1, model: ImageModel = MODEL) -> ImageFle
 
 
 def test_one_replica_works_image_by_image() -> None:
-    """The first at once, alone; the second and third wait for it, and are a batch; 0.1 s on each side of their turn."""
+    """One after the other: 0.5, 0.2 and 0.4 s, and 0.1 s on each side of their turn."""
     found = fleet(lambda ctx: 1).run([Request(0.0, (50,)), Request(0.1, (20,)), Request(0.2, (40,))], 5.0)
-    assert found.delays_s == pytest.approx([0.7, 1.2, 1.1])
+    assert found.delays_s == pytest.approx([0.7, 0.8, 1.1])
+
+
+def test_what_waits_for_two_batches_is_a_batch() -> None:
+    """The third and fourth come while one is computed and one is to follow, and are done together."""
+    requests = [Request(0.0, (50,)), Request(0.01, (50,)), Request(0.1, (20,)), Request(0.2, (40,))]
+    found = fleet(lambda ctx: 1).run(requests, 5.0)
+    assert found.delays_s == pytest.approx([0.7, 1.19, 1.7, 1.6])
 
 
 def test_a_small_request_passes_a_large_one() -> None:
-    """Once the speed is known: of sixteen images of a second each, it waits for one alone."""
+    """Once the speed is known: of sixteen images of a second each, it waits for the two that are under way."""
     requests = [Request(0.0, (10,)), Request(1.0, (100,) * 16), Request(1.5, (10,))]
     found = fleet(lambda ctx: 1).run(requests, 20.0)
-    assert found.delays_s == pytest.approx([0.3, 16.3, 0.8])
+    assert found.delays_s == pytest.approx([0.3, 16.3, 1.8])
 
 
 def test_replicas_start_late_finish_what_they_have_and_cost_meanwhile() -> None:
