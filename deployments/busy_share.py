@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 SHARES = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 FIRST_SHARE = 0.5
@@ -36,33 +37,49 @@ ARRIVALS_OVER_S = 5.0
 MOST_SECONDS = 3600
 """That are reckoned after a pause; what lies before is forgotten."""
 
-Samples = Sequence[tuple[float, float]]
+
+class Sample(Protocol):
+    """What a replica had been given by then; Serve's TimeStampedValue is one."""
+
+    @property
+    def timestamp(self) -> float: ...
+
+    @property
+    def value(self) -> float: ...
+
+
+Given = Mapping[Any, Sequence[Sample]]
+"""By whatever names a replica, in order of time."""
 
 
 class GivenWork:
     """From what each replica says it was ever given to what all were given in each second. For one deployment."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[float, float]] = {}
+        self._last: dict[Hashable, tuple[float, float]] = {}
         self._seconds: dict[int, float] = {}
         self._next: int | None = None
 
-    def seconds(self, now_s: float, reports: Mapping[str, Samples]) -> list[float]:
+    def seconds(self, now_s: float, reports: Given) -> list[float]:
         """Tokens of each second that is settled by now and was not told before.
 
         Args:
-            reports: times and counts by replica, ascending; what was seen before may come again. A replica's first
-                sample only says where it begins.
+            reports: what was seen before may come again. A replica's first sample only says where it begins.
         """
         for replica, samples in reports.items():
-            for at_s, count in samples:
-                before = self._last.get(replica)
-                if before is not None and at_s <= before[0]:
+            before = self._last.get(replica)
+            if not samples or (before is not None and samples[-1].timestamp <= before[0]):
+                continue
+            for sample in samples:
+                if before is not None and sample.timestamp <= before[0]:
                     continue
-                self._last[replica] = at_s, count
                 if before is not None:
-                    self._spread(*before, at_s, count)
-        self._last = {replica: self._last[replica] for replica in reports if replica in self._last}
+                    self._spread(*before, sample.timestamp, sample.value)
+                before = sample.timestamp, sample.value
+            if before is not None:
+                self._last[replica] = before
+        for gone in self._last.keys() - reports.keys():
+            del self._last[gone]
         settled = math.floor(now_s - SETTLED_S)
         first = settled if self._next is None else max(self._next, settled - MOST_SECONDS)
         self._next = max(first, settled)

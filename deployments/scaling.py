@@ -155,7 +155,6 @@ def _bounds(ctx: AutoscalingContext) -> Bounds:
 def visual_load(ctx: AutoscalingContext) -> VisualLoad:
     """What the replicas reported last, and what waits at the handles."""
     reports = _newest(ctx)
-    given = (ctx.raw_metrics or {}).get(GIVEN_TOKENS, {})
     return VisualLoad(
         now_s=ctx.current_time or 0.0,
         running=ctx.current_num_replicas,
@@ -165,7 +164,7 @@ def visual_load(ctx: AutoscalingContext) -> VisualLoad:
         arriving_tokens_per_s=sum(reports.get(ARRIVING_TOKENS_PER_S, ())),
         tokens_per_s=_mean_of_measured(reports.get(TOKENS_PER_S, ())),
         tokens_per_image=_mean_of_measured(reports.get(TOKENS_PER_IMAGE, ())),
-        given={replica.unique_id: [(one.timestamp, one.value) for one in series] for replica, series in given.items()},
+        given=(ctx.raw_metrics or {}).get(GIVEN_TOKENS, {}),
     )
 
 

@@ -7,10 +7,9 @@ Pure decisions over numbers, so that the same code runs in Serve's controller an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deployments.busy_share import BusyShare, GivenWork, Samples
+from deployments.busy_share import BusyShare, Given, GivenWork
 from deployments.scaling_hold import Hold, in_range
 
 # What each replica reports, by these names (`EncoderReplica.record_autoscaling_stats`).
@@ -73,8 +72,8 @@ class VisualLoad:
     """None where none has been seen yet."""
     waiting_tokens: float = 0.0
     """Of requests that wait in line before any handle, because the encoders hold them up."""
-    given: Mapping[str, Samples] = field(default_factory=dict)
-    """By replica, when it had been given how many tokens since its start."""
+    given: Given = field(default_factory=dict)
+    """The tokens that each replica had been given since its start, by time."""
 
 
 class VisualScaler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,11 @@ from deployments.busy_share import FIRST_SHARE, LEARNING_S, SETTLED_S, SHARES, B
 from deployments.scaling_policy import ScalingTargets, VisualLoad, VisualScaler
 
 SPEED = 100.0
+
+
+class Sample(NamedTuple):
+    timestamp: float
+    value: float
 
 
 def learnt(traffic: list[float], hold_s: float = 60.0) -> BusyShare:
@@ -78,17 +84,22 @@ def test_each_seconds_work_from_counters() -> None:
     """Two replicas that report at other times, one of them anew after a restart; nothing is counted twice."""
     given_work = GivenWork()
     assert given_work.seconds(100.0 + SETTLED_S, {}) == []
-    first = {"a": [(100.0, 50.0), (101.0, 150.0), (103.0, 350.0)], "b": [(100.5, 0.0), (101.5, 60.0)]}
+    first = {
+        "a": [Sample(100.0, 50.0), Sample(101.0, 150.0), Sample(103.0, 350.0)],
+        "b": [Sample(100.5, 0.0), Sample(101.5, 60.0)],
+    }
     assert given_work.seconds(100.0 + SETTLED_S, first) == []
     assert given_work.seconds(102.0 + SETTLED_S, first) == pytest.approx([100 + 30, 100 + 30])
     # b is gone; a begins again at 0.
-    assert given_work.seconds(104.0 + SETTLED_S, {"a": [(103.5, 0.0), (104.0, 20.0)]}) == pytest.approx([100, 20])
+    assert given_work.seconds(104.0 + SETTLED_S, {"a": [Sample(103.5, 0.0), Sample(104.0, 20.0)]}) == pytest.approx(
+        [100, 20]
+    )
 
 
 def test_a_long_pause_is_not_reckoned_second_by_second() -> None:
     given_work = GivenWork()
-    given_work.seconds(0.0, {"a": [(0.0, 0.0)]})
-    assert len(given_work.seconds(1e9, {"a": [(1e9, 5.0)]})) <= 3600
+    given_work.seconds(0.0, {"a": [Sample(0.0, 0.0)]})
+    assert len(given_work.seconds(1e9, {"a": [Sample(1e9, 5.0)]})) <= 3600
 
 
 def test_the_scaler_uses_it_unless_it_is_told() -> None:
@@ -98,7 +109,7 @@ def test_the_scaler_uses_it_unless_it_is_told() -> None:
         scaler = VisualScaler(ScalingTargets(busy_share=busy_share, growth=100))
         load = VisualLoad(0.0, 40, 40, 0.0, 0.0, 2000.0, SPEED, 10.0)
         for second in range(600):
-            given_tokens = {"a": [(float(second), 2000.0 * second)]}
+            given_tokens = {"a": [Sample(float(second), 2000.0 * second)]}
             found = scaler.replicas(
                 dataclasses.replace(load, now_s=float(second), given=given_tokens), least=1, most=90
             )
