@@ -23,7 +23,13 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from deployments.pace import ARRIVALS_OVER_S
-from deployments.scaling_policy import ARRIVING_TOKENS_PER_S, BACKLOG_TOKENS, TOKENS_PER_IMAGE, TOKENS_PER_S
+from deployments.scaling_policy import (
+    ARRIVING_TOKENS_PER_S,
+    BACKLOG_TOKENS,
+    GIVEN_TOKENS,
+    TOKENS_PER_IMAGE,
+    TOKENS_PER_S,
+)
 
 Policy = Callable[[AutoscalingContext], tuple[int | float, dict[str, Any]]]
 Numbers = npt.NDArray[np.float64]
@@ -96,12 +102,15 @@ class Fleet:
         self._next_record = self._next_report = 0.0
         self._phases = max(1, round(model.report_s / model.decide_s))
         # Replicas report one after the other; those that do at the same time share a report.
-        names = (BACKLOG_TOKENS, ARRIVING_TOKENS_PER_S, TOKENS_PER_S, TOKENS_PER_IMAGE)
+        names = (BACKLOG_TOKENS, ARRIVING_TOKENS_PER_S, TOKENS_PER_S, TOKENS_PER_IMAGE, GIVEN_TOKENS)
         self._reports: dict[str, list[list[TimeStampedValue]]] = {
             name: [[] for _ in range(self._phases)] for name in names
         }
         self._raw: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
         self._raw_for = -1
+        self._given = 0.0
+        """Tokens that each replica was given; those that start later take it over, of which only differences count."""
+        self._given_samples: deque[TimeStampedValue] = deque()
         self._wasted = 0.0
         self._arriving = self._arriving_images = 0.0
         self._decide_ms: list[float] = []
@@ -123,6 +132,7 @@ class Fleet:
                     self._starting.popleft()
                     self._running += 1
                 room = self._running * model.tokens_per_s * step
+                self._given += float(load.tokens[now]) / max(1, self._running)
                 if self._wasted:
                     wasted = min(room, self._wasted)
                     self._wasted, room = self._wasted - wasted, room - wasted
@@ -168,24 +178,15 @@ class Fleet:
         at_handles = max(0.0, unencoded - self._running * self._model.max_ongoing)
         held = backlog_tokens * (1 - at_handles / unencoded) if unencoded > 0 else 0.0
         self._report(held, images, at_handles)
-        ctx = AutoscalingContext(
-            deployment_id=ENCODER,
-            deployment_name=ENCODER.name,
-            app_name=ENCODER.app_name,
-            current_num_replicas=self._running,
-            target_num_replicas=self._asked_for,
-            running_replicas=[],
-            total_num_requests=lambda: self._mean(self._reported[0]),
-            total_queued_requests=lambda: self._mean(self._reported[1]),
-            aggregated_metrics=None,
+        ctx = context(
+            self._config,
+            now_s=self._now,
+            running=self._running,
+            asked_for=self._asked_for,
+            requests=lambda: self._mean(self._reported[0]),
+            queued=lambda: self._mean(self._reported[1]),
             raw_metrics=self._raw_metrics,
-            capacity_adjusted_min_replicas=self._config.min_replicas,
-            capacity_adjusted_max_replicas=self._config.max_replicas,
-            policy_state=dict(self._state),
-            last_scale_up_time=None,
-            last_scale_down_time=None,
-            current_time=self._now,
-            config=self._config,
+            state=self._state,
         )
         began = time.perf_counter()
         wanted, self._state = self._policy(ctx)
@@ -205,8 +206,15 @@ class Fleet:
         now, look_back = self._now, self._config.look_back_period_s
         if now >= self._next_record:
             self._next_record = now + look_back / RECORDS_A_LOOK_BACK
-            for samples, value in ((self._samples, images), (self._queued_samples, at_handles)):
+            recorded = (
+                (self._samples, images),
+                (self._queued_samples, at_handles),
+                (self._given_samples, self._given),
+            )
+            for samples, value in recorded:
                 samples.append(TimeStampedValue(now, value))
+            while self._given_samples[0].timestamp < now - look_back:
+                self._given_samples.popleft()
         if now >= self._next_report:
             self._next_report = now + self._model.report_s
             for samples in (self._samples, self._queued_samples):
@@ -223,6 +231,7 @@ class Fleet:
         phase = round(now / self._model.decide_s) % self._phases
         for name, value in values.items():
             self._reports[name][phase][:] = [TimeStampedValue(now, value)]
+        self._reports[GIVEN_TOKENS][phase][:] = self._given_samples
 
     def _raw_metrics(self) -> dict[str, dict[ReplicaID, list[TimeStampedValue]]]:
         if self._raw_for != self._running:
@@ -241,6 +250,39 @@ class Fleet:
         ends = [sample.timestamp for sample in samples[1:]] + [max(self._now, samples[-1].timestamp + 1e-3)]
         spans = [end - sample.timestamp for sample, end in zip(samples, ends, strict=True)]
         return sum(sample.value * span for sample, span in zip(samples, spans, strict=True)) / sum(spans)
+
+
+def context(
+    config: AutoscalingConfig,
+    *,
+    now_s: float,
+    running: int,
+    asked_for: int,
+    requests: Callable[[], float],
+    queued: Callable[[], float],
+    raw_metrics: Callable[[], dict[str, dict[ReplicaID, list[TimeStampedValue]]]],
+    state: dict[str, Any],
+) -> AutoscalingContext:
+    """What Serve gives a policy. `queued`: of the requests, those that wait at the handles."""
+    return AutoscalingContext(
+        deployment_id=ENCODER,
+        deployment_name=ENCODER.name,
+        app_name=ENCODER.app_name,
+        current_num_replicas=running,
+        target_num_replicas=asked_for,
+        running_replicas=[],
+        total_num_requests=requests,
+        total_queued_requests=queued,
+        aggregated_metrics=None,
+        raw_metrics=raw_metrics,
+        capacity_adjusted_min_replicas=config.min_replicas,
+        capacity_adjusted_max_replicas=config.max_replicas,
+        policy_state=dict(state),
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=now_s,
+        config=config,
+    )
 
 
 def _sums(values: Numbers) -> list[float]:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.record import ROOT
 from benchmarks.report_ladder import encoder_text, plot, totals_text
+from benchmarks.report_scaling import learns, predictions_text, simulate_text
 from benchmarks.report_tables import table_row, table_rule
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,13 +29,16 @@ Record = Mapping[str, Any]
 
 def results(folder: Path = RESULTS) -> dict[str, list[Record]]:
     """By `benchmark`, in order of file names; tiny runs and runs without a GPU are no figures."""
-    found: dict[str, list[Record]] = {"encoder": [], "start": [], "latency": [], "decode": [], "fit_budgets": []}
+    kinds = ("encoder", "start", "latency", "decode", "fit_budgets", "simulate", "predict_run")
+    found: dict[str, list[Record]] = {kind: [] for kind in kinds}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         kind = result.get("benchmark")
         if kind in ("encoder", "start", "decode") and (result["tiny"] or result["gpu"] is None):
             continue
         if kind == "latency" and result.get("tiny"):
+            continue
+        if kind == "simulate" and not learns(result):
             continue
         if kind in found:
             found[kind].append(result)
@@ -53,6 +57,8 @@ def markdown(found: Mapping[str, Sequence[Record]]) -> str:
     parts += [latency_text(result) for result in found["latency"]]
     parts += [decode_text(result) for result in found["decode"]]
     parts += [budgets_text(result) for result in found["fit_budgets"]]
+    parts += [simulate_text(result) for result in found["simulate"]]
+    parts += [predictions_text(result) for result in found["predict_run"]]
     return "\n\n".join(parts) or NOTHING
 
 

@@ -1,7 +1,8 @@
 """Decoding in worker processes, so that a decoder's crash or a slow file costs one request.
 
 Where the device resizes, a worker only decodes; else it resizes too. Pixels come through shared memory; where that is
-full they come resized through a pipe, which is counted. It must not know what becomes of the pixels.
+full they come resized through a pipe, which is counted. Who waits for a worker waits in a fair line. It must not
+know what becomes of the pixels.
 """
 
 from __future__ import annotations
@@ -13,12 +14,45 @@ from concurrent.futures import ThreadPoolExecutor
 
 from deployments.arena import Arena
 from deployments.decoder_process import Decoder, Task
+from deployments.fair_line import FairLine
 from encoder.decoded import Decoded
 from encoder.image_size import ImageRules, PixelBounds, grid_of, resized
 from encoder.preprocess import Pixels
 
 
 def _ignore() -> None: ...
+
+
+class Turns:
+    """So many at a time; the others in a fair line. For one event loop."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free = at_once
+        self._line: FairLine[asyncio.Future[None]] = FairLine()
+
+    async def begin(self, place: float) -> None:
+        """Waits for its turn, which `end` ends. A caller who leaves gives up its place."""
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.add(place, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._line.discard(turn)
+            else:
+                self.end()  # it came as the caller left
+            raise
+
+    def end(self) -> None:
+        while self._line:
+            turn = self._line.pop()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 class DecodePool:
@@ -52,10 +86,13 @@ class DecodePool:
             self._idle.put(decoder)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         # Jobs beyond these wait here, where leaving costs nothing; the one job more keeps the workers busy.
-        self._places = asyncio.Semaphore(workers + 1)
+        self._turns = Turns(workers + 1)
 
-    async def pixels(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
-        """The image and its grid. `size`: upright width and height, as the file's header states them.
+    async def pixels(
+        self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int], place: float = 0.0
+    ) -> Pixels | Decoded:
+        """The image and its grid. `size`: upright width and height, as the file's header states them. `place`: in line,
+        by `fair_line.place_of`; those with equal ones as they come.
 
         A caller who leaves gives up its place in the queue. What is being decoded is decoded to its end: it could only
         be stopped with its process, and a new one takes seconds to start. The pixels' memory is free again when nobody
@@ -64,17 +101,17 @@ class DecodePool:
         Raises:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
         """
-        await self._places.acquire()
+        await self._turns.begin(place)
         try:
             future = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, bounds, size)
         except BaseException:
-            self._places.release()
+            self._turns.end()
             raise
         future.add_done_callback(self._done)
         return await asyncio.shield(future)
 
     def _done(self, future: asyncio.Future[Pixels | Decoded]) -> None:
-        self._places.release()
+        self._turns.end()
         if not future.cancelled():
             future.exception()  # of a caller who left, nobody asks
 

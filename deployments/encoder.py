@@ -20,6 +20,7 @@ from deployments.affinity_router import HELD
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.embedding_shelf import EmbeddingShelf
+from deployments.fair_line import place_of
 from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
 from deployments.lending import Lender
 from deployments.log_buffers import log_buffers_kept
@@ -31,6 +32,7 @@ from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
     CACHE_BYTES,
+    GIVEN_TOKENS,
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
 )
@@ -136,6 +138,7 @@ class EncoderReplica:
         return {
             BACKLOG_TOKENS: float(self._work.tokens),
             ARRIVING_TOKENS_PER_S: self._work.arriving_per_s(),
+            GIVEN_TOKENS: float(self._work.given),
             TOKENS_PER_S: self._worker.tokens_per_s,
             TOKENS_PER_IMAGE: self._work.tokens_per_job(),
             CACHE_BYTES: float(self._cache.counts.num_bytes),
@@ -201,9 +204,15 @@ class EncoderReplica:
 
     async def _decode_and_encode(self, job: ImageJob) -> EncodedImage:
         started = time.perf_counter()
-        pixels = await self._decoders.pixels(job.data, job.bounds, job.size)
+        place = place_of(
+            started,
+            tokens=job.num_tokens,
+            tokens_before=job.tokens_before,
+            tokens_per_s=self._worker.tokens_per_s,
+        )
+        pixels = await self._decoders.pixels(job.data, job.bounds, job.size, place)
         preprocess_ms = (time.perf_counter() - started) * 1e3
-        encoded: Encoded = await (await self._hand_off(pixels))
+        encoded: Encoded = await (await self._hand_off((pixels, place)))
         self._counts.add(Count.IMAGES_ENCODED)
         self._times.add(Distribution.PREPROCESS_MS, preprocess_ms)
         self._times.add(Distribution.QUEUE_MS, encoded.queue_ms)
@@ -222,17 +231,17 @@ class EncoderReplica:
     @serve.batch(
         max_batch_size=HAND_OFF_IMAGES, batch_wait_timeout_s=HAND_OFF_WAIT_S, max_concurrent_batches=HAND_OFF_CALLS
     )
-    async def _hand_off(self, images: list[Pixels | Decoded]) -> list[asyncio.Future[Encoded]]:
-        """Queues the images and returns at once with a future for each.
+    async def _hand_off(self, images: list[tuple[Pixels | Decoded, float]]) -> list[asyncio.Future[Encoded]]:
+        """Queues the images, each with its place in line, and returns at once with a future for each.
 
         While the GPU is busy Serve would close small batches; the queue behind this fills instead, and is packed whole
         when the GPU is free. An error is put into its own future: raising here would fail every image of the call.
         """
         self._handed_off = True
         futures: list[asyncio.Future[Encoded]] = []
-        for pixels in images:
+        for pixels, place in images:
             try:
-                futures.append(asyncio.wrap_future(self._worker.submit(pixels)))
+                futures.append(asyncio.wrap_future(self._worker.submit(pixels, place)))
             except (QueueFullError, WorkerEndedError) as error:
                 if isinstance(error, QueueFullError):
                     self._counts.add(Count.QUEUE_FULL)

@@ -1,4 +1,4 @@
-"""The thread that owns the GPU: it drains a bounded queue and lets the encoder pack and run.
+"""The thread that owns the GPU: it lets the encoder pack and run what is first in a bounded line (`fair_line.py`).
 
 It does not wait for what it has given the device: a second thread fetches the results and answers through futures. It
 must not know of Ray, HTTP or caching. It is fed by `deployments/encoder.py`.
@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -20,6 +20,7 @@ import torch
 
 from deployments.answers import Answers
 from deployments.device_health import DeviceHealth, Fault
+from deployments.fair_line import WINDOW, FairLine
 from deployments.pace import BusySpeed
 from encoder.decoded import Decoded
 from encoder.device_errors import out_of_memory
@@ -61,11 +62,13 @@ class Encoded:
     """How its batch ran."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Job:
     pixels: Pixels | Decoded
     num_tokens: int
     queued_at: float
+    place: float
+    """In line, see `fair_line.place_of`."""
     future: Future[Encoded] = field(default_factory=Future)
     alone: bool = False
     """Whether it is tried again, by itself, after a batch with it has failed."""
@@ -114,6 +117,10 @@ class GpuWorker:
         self._room = room
         self._events = events or WorkerEvents()
         self._queue: queue.SimpleQueue[_Job | _Sign] = queue.SimpleQueue()
+        self._line: FairLine[_Job] = FairLine()
+        self._window: list[_Job] = []
+        """What the encoder was given last and has not run."""
+        self._stopping = False
         self._lock = threading.Lock()
         self._queued_tokens = 0
         self._speed = BusySpeed()
@@ -146,14 +153,17 @@ class GpuWorker:
         """Measured, while there was something to do; 0 before the first image."""
         return self._speed.tokens_per_s
 
-    def submit(self, pixels: Pixels | Decoded) -> Future[Encoded]:
+    def submit(self, pixels: Pixels | Decoded, place: float | None = None) -> Future[Encoded]:
         """Queues one image. An image that alone is over the bound is taken when nothing else waits.
+
+        `place`: in line, by `fair_line.place_of` and `time.perf_counter`; None stands for now.
 
         Raises:
             QueueFullError: too many tokens wait already. WorkerEndedError: the thread has ended, or the device is sick.
         """
         count = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
-        job = _Job(pixels, count, time.perf_counter())
+        now = time.perf_counter()
+        job = _Job(pixels, count, now, now if place is None else place)
         if self.fault is not None:
             raise DeviceSickError(f"the device has failed: {self.fault.value}")
         with self._lock:
@@ -191,18 +201,18 @@ class GpuWorker:
         self._answers = Answers(lambda: self._queue.put(_Sign.LOOK))
         self._events.ran(encoder.counts)
         self._idle(encoder)
-        jobs: list[_Job] = []
+        late: list[_Job] = []
         try:
-            while not self._round(encoder, jobs):
-                jobs.clear()  # not held while the thread waits: their futures hold embeddings
+            while not self._stopping:
+                self._round(encoder)
                 self._events.ran(encoder.counts)
                 self._idle(encoder)
-            jobs[:] = self._last_round(encoder)
+            late = self._last_round(encoder)
             self._events.ran(encoder.counts)
             encoder.close()
         finally:
             self._answers.close()
-            self._end(jobs)
+            self._end(late)
 
     def _idle(self, encoder: Encoder) -> None:
         """Steps of the encoder's own, one by one, for as long as nothing waits or is under way.
@@ -212,6 +222,7 @@ class GpuWorker:
         try:
             while (
                 self._idling
+                and not self._stopping
                 and self.fault is None
                 and self._queue.empty()
                 and self._answers.idle
@@ -223,16 +234,25 @@ class GpuWorker:
             self._diagnose(error, alone=False)
             logger.exception("what the encoder does in idle moments failed; it goes on without")
 
-    def _round(self, encoder: Encoder, jobs: list[_Job]) -> bool:
-        """Gives the encoder all that waits; whether the thread is to stop. `jobs` is filled with what it takes."""
-        stopping = self._drain(encoder, jobs)
+    def _round(self, encoder: Encoder) -> None:
+        """Blocks until there is something, and gives the encoder all that waits, batch by batch."""
+        self._collect(self._queue.get())
+        while self._line:
+            encoder.wait_for_room()  # what comes meanwhile is packed with it
+            self._drain()
+            self._encode(encoder, self._first_in_line())
+
+    def _first_in_line(self) -> list[_Job]:
+        """The first alone where it is to be tried alone, else the first that may be packed together."""
+        first = [self._line.pop() for _ in range(min(WINDOW, len(self._line)))]
+        together = first[:1] if first[0].alone else [job for job in first if not job.alone]
+        self._put_back(set(first).difference(together))
         # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
-        if wanted := [job for job in jobs if not job.alone and job.future.set_running_or_notify_cancel()]:
-            self._encode(encoder, wanted)
+        return [job for job in together if job.future.running() or job.future.set_running_or_notify_cancel()]
+
+    def _put_back(self, jobs: Iterable[_Job]) -> None:
         for job in jobs:
-            if job.alone:
-                self._encode(encoder, [job])
-        return stopping
+            self._line.add(job.place, job)
 
     def _last_round(self, encoder: Encoder) -> list[_Job]:
         """Tries again what is to be tried again; the jobs that came too late."""
@@ -247,10 +267,12 @@ class GpuWorker:
                     late.append(item)
         return late
 
-    def _end(self, jobs: list[_Job]) -> None:
+    def _end(self, late: list[_Job]) -> None:
         """Takes no more jobs, and tells everybody who still waits; nobody may hang for a thread that is gone."""
         with self._lock:
             self._ended = True
+        jobs = [*late, *self._window, *(self._line.pop() for _ in range(len(self._line)))]
+        self._window = []
         while not self._queue.empty():
             item = self._queue.get()
             if isinstance(item, _Job):
@@ -260,25 +282,28 @@ class GpuWorker:
             if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
                 future.set_exception(WorkerEndedError("the thread that owned the GPU has ended"))
 
-    def _drain(self, encoder: Encoder, jobs: list[_Job]) -> bool:
-        """Blocks until there is something, and moves all jobs that wait to `jobs`; whether the thread is to stop."""
-        item = self._queue.get()
-        while item is not _Sign.STOP:
-            if isinstance(item, _Job):
-                jobs.append(item)
-                if len(jobs) == 1:
-                    encoder.wait_for_room()  # what comes meanwhile is packed with it
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                return False
-        return True
+    def _drain(self) -> None:
+        """Moves what has come to the line, up to a sign to stop."""
+        while not self._stopping and not self._queue.empty():
+            self._collect(self._queue.get())
 
-    def _encode(self, encoder: Encoder, jobs: Sequence[_Job]) -> None:
-        """Has every job answered. When a run of several fails, each is tried alone, so that only the culprit fails."""
+    def _collect(self, item: _Job | _Sign) -> None:
+        if isinstance(item, _Job):
+            self._line.add(item.place, item)
+        elif item is _Sign.STOP:
+            self._stopping = True
+
+    def _encode(self, encoder: Encoder, jobs: list[_Job]) -> None:
+        """Has the first in line answered, and those that are packed with it; where nobody else waits, all of them.
+
+        When a run of several fails, each is tried alone, so that only the culprit fails.
+        """
+        if not jobs:
+            return
         if self.fault is not None:
             self._refuse(jobs)
             return
+        self._window = jobs
         given: set[int] = set()
         started = time.perf_counter()
         try:
@@ -286,10 +311,15 @@ class GpuWorker:
                 given.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
                 self._answers.put(partial(self._answer, launched, batch, started))
+                self._drain()
+                if self._line:  # who came meanwhile may be before what is left, or be packed with it
+                    break
                 started = time.perf_counter()
+            self._put_back([job for index, job in enumerate(jobs) if index not in given])
         except Exception as error:
             left = [job for index, job in enumerate(jobs) if index not in given]
             self._failed(left, error, alone=len(jobs) == 1)
+        self._window = []
 
     def _answer(self, launched: Launched, jobs: Sequence[_Job], started: float) -> None:
         """Waits for a batch and answers its jobs; runs beside the thread that owns the GPU."""

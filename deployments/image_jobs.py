@@ -63,7 +63,8 @@ async def request_images(
         total_tokens += tokens
         digest = identity.digest(data, asked, salt)
         digests.append(digest)
-        jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint, size, tokens))
+        before = sum(job.num_tokens for job in jobs.values())
+        jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint, size, tokens, before))
     if total_tokens > limits.max_visual_tokens_per_request:
         raise ApiError(
             400,

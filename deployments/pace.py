@@ -20,7 +20,8 @@ class WorkUnderWay:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.tokens = 0
+        self.tokens = self.given = 0
+        """Under way now, and ever."""
         self._arrived = 0.0  # tokens, each counting less with age
         self._jobs = 0.0
         self._at = clock()
@@ -32,6 +33,7 @@ class WorkUnderWay:
         self._arrived += tokens
         self._jobs += 1
         self.tokens += tokens
+        self.given += tokens
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
+from deployments import busy_share as learnt_share
 from deployments import llm_scaling, proportion, scaling_hold, scaling_policy
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, LLMLoad, LLMScaler, LLMTargets
 from deployments.proportion import (
@@ -36,6 +37,7 @@ from deployments.proportion import (
 from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
+    GIVEN_TOKENS,
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
     ScalingTargets,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
 # Serve does as much for the module that it was told, and for no other: where the code came to the cluster as a
 # `working_dir`, its controller cannot import it.
-for _module in (scaling_hold, scaling_policy, llm_scaling, proportion):
+for _module in (learnt_share, scaling_hold, scaling_policy, llm_scaling, proportion):
     cloudpickle.register_pickle_by_value(_module)
 
 # As deployments/app.py names them.
@@ -68,8 +70,8 @@ class VisualWork:
     def __init__(
         self,
         target_encode_delay_s: float = 1.0,
-        busy_share: float = 0.5,
-        hold_s: float = 30.0,
+        busy_share: float | None = None,
+        hold_s: float = 120.0,
         start_s: float = 0.0,
         growth: float = 2.0,
         tolerance: float = 0.1,
@@ -162,6 +164,7 @@ def visual_load(ctx: AutoscalingContext) -> VisualLoad:
         arriving_tokens_per_s=sum(reports.get(ARRIVING_TOKENS_PER_S, ())),
         tokens_per_s=_mean_of_measured(reports.get(TOKENS_PER_S, ())),
         tokens_per_image=_mean_of_measured(reports.get(TOKENS_PER_IMAGE, ())),
+        given=(ctx.raw_metrics or {}).get(GIVEN_TOKENS, {}),
     )
 
 

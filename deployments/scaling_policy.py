@@ -7,13 +7,15 @@ Pure decisions over numbers, so that the same code runs in Serve's controller an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from deployments.busy_share import BusyShare, Given, GivenWork
 from deployments.scaling_hold import Hold, in_range
 
 # What each replica reports, by these names (`EncoderReplica.record_autoscaling_stats`).
 BACKLOG_TOKENS = "backlog_tokens"
 ARRIVING_TOKENS_PER_S = "arriving_tokens_per_s"
+GIVEN_TOKENS = "given_tokens"
 TOKENS_PER_S = "tokens_per_s"
 TOKENS_PER_IMAGE = "tokens_per_image"
 CACHE_BYTES = "cache_bytes"
@@ -25,9 +27,10 @@ class ScalingTargets:
 
     target_encode_delay_s: float = 1.0
     """The backlog is to be cleared within this."""
-    busy_share: float = 0.5
-    """The share of its time that a replica should be busy with what arrives; the rest is for bursts."""
-    hold_s: float = 30.0
+    busy_share: float | None = None
+    """The share of its time that a replica should be busy with what arrives; the rest is for bursts. None: learnt from
+    the traffic (`busy_share.py`)."""
+    hold_s: float = 120.0
     """Replicas are kept for as long as they were needed at any moment of the last so many seconds."""
     start_s: float = 0.0
     """What a replica takes to start: where set, the backlog has so much longer, and bursts that are over by then ask
@@ -38,9 +41,10 @@ class ScalingTargets:
     """A smaller share of the replicas than this is not worth taking away."""
 
     def __post_init__(self) -> None:
+        share = self.busy_share
         in_range(
             ("target_encode_delay_s", self.target_encode_delay_s, self.target_encode_delay_s > 0, "over 0"),
-            ("busy_share", self.busy_share, 0 < self.busy_share <= 1, "over 0 and at most 1"),
+            *([] if share is None else [("busy_share", share, 0 < share <= 1, "over 0 and at most 1")]),
             ("hold_s", self.hold_s, self.hold_s >= 0, "at least 0"),
             ("start_s", self.start_s, self.start_s >= 0, "at least 0"),
             ("growth", self.growth, self.growth > 1, "over 1"),
@@ -68,6 +72,8 @@ class VisualLoad:
     """None where none has been seen yet."""
     waiting_tokens: float = 0.0
     """Of requests that wait in line before any handle, because the encoders hold them up."""
+    given: Given = field(default_factory=dict)
+    """The tokens that each replica had been given since its start, by time."""
 
 
 class VisualScaler:
@@ -76,6 +82,8 @@ class VisualScaler:
     def __init__(self, targets: ScalingTargets) -> None:
         self.targets = targets
         self._hold = Hold(targets.hold_s, targets.tolerance)
+        self._given = GivenWork()
+        self._learnt = BusyShare(targets.target_encode_delay_s, targets.hold_s, targets.start_s)
         self._tokens_per_s: float | None = None
         self._tokens_per_image: float | None = None
 
@@ -97,8 +105,16 @@ class VisualScaler:
             return min(max(load.asked_for, int(busy), least), most)  # until something has been measured
         waiting = load.backlog_tokens + load.waiting_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
         clear_s = targets.start_s + targets.target_encode_delay_s
-        per_s = load.arriving_tokens_per_s / (targets.busy_share if idle else 1.0) + waiting / clear_s
+        share = self._busy_share(load, self._tokens_per_s)
+        per_s = load.arriving_tokens_per_s / (share if idle else 1.0) + waiting / clear_s
         if per_s * targets.target_encode_delay_s < 1:  # less than one token: a mean that fades never gets to nothing
             return least
         need = min(per_s / self._tokens_per_s, most)
         return min(max(math.ceil(need), least), most, math.ceil(targets.growth * max(1, load.running)))
+
+    def _busy_share(self, load: VisualLoad, tokens_per_s: float) -> float:
+        if self.targets.busy_share is not None:
+            return self.targets.busy_share
+        for tokens in self._given.seconds(load.now_s, load.given):
+            self._learnt.second(tokens, tokens_per_s)
+        return self._learnt.share

@@ -42,6 +42,8 @@ class ImageJob:
     """Upright width and height in pixels, as the file's header states them."""
     num_tokens: int
     """Visual tokens that it comes to: what it is to encode."""
+    tokens_before: int = 0
+    """Of the images before it in its request: a large request's later images yield to small requests by as much."""
     read_on: tuple[str, ...] = ()
     """The hosts whose language models may get the embedding (`packets.host_name`), where shared memory is wanted."""
 

@@ -68,13 +68,14 @@ class Pipeline:
         self.staging.wait_for_room()
 
     def launch(self, images: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
-        """Packs, and yields each batch as soon as the device has been given it.
+        """Packs, and yields each batch as soon as the device has been given it; that with the first image comes first,
+        and so on. No batch is launched before the one ahead of it has been taken up.
 
         A batch that fails leaves the pipeline usable; the images of batches not yet yielded are the caller's to retry.
         """
         merge = self.staging.rules.merge_size
         grids = [image.grid_thw for image in images]
-        for batch in self._plan(grids):
+        for batch in sorted(self._plan(grids), key=lambda planned: min(planned.indices)):
             chosen = [grids[index] for index in batch.indices]
             with torch.inference_mode(), self.staging.stage([images[index] for index in batch.indices]) as staged:
                 outputs = self._run(staged.patches(dtype=self._dtype), chosen, batch.budget)

@@ -138,7 +138,7 @@ def test_scales_to_zero_and_back() -> None:
 def test_a_surge_is_over_soon_after_there_are_replicas_for_it(growth: float, start_s: float) -> None:
     """Ten times the load for 60 s, which 40 replicas keep up with; from then on 30 s at most until none is late."""
     counts: list[tuple[float, int]] = []
-    policy = VisualWork(target_encode_delay_s=1, growth=growth)
+    policy = VisualWork(target_encode_delay_s=1, growth=growth, hold_s=30)
 
     def watched(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         counts.append((ctx.current_time or 0.0, ctx.current_num_replicas))
@@ -197,3 +197,10 @@ def test_the_report(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert other["gpu_hours"] <= row["ours"]["gpu_hours"] * simulate.GPU_HOURS_ALIKE
         if other := row.get("serve_as_good"):
             assert other["missed"] <= row["ours"]["missed"]
+    again = [*arguments, "--best-of", str(out), "--out", str(tmp_path / "again.json")]
+    assert simulate.main([*again, "--commit", "c"]) == 0
+    known = json.loads((tmp_path / "again.json").read_text())["traces"]["trace"]
+    assert 1 <= known["settings_swept"] <= 2 * len(simulate.OUR_SETTINGS)
+    for row, before in zip(known["rows"], found["rows"], strict=True):
+        for way in ("serve_for_no_more", "serve_as_good"):
+            assert row.get(way, {}).get("missed") == before.get(way, {}).get("missed")

@@ -273,3 +273,15 @@ def test_warming_up_changes_nothing(checkpoint: Path) -> None:
     warm.warm_up()
     image = Image.radial_gradient("L").resize((96, 64))
     assert torch.equal(cold.encode([image])[0].tokens, warm.encode([image])[0].tokens)
+
+
+def test_the_batch_with_the_first_image_runs_first(checkpoints: dict[str, Path]) -> None:
+    """The packer puts small images first; a server's line says who is, and one that yields would wait for ever."""
+    encoder = load(checkpoints["qwen3_vl"], SMALL_BATCHES)
+    sides = ((160, 160), (32, 32), (160, 128), (32, 64), (64, 32), (96, 96))
+    pixels = [encoder.preprocessor.pixels(picture(*size, seed)) for seed, size in enumerate(sides)]
+    planned = [batch.indices for batch in encoder.runner.plan([image.grid_thw for image in pixels])]
+    ran = [batch.indices for batch, _ in encoder.encode_batches(pixels)]
+    assert 0 not in planned[0], "else this tests nothing"
+    assert sorted(ran) == sorted(planned)
+    assert [min(indices) for indices in ran] == sorted(min(indices) for indices in ran)

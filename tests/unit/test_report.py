@@ -121,6 +121,35 @@ def test_every_figure_is_that_of_the_result(folder: Path) -> None:
     assert sum(line.startswith("A tower") for line in lines) == 1  # neither the tiny run nor the one without a GPU
 
 
+def test_scaling_is_told_where_nothing_was_set_for_a_trace(tmp_path: Path) -> None:
+    def outcome(missed: float, hours: float, **settings: float) -> dict[str, Any]:
+        return {"missed": missed, "gpu_hours": hours, "settings": settings}
+
+    rows = [
+        {"ours": outcome(0.5, 3.0, busy_share=0.7)},
+        {"ours": outcome(0.0012, 10.2), "serve_for_no_more": outcome(0.02, 9.9)},
+    ]
+    simulated = {
+        "benchmark": "simulate", "replicas": 64, "swell": 0.6, "target_s": 1.0, "best_of": None, "commit": "abc",
+        "date": "2030-01-02T00:00:00+00:00", "traces": {"chat": {"settings_swept": 128, "rows": rows}},
+    }  # fmt: skip
+    of_old = simulated | {"traces": {"chat": {"settings_swept": 9, "rows": rows[:1]}}}
+    names = ("replica_seconds", "within_target", "delay_p50_s", "delay_p90_s")
+    run = {"recorded": dict.fromkeys(names, 2.0), "predicted": dict.fromkeys(names, 2.1)}
+    predicted = {
+        "benchmark": "predict_run", "commit": "abc", "date": "2030-01-02T00:00:00+00:00",
+        "runs": {"a_run": run | {"off_by": dict.fromkeys(names, 0.05)}},
+    }  # fmt: skip
+    for number, result in enumerate((simulated, of_old, predicted)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(result))
+    lines = report.markdown(report.results(tmp_path)).splitlines()
+    assert lines.count("| chat | 0.12%, 10 h | 2.00%, 10 h | none |") == 1
+    assert sum("best of 128 settings" in line and "rises and falls by 60%" in line for line in lines) == 1
+    assert not any("best of 9 settings" in line for line in lines)
+    assert "| a_run | recorded | 2 | 2 | 2 | 2 |" in lines
+    assert "|  | predicted | 2.1 (+5.0%) | 2.1 (+5.0%) | 2.1 (+5.0%) | 2.1 (+5.0%) |" in lines
+
+
 def test_without_results_there_are_no_figures(tmp_path: Path) -> None:
     assert report.markdown(report.results(tmp_path)) == report.NOTHING
     assert plot([], tmp_path / "none.png") is False

@@ -35,13 +35,15 @@ def image(value: int, num_tokens: int = 1) -> Pixels:
 
 
 class FakeEncoder:
-    """Takes all images of a call as one batch. Waits for `gate`; fails for the images in `bad`."""
+    """Takes `at_once` images of a call as a batch. Waits for `gate`; fails for the images in `bad`."""
 
     identity = IDENTITY
     resizes = False
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
+        self.ran: list[list[int]] = []
+        self.at_once = 10**6
         self.threads: set[int] = set()
         self.gate = threading.Event()
         self.gate.set()
@@ -85,7 +87,10 @@ class FakeEncoder:
         for value in values:
             if value in self.bad:
                 raise self.bad[value]
-        yield FakeLaunched(self, Batch(tuple(range(len(values))), None), values)
+        for first in range(0, len(values), self.at_once):
+            indices = tuple(range(len(values)))[first : first + self.at_once]
+            self.ran.append([values[index] for index in indices])
+            yield FakeLaunched(self, Batch(indices, None), self.ran[-1])
 
 
 @dataclass
@@ -153,6 +158,26 @@ def test_what_waits_while_the_gpu_is_busy_is_encoded_together(owned: Owned) -> N
     owned.encoder.gate.set()
     assert [value_of(future) for future in (first, *others)] == [0, 1, 2, 3, 4, 5]
     assert owned.encoder.calls == [[0], [1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_small_image_waits_for_one_batch_of_a_large_request(batch: int) -> None:
+    """What the device has been given stays; of the rest whoever is first in line is in the next batch."""
+    owned = Owned()
+    owned.encoder.at_once = batch
+    now = time.perf_counter()
+    owned.encoder.gate.clear()
+    large = [owned.worker.submit(image(value), now + value) for value in range(1, 41)]
+    assert owned.encoder.entered.acquire(timeout=WAIT_S)
+    small = owned.worker.submit(image(99), now)
+    owned.encoder.gate.set()
+    assert value_of(small) == 99
+    assert [value_of(future) for future in large] == list(range(1, 41))
+    ran = [value for one in owned.encoder.ran for value in one]
+    assert ran.index(99) in range(1, batch + 1), "the first may have been taken by itself"
+    assert [value for value in ran if value != 99] == list(range(1, 41)), "each once, and by age"
+    owned.worker.stop()
+    owned.join()
 
 
 def test_speed_is_measured_from_what_was_encoded(owned: Owned) -> None:

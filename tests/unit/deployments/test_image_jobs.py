@@ -69,6 +69,7 @@ def test_each_distinct_image_is_one_job_and_the_order_is_the_parts() -> None:
     found = jobs(parts("red", "blue", "again", "blue"), Files(red=RED, blue=BLUE, again=RED))
     assert [job.data for job in found.jobs] == [RED, BLUE]
     assert found.job_of_part == [0, 1, 0, 1]
+    assert [job.tokens_before for job in found.jobs] == [0, found.jobs[0].num_tokens]
 
 
 def test_the_same_file_at_another_detail_is_another_job() -> None:

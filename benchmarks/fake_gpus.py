@@ -1,0 +1,122 @@
+"""The application with encoders on fake GPUs: all of it is real but the forward, which takes a set time, and vLLM.
+
+So a machine without a GPU shows how a fleet scales, queues and sheds in real time: a replica sleeps for as long as its
+tokens take at a set speed, after a start that takes as long as it is told. It must not know what is measured with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from ray import serve
+from ray.serve import Application
+
+from configs.schema import AppConfig
+from deployments import encoder as encoder_module
+from deployments.app import resources, routing
+from deployments.encoder import EncoderReplica
+from deployments.ingress import Ingress
+from encoder.decoded import Decoded
+from encoder.encoder import Encoder
+from encoder.image_size import num_tokens
+from encoder.packing import Batch
+from encoder.pipeline import Launched
+from encoder.preprocess import Pixels
+from encoder.staging import Room
+from encoder.vision_config import VisionConfig
+from tests.unit.deployments.controlled import StandInLLM
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is left of a batch: when it is done, and as many rows of zeros as its images have tokens."""
+
+    batch: Batch
+    num_tokens: tuple[int, ...]
+    width: int
+    done_at: float
+
+    def on_device(self) -> list[torch.Tensor]:
+        return self.fetch()
+
+    def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
+        _sleep_until(self.done_at)
+        places = [room(count, self.width, torch.float32) if room else None for count in self.num_tokens]
+        return [
+            torch.zeros(count, self.width) if place is None else place.zero_()
+            for count, place in zip(self.num_tokens, places, strict=True)
+        ]
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+class SetSpeedEncoder(Encoder):
+    """Plans batches as ever, and takes the set time for each. One speed a process.
+
+    As many batches are under way as it is told: on a GPU two, one that is computed and one to follow without a pause.
+    """
+
+    tokens_per_s: ClassVar[float] = 0.0
+    batches_under_way: ClassVar[int] = 2
+    _done_at: ClassVar[deque[float]] = deque()
+
+    @property
+    def resizes(self) -> bool:
+        """As a GPU does: the decoders then only decode."""
+        return True
+
+    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
+        grids = [image.grid_thw for image in pixels]
+        merge, width = self.identity.rules.merge_size, self.identity.vision.width
+        for batch in sorted(self.runner.plan(grids), key=lambda planned: min(planned.indices)):
+            counts = tuple(num_tokens(grids[index], merge) for index in batch.indices)
+            self.wait_for_room()
+            begins = max([time.monotonic(), *self._done_at])
+            self._done_at.append(begins + sum(counts) / self.tokens_per_s)
+            yield cast(Launched, _Run(batch, counts, width, self._done_at[-1]))
+
+    def wait_for_room(self) -> None:
+        while len(self._done_at) >= self.batches_under_way:
+            _sleep_until(self._done_at.popleft())
+
+
+class FakeGpuEncoder(EncoderReplica):
+    """The application's replica around a SetSpeedEncoder."""
+
+    def __init__(self, config: AppConfig, tokens_per_s: float, start_s: float, batches_under_way: int) -> None:
+        began = time.monotonic()
+        SetSpeedEncoder.tokens_per_s, SetSpeedEncoder.batches_under_way = tokens_per_s, batches_under_way
+        SetSpeedEncoder._done_at = deque()
+        vars(encoder_module).update(Encoder=SetSpeedEncoder, pin_shared=lambda address, num_bytes: None)
+        super().__init__(config)
+        time.sleep(max(0.0, began + start_s - time.monotonic()))
+
+
+def build(args: dict[str, Any]) -> Application:
+    """As `deployments.app.build_app` does. `args`: those of AppConfig, and those of FakeGpuEncoder beside them."""
+    args = dict(args)
+    of_encoder = [args.pop(name) for name in ("tokens_per_s", "start_s", "batches_under_way")]
+    config = AppConfig.model_validate(args)
+    vision = VisionConfig.from_checkpoint(Path(config.model))
+    light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 1024}
+    encoder = serve.deployment(
+        name="Encoder",
+        ray_actor_options=resources(config.encoder_replica),
+        max_ongoing_requests=512,
+        request_router_config=routing(config.encoder_replica),
+    )(FakeGpuEncoder)
+    llm = serve.deployment(name="LLM", request_router_config=routing(config.llm), **light)(StandInLLM)
+    ingress = serve.deployment(name="Ingress", **light)(Ingress)
+    return ingress.bind(
+        config,
+        encoder.bind(config, *of_encoder),
+        llm.bind(config, vision.width, vision.spatial_merge_size),
+    )
