@@ -21,7 +21,8 @@ from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.fair_line import place_of
-from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.gpu_jobs import Encoded, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.gpu_worker import GpuWorker
 from deployments.lending import Lender
 from deployments.log_buffers import log_buffers_kept
 from deployments.metrics import Count, Counts, Distribution, Distributions, Level, RunMetrics, Tier, gauge

@@ -12,15 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from functools import partial
-
-import torch
 
 from deployments.answers import Answers
 from deployments.device_health import DeviceHealth, Fault
 from deployments.fair_line import WINDOW, FairLine
+from deployments.gpu_jobs import (
+    DeviceMemoryError,
+    DeviceSickError,
+    Encoded,
+    Job,
+    QueueFullError,
+    Sign,
+    WorkerEndedError,
+    WorkerEvents,
+)
 from deployments.pace import BusySpeed
 from encoder.decoded import Decoded
 from encoder.device_errors import out_of_memory
@@ -28,74 +35,9 @@ from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
-from encoder.run_counts import Ran, RunCounts
 from encoder.staging import Room
 
 logger = logging.getLogger("ray.serve")
-
-
-class QueueFullError(RuntimeError):
-    """The tokens that wait for the GPU have reached their bound."""
-
-
-class WorkerEndedError(RuntimeError):
-    """The thread that owned the GPU has ended; nothing is encoded here any more."""
-
-
-class DeviceSickError(WorkerEndedError):
-    """The device has failed for good."""
-
-
-class DeviceMemoryError(RuntimeError):
-    """The device had no memory left for an image, though it was tried alone."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What a job's future gives."""
-
-    tokens: torch.Tensor
-    """`[num_tokens, width]` in host memory."""
-    queue_ms: float
-    encode_ms: float
-    ran: Ran | None = None
-    """How its batch ran."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    pixels: Pixels | Decoded
-    num_tokens: int
-    queued_at: float
-    place: float
-    """In line, see `fair_line.place_of`."""
-    future: Future[Encoded] = field(default_factory=Future)
-    alone: bool = False
-    """Whether it is tried again, by itself, after a batch with it has failed."""
-
-
-class _Sign(Enum):
-    """What lies in the queue beside jobs."""
-
-    STOP = "stop"
-    LOOK = "look whether there is something to do while nothing waits"
-
-
-def _ignore(_: object) -> None: ...
-
-
-@dataclass(frozen=True)
-class WorkerEvents:
-    """Called, on any thread, when something happens that is worth counting."""
-
-    queued_tokens: Callable[[int], None] = _ignore
-    """The tokens that wait or run now."""
-    retried: Callable[[int], None] = _ignore
-    """So many batches failed and are tried again image by image."""
-    ran: Callable[[RunCounts], None] = _ignore
-    """What the encoder has counted since its start: replays, and eager runs by reason."""
-    sick: Callable[[Fault], None] = _ignore
-    """The device is not used any more."""
 
 
 class GpuWorker:
@@ -116,9 +58,9 @@ class GpuWorker:
         self._max_queued_tokens = max_queued_tokens
         self._room = room
         self._events = events or WorkerEvents()
-        self._queue: queue.SimpleQueue[_Job | _Sign] = queue.SimpleQueue()
-        self._line: FairLine[_Job] = FairLine()
-        self._window: list[_Job] = []
+        self._queue: queue.SimpleQueue[Job | Sign] = queue.SimpleQueue()
+        self._line: FairLine[Job] = FairLine()
+        self._window: list[Job] = []
         """What the encoder was given last and has not run."""
         self._stopping = False
         self._lock = threading.Lock()
@@ -163,7 +105,7 @@ class GpuWorker:
         """
         count = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
         now = time.perf_counter()
-        job = _Job(pixels, count, now, now if place is None else place)
+        job = Job(pixels, count, now, now if place is None else place)
         if self.fault is not None:
             raise DeviceSickError(f"the device has failed: {self.fault.value}")
         with self._lock:
@@ -182,7 +124,7 @@ class GpuWorker:
 
     def stop(self) -> None:
         """Ends the thread after the jobs that are queued."""
-        self._queue.put(_Sign.STOP)
+        self._queue.put(Sign.STOP)
 
     def _release(self, count: int, done: Future[Encoded]) -> None:
         encoded = not done.cancelled() and done.exception() is None
@@ -198,10 +140,10 @@ class GpuWorker:
             made.set_exception(error)
             return
         made.set_result(encoder)
-        self._answers = Answers(lambda: self._queue.put(_Sign.LOOK))
+        self._answers = Answers(lambda: self._queue.put(Sign.LOOK))
         self._events.ran(encoder.counts)
         self._idle(encoder)
-        late: list[_Job] = []
+        late: list[Job] = []
         try:
             while not self._stopping:
                 self._round(encoder)
@@ -242,7 +184,7 @@ class GpuWorker:
             self._drain()
             self._encode(encoder, self._first_in_line())
 
-    def _first_in_line(self) -> list[_Job]:
+    def _first_in_line(self) -> list[Job]:
         """The first alone where it is to be tried alone, else the first that may be packed together."""
         first = [self._line.pop() for _ in range(min(WINDOW, len(self._line)))]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
@@ -250,24 +192,24 @@ class GpuWorker:
         # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
         return [job for job in together if job.future.running() or job.future.set_running_or_notify_cancel()]
 
-    def _put_back(self, jobs: Iterable[_Job]) -> None:
+    def _put_back(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self._line.add(job.place, job)
 
-    def _last_round(self, encoder: Encoder) -> list[_Job]:
+    def _last_round(self, encoder: Encoder) -> list[Job]:
         """Tries again what is to be tried again; the jobs that came too late."""
         self._answers.wait_idle()
-        late: list[_Job] = []
+        late: list[Job] = []
         while not self._queue.empty():
             item = self._queue.get()
-            if isinstance(item, _Job):
+            if isinstance(item, Job):
                 if item.alone:
                     self._encode(encoder, [item])
                 else:
                     late.append(item)
         return late
 
-    def _end(self, late: list[_Job]) -> None:
+    def _end(self, late: list[Job]) -> None:
         """Takes no more jobs, and tells everybody who still waits; nobody may hang for a thread that is gone."""
         with self._lock:
             self._ended = True
@@ -275,7 +217,7 @@ class GpuWorker:
         self._window = []
         while not self._queue.empty():
             item = self._queue.get()
-            if isinstance(item, _Job):
+            if isinstance(item, Job):
                 jobs.append(item)
         for job in jobs:
             future = job.future
@@ -287,13 +229,13 @@ class GpuWorker:
         while not self._stopping and not self._queue.empty():
             self._collect(self._queue.get())
 
-    def _collect(self, item: _Job | _Sign) -> None:
-        if isinstance(item, _Job):
+    def _collect(self, item: Job | Sign) -> None:
+        if isinstance(item, Job):
             self._line.add(item.place, item)
-        elif item is _Sign.STOP:
+        elif item is Sign.STOP:
             self._stopping = True
 
-    def _encode(self, encoder: Encoder, jobs: list[_Job]) -> None:
+    def _encode(self, encoder: Encoder, jobs: list[Job]) -> None:
         """Has the first in line answered, and those that are packed with it; where nobody else waits, all of them.
 
         When a run of several fails, each is tried alone, so that only the culprit fails.
@@ -321,7 +263,7 @@ class GpuWorker:
             self._failed(left, error, alone=len(jobs) == 1)
         self._window = []
 
-    def _answer(self, launched: Launched, jobs: Sequence[_Job], started: float) -> None:
+    def _answer(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
         """Waits for a batch and answers its jobs; runs beside the thread that owns the GPU."""
         try:
             fetched = launched.fetch(self._room)
@@ -334,7 +276,7 @@ class GpuWorker:
             queue_ms, encode_ms = (started - job.queued_at) * 1e3, (done - started) * 1e3
             job.future.set_result(Encoded(tokens, queue_ms, encode_ms, launched.ran))
 
-    def _failed(self, jobs: Sequence[_Job], error: BaseException, *, alone: bool) -> None:
+    def _failed(self, jobs: Sequence[Job], error: BaseException, *, alone: bool) -> None:
         """Gives the error to a job that failed by itself; others are queued again, each to be tried by itself."""
         self._diagnose(error, alone=alone)
         if self.fault is not None:
@@ -355,7 +297,7 @@ class GpuWorker:
             logger.error("the device has failed, it is not used any more", exc_info=error)
             self._events.sick(self.fault)
 
-    def _refuse(self, jobs: Sequence[_Job]) -> None:
+    def _refuse(self, jobs: Sequence[Job]) -> None:
         """Others may encode them."""
         for job in jobs:
             job.future.set_exception(DeviceSickError("the device has failed"))

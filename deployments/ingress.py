@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from configs.schema import AppConfig
 from deployments import body_bounds, chat_images, routes, tracing
 from deployments.admission import Admission, AdmissionBounds, OverloadedError, Shed, Visit
+from deployments.answering import respond, response
 from deployments.body import read_body
 from deployments.cluster_view import ClusterView
 from deployments.deadline import TIMEOUT_HEADER, Deadline
@@ -36,12 +35,10 @@ from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.page_routes import Page, json_answer
 from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS, IngressLoad
-from deployments.replicas import Answer, Begin, Encoding, ReplicaLostError, Replicas
+from deployments.replicas import Answer, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage
-from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, NotEncoded, ResponseHead
-
-logger = logging.getLogger("ray.serve")
+from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
 
 # What vLLM's application reads; everything else (cookies, credentials, …) stays here.
 PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
@@ -54,6 +51,8 @@ MAX_TRIES = 5
 
 FIRST_WAIT_S = 0.05
 """Before a request is tried again; each further time twice as long."""
+
+JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
 
 T = TypeVar("T")
 
@@ -108,7 +107,7 @@ class Ingress:
             error = refused
             if refused.status == 429:
                 self._admission_metrics.shed(Shed.QUOTA, 0)
-        return _response(*error_head_and_body(error))
+        return response(*error_head_and_body(error))
 
     async def _answer(self, request: Request, deadline: Deadline) -> Response:
         root_path = request.scope.get("root_path", "")
@@ -116,9 +115,9 @@ class Ingress:
         client = await self._door.admit(request, path)
         route = routes.open_route(request.method, path, management=self._door.management_is_open)
         if route.service is routes.Service.PAGE:
-            return _response(*self._page.answer(request.scope["path"].removeprefix(root_path), root_path=root_path))
+            return response(*self._page.answer(request.scope["path"].removeprefix(root_path), root_path=root_path))
         if route.path == routes.CLUSTER:
-            return _response(*json_answer(await self._cluster.now()))
+            return response(*json_answer(await self._cluster.now()))
         inner = HttpRequest(
             method=request.method,
             path=path,
@@ -215,10 +214,18 @@ class Ingress:
             def begin() -> Awaitable[Answer]:
                 return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
 
-            def hurried(answer: Answer) -> Awaitable[Answer]:
-                return self._replicas.hurried(answer, jobs, encodings, attempt=attempt, again=begin)
+            async def begin_in_time() -> Answer:
+                return await self._replicas.hurried(await begin(), jobs, encodings, attempt=attempt, again=begin)
 
-            return await self._stream(begin, encodings, visit, deadline, stages, hurried=hurried)
+            return await respond(
+                self._replicas,
+                begin_in_time,
+                encodings,
+                accepted=visit.accepted,
+                deadline=deadline,
+                times=self._times,
+                stages=stages,
+            )
 
         return await self._again(once)
 
@@ -232,101 +239,21 @@ class Ingress:
                 await asyncio.sleep(FIRST_WAIT_S * 2**attempt)
         return await work(MAX_TRIES - 1)
 
-    async def _stream(
-        self,
-        begin: Begin,
-        encodings: Sequence[Encoding],
-        visit: Visit,
-        deadline: Deadline,
-        stages: str | None = None,
-        hurried: Callable[[Answer], Awaitable[Answer]] | None = None,
-    ) -> Response:
-        """The response as the language model replica gives it. A client that leaves cancels what was started.
-
-        Only event streams are passed on piece by piece. Of anything else the length is known at its end, and a client
-        that closes as soon as it has the last byte would seem to have left early. `hurried` may exchange the answer
-        before it has begun.
-        """
-
-        answer: Answer | None = None
-        waited_for = list(encodings)
-
-        def cancel(failed: bool = False) -> None:
-            self._replicas.cancel(answer, waited_for, failed=failed)
-            waited_for.clear()
-
-        try:
-            answer = await begin()
-            if hurried is not None:
-                answer = await hurried(answer)
-            head = await anext(answer)
-            if isinstance(head, NotEncoded):
-                await self._replicas.not_encoded(encodings[head.image])
-            visit.accepted()  # a replica has the request; one of a version before Accepted tells it by the head
-            self._replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)
-            waited_for.clear()
-            if isinstance(head, Accepted):
-                head = await anext(answer)
-            if not isinstance(head, ResponseHead):
-                raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
-            streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
-            whole = b"" if streamed else b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
-        except Exception as error:
-            cancel(failed=True)
-            raise self._replicas.explained(error) from error
-        except BaseException:  # the client has gone, or the deadline has passed
-            cancel()
-            raise
-        if stages is not None:
-            head.headers.append((b"server-timing", stages.encode()))
-        if not streamed:
-            return _response(head, whole)
-        # The head is held back until there is something to send after it.
-        self._times.add(Distribution.TTFT_MS, (asyncio.get_running_loop().time() - deadline.arrived) * 1e3)
-
-        async def body() -> AsyncIterator[bytes]:
-            complete = False
-            try:
-                async with asyncio.timeout_at(deadline.at):
-                    async for chunk in answer:
-                        assert isinstance(chunk, bytes)
-                        yield chunk
-                complete = True
-            except Exception as error:
-                logger.exception("an answer broke off")
-                told = deadline.error() if isinstance(error, TimeoutError) else self._replicas.explained(error)
-                if isinstance(told, ApiError):
-                    yield b"data: " + error_head_and_body(told)[1] + b"\n\n"
-            finally:
-                if not complete:
-                    cancel()
-
-        return _response(head, body())
-
     async def _openapi(self, inner: HttpRequest, deadline: Deadline) -> Response:
         """vLLM's own description, of the routes that are open here."""
         with self._visit(deadline) as visit:
-            response = await self._stream(lambda: self._replicas.answer(inner, [], []), [], visit, deadline)
-        if response.status_code != 200:
-            return response
-        document = json.loads(bytes(response.body))
-        document["paths"] = {
-            path: operations for path, operations in document["paths"].items() if routes.open_rows(path)
-        }
-        head = ResponseHead(200, [(b"content-type", b"application/json")])
-        return _response(head, json.dumps(document).encode())
+            described = await respond(
+                self._replicas,
+                lambda: self._replicas.answer(inner, [], []),
+                [],
+                accepted=visit.accepted,
+                deadline=deadline,
+                times=self._times,
+            )
+        if described.status_code != 200:
+            return described
+        return response(JSON_HEAD, routes.described(bytes(described.body)))
 
     def _visit(self, deadline: Deadline) -> AbstractContextManager[Visit]:
         """From here on the request counts as waiting for a language model."""
         return self._admission.visit(lambda: deadline.passed(asyncio.get_running_loop().time()))
-
-
-def _response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:
-    headers = [(name, value) for name, value in head.headers if name.lower() != b"content-length"]
-    if isinstance(body, bytes):
-        response = Response(body, head.status)
-        response.raw_headers = [*headers, (b"content-length", str(len(body)).encode())]
-    else:
-        response = StreamingResponse(body, head.status)
-        response.raw_headers = headers
-    return response

@@ -25,7 +25,7 @@ from deployments.affinity import Call
 from deployments.arrived import TransferFailedError
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
-from deployments.gpu_worker import DeviceMemoryError, QueueFullError, WorkerEndedError
+from deployments.gpu_jobs import DeviceMemoryError, QueueFullError, WorkerEndedError
 from deployments.hedging import Begun, Hedging, object_ref
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls

@@ -7,6 +7,7 @@ from this one. It must not know how a route is served.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 
@@ -103,6 +104,13 @@ def open_route(method: str, path: str, *, management: bool) -> Route:
             return route
     allowed = ", ".join(sorted({name for route in rows for name in route.methods}))
     raise ApiError(405, f"{method} {path}: allowed are {allowed}", code="method_not_allowed")
+
+
+def described(openapi: bytes) -> bytes:
+    """Of vLLM's own description, in JSON, what is open here."""
+    document = json.loads(openapi)
+    document["paths"] = {path: operations for path, operations in document["paths"].items() if open_rows(path)}
+    return json.dumps(document).encode()
 
 
 def _matches(pattern: str, path: str) -> bool:

@@ -18,7 +18,8 @@ from PIL import Image
 from configs.encoder_config import EncoderConfig
 from deployments.arena import Arena
 from deployments.decode import DecodePool
-from deployments.gpu_worker import Encoded, GpuWorker
+from deployments.gpu_jobs import Encoded
+from deployments.gpu_worker import GpuWorker
 from encoder.bicubic import TapCache
 from encoder.decoded import Decoded
 from encoder.device_pixels import fill_patches, to_patches

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deployments.device_health import OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
-from deployments.gpu_worker import DeviceMemoryError, DeviceSickError, WorkerEvents
+from deployments.gpu_jobs import DeviceMemoryError, DeviceSickError, WorkerEvents
 from deployments.ingress import MAX_TRIES
 from tests.unit.deployments.test_gpu_worker import WAIT_S, Owned, image, value_of
 

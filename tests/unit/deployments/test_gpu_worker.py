@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from configs.encoder_config import EncoderConfig
-from deployments.gpu_worker import Encoded, GpuWorker, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.gpu_jobs import Encoded, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.gpu_worker import GpuWorker
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.packing import Batch

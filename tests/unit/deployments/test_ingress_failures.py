@@ -16,7 +16,7 @@ from deployments import replicas as replicas_module
 from deployments.affinity import Call
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
-from deployments.gpu_worker import QueueFullError, WorkerEndedError
+from deployments.gpu_jobs import QueueFullError, WorkerEndedError
 from deployments.ingress import MAX_TRIES
 from deployments.wire import NotEncoded
 from tests.unit.deployments.stand_ins import (
