@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 ALICE, BOB, NEW = "alice-has-a-key-of-her-own", "bob-has-another-key-of-his", "a-new-key-of-somebody-new"
 CHAT = "/v1/chat/completions"
 TOKENS_A_MINUTE = 2000
+KEPT_BYTES = 10_000_000
+"""Of an attack, at most; its files are several times as large."""
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +113,9 @@ def test_damaged_files(url: str) -> None:
 def test_memory_is_where_it_was(url: str) -> None:
     """After every attack of this file, once more: in the proxy, the ingress, the encoder and its decoder."""
 
-    def held() -> dict[int, int]:
+    def held() -> dict[tuple[int, str], int]:
         return {
-            pid: sample.own_bytes
+            (pid, role): sample.own_bytes
             for (pid, role), sample in sampled(os.getpid()).items()
             if role.startswith(("ray::ProxyActor", "ray::ServeReplica:door"))
         }
@@ -126,12 +128,15 @@ def test_memory_is_where_it_was(url: str) -> None:
             assert ask(url, None, data, **{"x-long": "x" * 33_000}).status_code == 431
 
     attack_all()
-    before = held()
-    attack_all()
-    after = held()
-    assert before.keys() == after.keys(), "no process died of it"
-    assert len(before) >= 4
-    assert {pid: after[pid] - before[pid] for pid in before if after[pid] - before[pid] > 20_000_000} == {}
+    levels = [held()]
+    for _ in range(2):
+        attack_all()
+        levels.append(held())
+    assert levels[0].keys() == levels[1].keys() == levels[2].keys(), "no process died of it"
+    assert len(levels[0]) >= 4
+    # What is kept of an attack is kept of each; allocators give back or take 20 MB now and then.
+    kept = {one: min(levels[1][one] - first, levels[2][one] - levels[1][one]) for one, first in levels[0].items()}
+    assert {one: number for one, number in kept.items() if number > KEPT_BYTES} == {}
 
 
 def test_visual_tokens_have_a_quota(url: str) -> None:
