@@ -62,6 +62,7 @@ class LLM:
         why_not = _why_not_loading(config)
         self._stats = EngineStats()
         self._under_way = 0
+        """Requests whose embeddings have arrived."""
         with log_buffers_kept():
             self._engine, args = vllm_compat.start_engine(
                 local_model(config.model),
@@ -146,17 +147,6 @@ class LLM:
         Raises:
             TransferFailedError: before anything else, where an embedding is not where it was said to lie.
         """
-        self._under_way += 1
-        try:
-            async with aclosing(self._handled(request, places, encodings)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self._under_way -= 1
-
-    async def _handled(
-        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Awaitable[Image]]
-    ) -> AsyncGenerator[Accepted | NotEncoded | ResponseHead | bytes]:
         request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
         try:
             embeddings = await self._incoming.arrive(encodings)
@@ -164,12 +154,14 @@ class LLM:
             yield NotEncoded(failed.image)
             return
         arrived_at_s, arrived = time.time(), time.perf_counter()
+        self._under_way += 1
         try:
             yield Accepted(self._reads_on)
             async with aclosing(self._answered(request, places, embeddings, arrived_at_s, arrived)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
+            self._under_way -= 1
             self._incoming.close(embeddings)
 
     async def _answered(

@@ -109,7 +109,7 @@ def test_an_image_asked_for_by_many_at_once(base_url: str) -> None:
 
 def test_every_stage_is_timed(base_url: str) -> None:
     stages = timing(post(base_url, CHAT, about(pictures.url(407, 200, 150))))
-    assert set(stages) == {*STAGES, "cache", "way"}
+    assert set(stages) == {*STAGES, "cache", "way", "image-1"}
     durations = {name: float(re.fullmatch(r"dur=(\d+\.\d+)", stages[name])[1]) for name in STAGES}  # type: ignore[index]
     for name in ("preprocess", "encode", "first-token"):
         assert durations[name] > 0, name
@@ -117,7 +117,7 @@ def test_every_stage_is_timed(base_url: str) -> None:
 
 def test_a_streamed_answer_is_timed_before_it_ends(qwen3: str) -> None:
     with streaming(qwen3, about(pictures.url(408))) as response:
-        assert {*STAGES, "cache", "way"} == set(timing(response))
+        assert {*STAGES, "cache", "way", "image-1"} == set(timing(response))
 
 
 def test_text_has_no_stages_of_images(qwen3: str) -> None:

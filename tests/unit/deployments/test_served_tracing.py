@@ -52,9 +52,9 @@ def finished(cluster: Cluster, client: Client, *expected: str) -> list[Span]:
 def test_a_request_is_one_trace_with_every_stage(app: ServedApp, cluster: Cluster) -> None:
     client = Client()
     ask(app, 1, client)
-    spans = finished(cluster, client, "vitray.fetch", "vitray.admission", *(2 * ENCODED), *ANSWERED)
+    finished(cluster, client, "vitray.fetch", "vitray.admission", *(2 * ENCODED), *ANSWERED)
 
-    def ends_in_root(span: Span) -> bool:
+    def ends_in_root(span: Span, spans: list[Span]) -> bool:
         by_id = {one.span_id: one for one in spans}
         while span.span_id != span.parent_id:
             if span.parent_id == client.span_id:
@@ -64,12 +64,14 @@ def test_a_request_is_one_trace_with_every_stage(app: ServedApp, cluster: Cluste
             span = by_id[span.parent_id]
         return False
 
-    # Serve's own spans may come a moment later.
-    until(lambda: any(one.parent_id == client.span_id for one in cluster.spans.of(client.trace_id)), "the proxy's")
-    spans = cluster.spans.of(client.trace_id)
+    def whole() -> list[Span]:
+        """The trace, where it is one; Serve's own spans may come a moment later."""
+        spans = cluster.spans.of(client.trace_id)
+        return spans if all(ends_in_root(span, spans) for span in spans if span.name.startswith("vitray.")) else []
+
+    spans = until(whole, "Serve's own")
     (root,) = [span for span in spans if span.parent_id == client.span_id]
     assert root.name.startswith("proxy_http_request Ingress POST")
-    assert all(ends_in_root(span) for span in spans if span.name.startswith("vitray.")), spans
     assert all(span.start_s <= span.end_s for span in spans)
     first = {span.name: span for span in reversed(spans)}
     # Those of one process follow on each other.
