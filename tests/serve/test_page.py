@@ -166,6 +166,7 @@ def test_by_keyboard_alone(watched: Watched, qwen3: str) -> None:
         route.continue_(post_data=json.dumps({**json.loads(route.request.post_data or ""), **LONG}))
 
     page.route(CHAT, at_length)
+    page.on("filechooser", lambda _: None)  # from here on the browser tells of them; asked at the press it may be late
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
     page.keyboard.press("Tab")
