@@ -54,10 +54,11 @@ class FairLine(Generic[T]):
         """The first. Raises IndexError where nobody waits."""
         return self._waiting.pop(0)[2]
 
-    def take(self, most: int) -> list[tuple[float, T]]:
-        """The first, at most so many, with their places."""
-        taken, self._waiting = self._waiting[:most], self._waiting[most:]
-        return [(place, item) for place, _, item in taken]
+    def take(self, most: int | None = None) -> list[tuple[float, T]]:
+        """The first, at most so many, with their places; None takes all."""
+        taken = [(place, item) for place, _, item in self._waiting[:most]]
+        del self._waiting[:most]
+        return taken
 
     def discard(self, item: T) -> None:
         """Somebody leaves, if it waits."""

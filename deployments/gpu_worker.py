@@ -186,7 +186,7 @@ class GpuWorker:
 
     def _first_in_line(self) -> list[Job]:
         """The first alone where it is to be tried alone, else the first that may be packed together."""
-        first = [self._line.pop() for _ in range(min(WINDOW, len(self._line)))]
+        first = [job for _, job in self._line.take(WINDOW)]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
         self._put_back(set(first).difference(together))
         # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
@@ -213,7 +213,7 @@ class GpuWorker:
         """Takes no more jobs, and tells everybody who still waits; nobody may hang for a thread that is gone."""
         with self._lock:
             self._ended = True
-        jobs = [*late, *self._window, *(self._line.pop() for _ in range(len(self._line)))]
+        jobs = [*late, *self._window, *(job for _, job in self._line.take())]
         self._window = []
         while not self._queue.empty():
             item = self._queue.get()

@@ -1,4 +1,7 @@
-"""Who may start, in a clock of the test's own: bounds that hold, a line that goes on, room that is given back once."""
+"""Who may start, in a clock of the test's own: bounds that hold, a line that goes on, room that is given back once.
+
+One file, since the bounds are tried one by one and then, by the state machine at its end, all of them together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The thread that owns the GPU: what is packed together, what is refused, who is told when it fails."""
+"""The thread that owns the GPU: what is packed together, what is refused, who is told when it fails.
+
+One file, since each test holds the same encoder at its gate and looks at what the thread does meanwhile.
+"""
 
 from __future__ import annotations
 
