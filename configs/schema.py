@@ -194,6 +194,9 @@ class IngressConfig(Options):
     """After resizing; also bounds what `min_pixels` may enlarge an image to."""
     max_visual_tokens_per_request: PositiveInt = 65_536
     """Of all images together, counted from their headers before anything is decoded; more is a 400."""
+    max_whereabouts: Annotated[int, Field(ge=0)] = 65_536
+    """Of so many embeddings an ingress replica remembers where in an encoder's memory they lie: the next request with
+    the same image asks no encoder. 0: encoders are always asked."""
     low_detail_max_pixels: PositiveInt = 512 * 512
     """What `"detail": "low"` resizes an image to at most; "high" and "auto" take the checkpoint's bounds."""
     max_requests_waiting: PositiveInt = 512

@@ -54,7 +54,7 @@ async def respond(
         if isinstance(head, NotEncoded):
             await replicas.not_encoded(encodings[head.image])
         accepted()  # a replica of a version before Accepted tells it by the head
-        replicas.encoded(waited_for, head.reads_on if isinstance(head, Accepted) else None)
+        replicas.encoded(waited_for, head if isinstance(head, Accepted) else Accepted())
         waited_for.clear()
         if isinstance(head, Accepted):
             head = await anext(answer)

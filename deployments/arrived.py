@@ -33,7 +33,8 @@ class TransferFailedError(RuntimeError):
 
 
 class NotEncodedError(RuntimeError):
-    """An encoder has failed at an image. Why is with whoever called it, who has the same reference."""
+    """An encoder has failed at an image; why is with whoever called it, who has the same reference. Or the image's
+    embedding is not where it lay lately."""
 
     def __init__(self, image: int) -> None:
         """`image`: which of the request's."""
@@ -54,6 +55,11 @@ class Arrived:
     @property
     def engine_loads(self) -> bool:
         return bool(self.leases)
+
+    @property
+    def read_from(self) -> tuple[SharedEmbedding | None, ...]:
+        """Where in shared memory each lies."""
+        return tuple(image if isinstance(image, SharedEmbedding) else None for image in self.images)
 
     @property
     def way(self) -> Way:

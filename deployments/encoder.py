@@ -6,6 +6,7 @@ It must not compute: `gpu_worker.py` owns the encoder, `decode.py` the pixels. I
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -93,7 +94,9 @@ class EncoderReplica:
         limits = config.encoder_replica
         self._counts = Counts()
         shares = config.transfer != "object_store"
-        self._lender = Lender(EmbeddingShelf(limits.shared_embedding_bytes)) if shares else None
+        shelf = EmbeddingShelf(limits.shared_embedding_bytes) if shares else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lender = None if shelf is None else Lender(shelf, unasked=self._read_unasked)
         self._host = host_name()
         self._times = Distributions()
         self._runs = RunMetrics(self._counts)
@@ -169,6 +172,7 @@ class EncoderReplica:
 
     async def encode(self, job: ImageJob) -> EncodedImage | SharedEmbedding | ImageRefused:
         """The image's embedding, from the cache, from an encoding that is under way, or made now."""
+        self._loop = asyncio.get_running_loop()
         image = await self._encoded(job)
         if self._lender is None or isinstance(image, ImageRefused) or job.read_on != (self._host,):
             return image
@@ -176,6 +180,17 @@ class EncoderReplica:
             return image.lent_by(self._lender.address)
         self._counts.add(Count.EMBEDDINGS_UNSHARED)
         return image
+
+    def _read_unasked(self, digest: str) -> None:
+        """On the lender's thread: what a language model was told to be here is used, as if it had been asked for."""
+
+        def used() -> None:
+            if self._cache.get(digest) is not None:
+                self._counts.add(Count.CACHE_HITS, tier=Tier.HOST)
+
+        if self._loop is not None:  # nothing is here to be read before the first call
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the replica with it
+                self._loop.call_soon_threadsafe(used)
 
     async def _encoded(self, job: ImageJob) -> EncodedImage | ImageRefused:
         if job.identity != self._worker.identity.fingerprint:

@@ -23,6 +23,9 @@ from deployments.lending import Borrowed, GoneError, Held
 from deployments.metrics import Count, Counts
 from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
 
+Encoding = Awaitable[Image] | SharedEmbedding
+"""What an encoder answers, or where an earlier answer lies."""
+
 logger = logging.getLogger("ray.serve")
 
 
@@ -60,13 +63,13 @@ class Incoming:
         """The engine does not do what it should; from now on embeddings go with the requests."""
         self._engine_loads = False
 
-    async def arrive(self, encodings: Sequence[Awaitable[Image]]) -> Arrived:
+    async def arrive(self, encodings: Sequence[Encoding]) -> Arrived:
         """Fetches what encoders answer, each as soon as it is there, and holds what lies in shared memory.
 
         The first that fails ends the wait for the others.
 
         Raises:
-            NotEncodedError: an encoder has failed.
+            NotEncodedError: an encoder has failed, or an embedding is no more where an earlier request saw it.
             TransferFailedError: an embedding is not where it was said to lie.
         """
         arrived = Arrived()
@@ -94,9 +97,13 @@ class Incoming:
         self._count(arrived)
         return arrived
 
-    async def _fetch(
-        self, number: int, encoding: Awaitable[Image], arrived: Arrived, lenders: dict[int, _Lender]
-    ) -> Image:
+    async def _fetch(self, number: int, encoding: Encoding, arrived: Arrived, lenders: dict[int, _Lender]) -> Image:
+        if isinstance(encoding, SharedEmbedding):
+            try:
+                await self._hold(number, encoding, arrived, lenders)
+            except (GoneError, OSError) as error:
+                raise NotEncodedError(number) from error
+            return encoding
         try:
             image = await encoding
         except ObjectLostError as error:

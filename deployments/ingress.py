@@ -35,7 +35,7 @@ from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.page_routes import Page, json_answer
 from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS, IngressLoad
-from deployments.replicas import Answer, ReplicaLostError, Replicas
+from deployments.replicas import Answer, OutdatedError, ReplicaLostError, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage
 from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
@@ -72,6 +72,7 @@ class Ingress:
             retry_after_s=self._limits.retry_after_s,
             overloaded_retry_s=self._admission.retry_after_s,
             hedge_after_s=self._limits.hedge_after_s,
+            max_whereabouts=self._limits.max_whereabouts,
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
         self._page = Page(there=self._limits.page)
@@ -209,7 +210,13 @@ class Ingress:
 
         async def once(attempt: int) -> Response:
             await visit.again()
-            encodings = [self._replicas.encode(job, attempt) for job in jobs]
+            try:
+                return await tried(attempt)
+            except OutdatedError:
+                return await tried(attempt, ask=True)
+
+        async def tried(attempt: int, *, ask: bool = False) -> Response:
+            encodings = [self._replicas.encode(job, attempt, ask=ask) for job in jobs]
 
             def begin() -> Awaitable[Answer]:
                 return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)

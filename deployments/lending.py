@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -35,8 +36,10 @@ class GoneError(RuntimeError):
 class Lender:
     """Lends from a shelf, on threads of its own, until it is closed."""
 
-    def __init__(self, shelf: EmbeddingShelf) -> None:
+    def __init__(self, shelf: EmbeddingShelf, *, unasked: Callable[[str], None] = lambda digest: None) -> None:
+        """`unasked` is told, by some thread, the digest of what is lent without having been offered before."""
         self.shelf = shelf
+        self._unasked = unasked
         self._listening, self.address = packets.listen()
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="lender", daemon=True).start()
@@ -75,8 +78,10 @@ class Lender:
         lent = self.shelf.lend(digest)
         if lent is None:
             return None
-        held.setdefault(digest, []).append(lent[1])
-        return lent[0]
+        held.setdefault(digest, []).append(lent.bits)
+        if not lent.offered:
+            self._unasked(digest)
+        return lent.start
 
 
 def _take_back(digest: str, held: dict[str, list[Bits]]) -> None:

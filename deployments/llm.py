@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -24,7 +24,7 @@ from deployments.arrived import Arrived, Image, NotEncodedError
 from deployments.checkpoint import local_model
 from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
-from deployments.incoming import Incoming
+from deployments.incoming import Encoding, Incoming
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
@@ -136,11 +136,12 @@ class LLM:
             self._incoming.shut_down()
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Awaitable[Image]] = ()
+        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding] = ()
     ) -> AsyncIterator[Accepted | NotEncoded | ResponseHead | bytes]:
         """Answers one request: first that its embeddings are within reach, then a ResponseHead, then body chunks.
 
-        `encodings`: what encoders answer or will answer, by reference. Where one has failed, NotEncoded is all.
+        `encodings`: what encoders answer or will answer, by reference, or where an embedding lay lately. Where one has
+        failed or is gone, NotEncoded is all.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
 
@@ -156,7 +157,7 @@ class LLM:
         arrived_at_s, arrived = time.time(), time.perf_counter()
         self._under_way += 1
         try:
-            yield Accepted(self._reads_on)
+            yield Accepted(self._reads_on, embeddings.read_from)
             async with aclosing(self._answered(request, places, embeddings, arrived_at_s, arrived)) as pieces:
                 async for piece in pieces:
                     yield piece

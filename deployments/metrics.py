@@ -43,6 +43,8 @@ class Count(Enum):
         "too much to do; the tag `reason` says which deployment."
     )
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
+    WHEREABOUTS_KNOWN = "Images for which an ingress asked no encoder, since it knew where the embedding lies."
+    WHEREABOUTS_OUTDATED = "Requests whose encoders were asked after all: an embedding had gone from where it was."
     HEDGES = "Images that were sent to a second encoder because the first was slow."
     HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
@@ -81,6 +83,8 @@ class Tier(Enum):
     """Where an embedding was found; the metrics' tag `tier`."""
 
     REPLICA = "replica"
+    HOST = "host"
+    """A language model of the same host read it from the encoder's memory, and no encoder was asked."""
 
 
 class Level(Enum):

@@ -29,6 +29,7 @@ from deployments.gpu_jobs import DeviceMemoryError, QueueFullError, WorkerEndedE
 from deployments.hedging import Begun, Hedging, object_ref
 from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall, SharedCalls
+from deployments.whereabouts import Whereabouts
 from deployments.wire import (
     Accepted,
     EncodedImage,
@@ -45,7 +46,9 @@ from encoder.identity import EncoderIdentity
 logger = logging.getLogger("ray.serve")
 
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
-Encoding = SharedCall[DeploymentResponse[EncoderAnswer]]
+Calling = SharedCall[DeploymentResponse[EncoderAnswer]]
+Encoding = Calling | SharedEmbedding
+"""A call to an encoder, or where the embedding was seen lately."""
 Piece = Accepted | NotEncoded | ResponseHead | bytes
 Answer = DeploymentResponseGenerator[Piece]
 Begin = Callable[[], Awaitable[Answer]]
@@ -64,6 +67,10 @@ class ReplicaLostError(ApiError):
     has been told."""
 
 
+class OutdatedError(Exception):
+    """An embedding is not where it was seen lately; encoders are to be asked."""
+
+
 class Replicas:
     """The encoders and the language models of the application."""
 
@@ -75,10 +82,12 @@ class Replicas:
         retry_after_s: int,
         overloaded_retry_s: Callable[[], int],
         hedge_after_s: float | None = None,
+        max_whereabouts: int = 0,
     ) -> None:
         """`overloaded_retry_s` estimates when there is room again; `retry_after_s` is for what is not up.
 
-        `hedge_after_s`: an image that takes longer is sent to a second encoder.
+        `hedge_after_s`: an image that takes longer is sent to a second encoder. `max_whereabouts`: of how many
+        embeddings it is remembered where they lie.
         """
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
         self._encoder = encoder.options(_by_reference=True)
@@ -89,6 +98,7 @@ class Replicas:
         self._identity: EncoderIdentity | None = None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
+        self._whereabouts = Whereabouts(max_whereabouts)
         self._early: set[asyncio.Future[Any]] = set()
         self._counts = Counts()
         self._hedging = None if hedge_after_s is None else Hedging(hedge_after_s, self._counts)
@@ -105,12 +115,18 @@ class Replicas:
     def forget_identity(self) -> None:
         self._identity = None
 
-    def encode(self, job: ImageJob, attempt: int = 0) -> Encoding:
+    def encode(self, job: ImageJob, attempt: int = 0, *, ask: bool = False) -> Encoding:
         """Starts encoding, or joins a call for the same image; what is returned goes to `answer`, not awaited here.
+
+        Nothing is called where it is known where the embedding lies, unless `ask`.
 
         `attempt`: how often a replica was lost at it, or an embedding could not be had from shared memory; after the
         first it goes through the object store. Let `encoded` or `cancel` follow.
         """
+        seen = None if ask or attempt else self._whereabouts.get(job.digest)
+        if seen is not None:
+            self._counts.add(Count.WHEREABOUTS_KNOWN)
+            return seen
         job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)))
         key = f"{job.digest} {job.read_on}"
         encoding, shared = self._encodings.take(key, lambda: self._call_encoder(job, attempt))
@@ -138,15 +154,18 @@ class Replicas:
         its job, or, where EARLY_CALLS wait there, once every encoder is done with it. `conversation`: what its turns
         have in common, 64 hex characters.
         """
-        refs = await asyncio.gather(*(object_ref(encoding.response) for encoding in encodings))
-        there = asyncio.gather(*(ref._ready() for ref in refs))  # presence alone: nothing is fetched
-        if len(self._early) >= EARLY_CALLS:
-            await there
-        else:
-            self._early.add(there)
-            there.add_done_callback(self._no_more_early)
+        refs = await asyncio.gather(*(object_ref(calling.response) for calling in _callings(encodings)))
+        if refs:
+            there = asyncio.gather(*(ref._ready() for ref in refs))  # presence alone: nothing is fetched
+            if len(self._early) >= EARLY_CALLS:
+                await there
+            else:
+                self._early.add(there)
+                there.add_done_callback(self._no_more_early)
+        coming = iter(refs)
+        given = [one if isinstance(one, SharedEmbedding) else next(coming) for one in encodings]
         llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
-        return cast(Answer, llm.remote(request, places, refs))
+        return cast(Answer, llm.remote(request, places, given))
 
     def _no_more_early(self, there: asyncio.Future[Any]) -> None:
         self._early.discard(there)
@@ -160,12 +179,17 @@ class Replicas:
 
         `jobs` are those of the encodings.
         """
-        if self._hedging is None or not encodings:
+        callings = _callings(encodings)
+        if self._hedging is None or not callings:
             return answer
         begun: Begun[Piece] = Begun(answer)
-        spares = [partial(self._call_encoder, job, attempt + 1) for job in jobs]
+        spares = [
+            partial(self._call_encoder, job, attempt + 1)
+            for job, encoding in zip(jobs, encodings, strict=True)
+            if not isinstance(encoding, SharedEmbedding)
+        ]
         try:
-            anew = await self._hedging.hurried(begun, encodings, spares)
+            anew = await self._hedging.hurried(begun, callings, spares)
         except BaseException:
             begun.cancel()
             raise
@@ -173,15 +197,25 @@ class Replicas:
 
     async def not_encoded(self, encoding: Encoding) -> NoReturn:
         """Raises what the encoding has failed with, as the language model found."""
+        if isinstance(encoding, SharedEmbedding):
+            self._whereabouts.forget(encoding.digest)
+            self._counts.add(Count.WHEREABOUTS_OUTDATED)
+            raise OutdatedError
         if encoding.race is None:
             await (await object_ref(encoding.response))
         raise TransferFailedError("an encoding was given up")  # another encoder was faster
 
-    def encoded(self, encodings: Sequence[Encoding], read_on: str | None) -> None:
-        """A language model on this host has them; None for one that takes nothing from shared memory."""
-        self._read_on.add(read_on or NOWHERE)
-        for encoding in encodings:
-            self._encodings.used(encoding)
+    def encoded(self, encodings: Sequence[Encoding], accepted: Accepted) -> None:
+        """A language model has them."""
+        self._read_on.add(accepted.reads_on or NOWHERE)
+        for calling in _callings(encodings):
+            self._encodings.used(calling)
+        for seen in accepted.read_from:
+            # Another host's language model could not read there.
+            if seen is not None and len(self._read_on) == 1:
+                self._whereabouts.put(seen.digest, seen)
+        if len(self._read_on) > 1:
+            self._whereabouts.clear()
 
     def cancel(self, answer: Answer | None, encodings: Sequence[Encoding], *, failed: bool = False) -> None:
         """Stops what is under way and nobody else's; what has failed or ended already stays as it is.
@@ -190,11 +224,11 @@ class Replicas:
         """
         give_up = self._encodings.failed if failed else self._encodings.left
         started: list[Answer | DeploymentResponse[EncoderAnswer]] = [] if answer is None else [answer]
-        for encoding in encodings:
-            if give_up(encoding):
-                started += [encoding.response, *([encoding.spare] if encoding.spare is not None else [])]
-                if encoding.race is not None:
-                    encoding.race.cancel()
+        for calling in _callings(encodings):
+            if give_up(calling):
+                started += [calling.response, *([calling.spare] if calling.spare is not None else [])]
+                if calling.race is not None:
+                    calling.race.cancel()
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises here what made the call fail, which was told already
                 response.cancel()  # type: ignore[no-untyped-call]
@@ -204,7 +238,7 @@ class Replicas:
 
     def explained(self, error: Exception) -> Exception:
         """What the client is told when a replica could not answer; errors that are for this server stay as they are."""
-        if isinstance(error, ApiError | IdentityChangedError | TimeoutError):
+        if isinstance(error, ApiError | IdentityChangedError | OutdatedError | TimeoutError):
             return error
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):
@@ -225,6 +259,11 @@ class Replicas:
             return ReplicaLostError(503, lost, code="replica_lost", retry_after_s=retry)
         logger.error("a replica failed", exc_info=error)
         return ApiError(500, "the server failed to answer", code="internal_error")
+
+
+def _callings(encodings: Sequence[Encoding]) -> list[Calling]:
+    """Those for which an encoder was called."""
+    return [encoding for encoding in encodings if not isinstance(encoding, SharedEmbedding)]
 
 
 def _on_its_own(start: Callable[[], T]) -> T:

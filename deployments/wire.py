@@ -200,6 +200,8 @@ class Accepted:
 
     reads_on: str | None = None
     """Its host, where it takes embeddings from shared memory of that host."""
+    read_from: tuple[SharedEmbedding | None, ...] = ()
+    """Of each of the request's embeddings, where in shared memory it lies; None for one that came otherwise."""
 
 
 @dataclass(frozen=True)

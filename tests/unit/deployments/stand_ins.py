@@ -31,7 +31,7 @@ class Pieces:
     def __init__(self, *pieces: object) -> None:
         self._pieces = list(pieces)
         heads = [place for place, piece in enumerate(pieces) if isinstance(piece, ResponseHead)]
-        if heads:
+        if heads and not any(isinstance(piece, Accepted) for piece in pieces):
             self._pieces.insert(heads[0], Accepted())
         self.cancelled = False
         self.taken: asyncio.Event | None = None
@@ -97,6 +97,8 @@ class StandIns:
         self.requests: list[HttpRequest] = []
         self.places: list[list[ImagePlace]] = []
         self.encodings: list[Pieces] = []
+        self.given: list[list[object]] = []
+        """To the language model, of each request: references, or where embeddings lie."""
         self.labels: dict[str, list[str]] = {"encode": [], "handle": []}
         self.identity = Method(lambda: self._identity(identity))
 
@@ -114,9 +116,10 @@ class StandIns:
             return Method(self._encode, self.labels["encode"])
         return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], *_: object) -> Pieces:
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object]) -> Pieces:
         self.requests.append(request)
         self.places.append(places)
+        self.given.append(given)
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
 
 

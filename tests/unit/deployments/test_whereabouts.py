@@ -1,0 +1,179 @@
+"""Where embeddings were last seen: no encoder is asked for them, until one is not there any more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from typing import Any
+
+import pytest
+import torch
+from starlette.requests import Request
+
+from deployments import replicas as replicas_module
+from deployments.arrived import NotEncodedError
+from deployments.embedding_shelf import EmbeddingShelf
+from deployments.lending import Borrowed, Lender
+from deployments.metrics import Count
+from deployments.whereabouts import Whereabouts
+from deployments.wire import Accepted, ImageJob, NotEncoded, SharedEmbedding
+from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, Pieces, StandIns, ingress_of
+from tests.unit.deployments.test_incoming import run, setting
+from tests.unit.deployments.test_lending import TIMINGS, WIDTH, digest, encoded
+
+HOST = "this-host"
+
+
+def seen(name: str, *, lender: str = "somewhere") -> SharedEmbedding:
+    return SharedEmbedding(name, (1, 4, 6), "float32", (6, 8), TIMINGS, lender)
+
+
+def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
+    where = Whereabouts(2, clock=lambda: 123.0)
+    for name in ("a", "b"):
+        where.put(name, seen(name))
+    found = where.get("a")
+    assert found is not None
+    assert (found.timings.cached, found.timings.ready_at_s) == (True, 123.0)
+    assert (found.digest, found.lender) == ("a", "somewhere")
+    where.put("c", seen("c"))
+    assert (where.get("b"), len(where)) == (None, 2)
+    where.forget("a")
+    where.forget("never there")
+    assert (where.get("a"), len(where)) == (None, 1)
+    where.clear()
+    assert len(where) == 0
+
+
+def test_with_no_room_nothing_is_remembered() -> None:
+    where = Whereabouts(0)
+    where.put("a", seen("a"))
+    assert where.get("a") is None
+
+
+def in_turn(stand_ins: StandIns, times: int, **limits: Any) -> list[int]:
+    """The status of each of so many equal requests to one ingress."""
+
+    async def ask() -> list[int]:
+        ingress = ingress_of(stand_ins, **limits)
+        body = json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode()
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        return [(await ingress(Request(scope, receive))).status_code for _ in range(times)]
+
+    return asyncio.run(ask())
+
+
+class Reads(StandIns):
+    """Language models that read the embedding where an encoder on their host has it, and say so."""
+
+    def __init__(self, *answers: Pieces, hosts: tuple[str, ...] = (HOST,)) -> None:
+        super().__init__(*answers)
+        self._hosts = hosts
+        self.jobs: list[ImageJob] = []
+
+    def _encode(self, job: object) -> Pieces:
+        assert isinstance(job, ImageJob)
+        self.jobs.append(job)
+        return super()._encode(job)
+
+    def _handle(self, request: Any, places: Any, given: list[object]) -> Pieces:
+        answer = super()._handle(request, places, given)
+        host = self._hosts[(len(self.requests) - 1) % len(self._hosts)]
+        lies = seen(self.jobs[-1].digest) if self.jobs[-1].read_on == (host,) else None
+        if answer._pieces and isinstance(answer._pieces[0], Accepted):
+            answer._pieces[0] = Accepted(host, (lies,))
+        return answer
+
+
+def test_no_encoder_is_asked_for_what_a_language_model_has_read_before() -> None:
+    """The first answer tells where language models are, the second where the embedding is, and then that is enough."""
+    reads = Reads()
+    assert in_turn(reads, 5) == [200] * 5
+    assert [job.read_on for job in reads.jobs] == [(), (HOST,)]
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, *[SharedEmbedding] * 3]
+    known = reads.given[-1][0]
+    assert isinstance(known, SharedEmbedding)
+    assert (known.digest, known.timings.cached) == (reads.jobs[0].digest, True)
+
+
+def test_switched_off_encoders_are_asked_always() -> None:
+    reads = Reads()
+    assert in_turn(reads, 4, max_whereabouts=0) == [200] * 4
+    assert len(reads.jobs) == 4
+
+
+def test_an_embedding_that_has_gone_is_asked_for_at_once() -> None:
+    """The client sees nothing of it, and no replica counts as lost."""
+    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(NotEncoded(0)))
+    assert in_turn(reads, 4) == [200] * 4
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces, SharedEmbedding]
+    assert len(reads.jobs) == 3
+    assert not any(encoding.cancelled for encoding in reads.encodings)
+
+
+def test_a_replica_that_is_lost_is_tried_again_through_encoders() -> None:
+    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(replicas_module.RayActorError()))
+    assert in_turn(reads, 3) == [200] * 3
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces]
+    assert reads.jobs[-1].read_on == ()
+
+
+def test_on_several_hosts_encoders_are_asked() -> None:
+    """Memory of one host cannot be read on another."""
+    reads = Reads(hosts=(HOST, HOST, "another"))
+    assert in_turn(reads, 6) == [200] * 6
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, *[Pieces] * 3]
+
+
+def test_a_language_model_takes_what_it_is_told_to_lie_somewhere() -> None:
+    async def scenario() -> None:
+        async with setting(engine=False) as given:
+            image = given.offered()
+            first = await given.incoming.arrive([image])
+            assert first.read_from == (image,)
+            again = await given.incoming.arrive([image])  # no offer is open now, and the first holds it
+            expected = encoded(EmbeddingShelf(2**20)).unpack(width=WIDTH, merge_size=2)
+            assert torch.equal(given.tensor(again, 0, image), expected)
+            given.incoming.close(first)
+            given.incoming.close(again)
+            assert given.counts.added[Count.EMBEDDINGS_ARRIVED, "in_request"] == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("lender_has_gone", [False, True])
+def test_what_has_gone_is_told_from_what_was_lost_on_the_way(lender_has_gone: bool) -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            there, gone = given.offered(1), given.offered(2)
+            given.shelf._offers.pop(digest(2))
+            gc.collect()
+            if lender_has_gone:
+                given.lender.close()
+            with pytest.raises(NotEncodedError) as raised:
+                await given.incoming.arrive([there, gone] if not lender_has_gone else [gone])
+            assert raised.value.image == (0 if lender_has_gone else 1)
+
+    run(scenario())
+
+
+def test_the_lender_tells_what_was_read_without_an_offer() -> None:
+    """So that the encoder's cache keeps what is read, though nobody asks the encoder for it."""
+    shelf, told = EmbeddingShelf(2**20), list[str]()
+    lender = Lender(shelf, unasked=told.append)
+    try:
+        image = encoded(shelf, 1)
+        assert shelf.offer(image)
+        borrowed = Borrowed(lender.address)
+        borrowed.hold(digest(1)).result(10)
+        assert told == []
+        borrowed.hold(digest(1)).result(10)
+        assert told == [digest(1)]
+        borrowed.close()
+    finally:
+        lender.close()
