@@ -2,9 +2,10 @@
 
 `python benchmarks/bench_serving.py --out serving.json`. All start side by side and are asked in turn, round by round in
 another order, with the same requests: one by one with the same text, which is in the prefix cache by then, and new
-pictures; and an open loop of streamed requests. What does not come up is left out with the reason. The last line on
-stdout is JSON, and `--out` has what was measured so far after every round. Needs Ray and vLLM; `--tiny` runs without a
-GPU, on a small checkpoint.
+pictures; an open loop of streamed requests; and one request with a small picture again and again, for one token, when
+every cache has all of it: what is left is the way through the server. What does not come up is left out with the
+reason. The last line on stdout is JSON, and `--out` has what was measured so far after every round. Needs Ray and vLLM;
+`--tiny` runs without a GPU, on a small checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_latency import complain
 from benchmarks.latency_client import Answer, body, one_by_one, open_loop
-from benchmarks.latency_figures import figures, ladder_text, latency_table
+from benchmarks.latency_figures import figures, ladder_text, latency_table, overheads
 from benchmarks.measure import Deadline
 from benchmarks.record import gpu, provenance, save, write
 from benchmarks.rungs import RUNGS
@@ -40,6 +41,7 @@ STOP_S = 30.0
 FIRST_S = 150.0
 """For the first answers of one server, which an encoder's start is part of."""
 WARM_UPS = 2
+AGAIN_FIRST = 3
 Bodies = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 T = TypeVar("T")
 
@@ -55,6 +57,10 @@ class Load:
     prompts: int
     output_tokens: int
     rate: float
+    again: int = 0
+    """Times that one request is sent again, one by one."""
+    again_side: int = 224
+    """Of its picture, in pixels."""
 
 
 @dataclass
@@ -64,6 +70,7 @@ class Asked:
     latency: list[Answer] = field(default_factory=list)
     serving: list[Answer] = field(default_factory=list)
     serving_s: float = 0.0
+    again: list[Answer] = field(default_factory=list)
     first_answer_s: float | None = None
     """Of the first request with pictures, which starts an encoder of ours."""
 
@@ -84,6 +91,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=10, help="of the open loop, each round")
     parser.add_argument("--rate", type=float, default=float("inf"), help="requests a second; default: all at once")
     parser.add_argument("--output-tokens", type=int, default=128, help="of each answer of the open loop")
+    parser.add_argument("--again", type=int, default=40, help="times that one request is sent again, each round")
+    parser.add_argument("--again-side", type=int, default=224, help="of its picture, in pixels")
     parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
     parser.add_argument("--out", type=Path, help="write the JSON to this file too")
     parser.add_argument("--commit", help="of the sources, where git is not there to say it")
@@ -138,7 +147,12 @@ async def measure(url: str, asked: Asked, load: Load, number: int, bodies: Bodie
     latency, opened = bodies
     answers = await one_by_one(url, latency)
     opened_answers, seconds = await open_loop(url, opened, load.rate, number)
-    complain([*answers, *opened_answers])
+    if load.again:
+        side = load.again_side
+        same = body(MODEL, [(side, side)], words=10, output_tokens=1, picture_seed=10**6, text_seed=-1)
+        # The first few fill the caches of this server.
+        asked.again += (await one_by_one(url, [same] * (AGAIN_FIRST + load.again)))[AGAIN_FIRST:]
+    complain([*answers, *opened_answers, *asked.again])
     asked.latency += answers
     asked.serving += opened_answers
     asked.serving_s += seconds
@@ -174,7 +188,7 @@ def rows(
                 "model": MODEL,
                 "rung": one.rung,
                 "llm_graphs": one.llm_graphs,
-                **figures(asked.latency, (asked.serving, asked.serving_s)),
+                **figures(asked.latency, (asked.serving, asked.serving_s), asked.again),
                 "ready_s": ready.get(one.name),
                 "first_answer_s": asked.first_answer_s,
                 **common,
@@ -191,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("there is no GPU here; --tiny runs without one")
     load = Load(
         ((options.side, options.side),) * options.images, options.words, options.latency_requests,
-        options.latency_tokens, options.prompts, options.output_tokens, options.rate,
+        options.latency_tokens, options.prompts, options.output_tokens, options.rate, options.again, options.again_side,
     )  # fmt: skip
     served, skipped = compared(options.rungs, gpu=device is not None, peers=not options.no_peers)
     if options.names:
@@ -205,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "words": load.words,
         "latency_tokens": load.latency_tokens,
         "output_tokens": load.output_tokens,
+        "again_side": load.again_side,
         "rate": None if load.rate == float("inf") else load.rate,
         **provenance(options.commit, arguments),
     }
@@ -260,10 +275,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 keep()
     keep()
     print(f"\n{ladder_text(report['rows'])}\n{latency_table(report['rows'])}", flush=True)
+    print(overheads(report["rows"]), flush=True)
     for entry in skipped:
         print(f"left out: {entry['name']}: {entry['reason']}", flush=True)
     write(report, options.out)
-    failed = sum(row["latency_failed"] + row["serving"]["failed"] for row in report["rows"].values())
+    failed = sum(
+        row["latency_failed"] + row["serving"]["failed"] + row.get("again_failed", 0) for row in report["rows"].values()
+    )
     return 1 if failed or len(report["rows"]) < len(served) else 0
 
 

@@ -20,8 +20,11 @@ _GROUPS = (
 )
 
 
-def figures(latency: Sequence[Answer], serving: tuple[Sequence[Answer], float] | None) -> dict[str, Any]:
-    """A label's figures: of requests one by one, and of an open loop with the seconds that all of it took."""
+def figures(
+    latency: Sequence[Answer], serving: tuple[Sequence[Answer], float] | None, again: Sequence[Answer] = ()
+) -> dict[str, Any]:
+    """A label's figures: of requests one by one, of an open loop with the seconds that all of it took, and of one
+    request that was sent again and again."""
     row: dict[str, Any] = {"latency_ms": None, "serving": None}
     if latency:
         good = [answer for answer in latency if answer.ok]
@@ -30,9 +33,28 @@ def figures(latency: Sequence[Answer], serving: tuple[Sequence[Answer], float] |
         row["latency_requests"] = len(good)
         row["latency_failed"] = len(latency) - len(good)
         row["stages_ms"] = stages([answer.server_timing for answer in good])
+    if again:
+        good = [answer for answer in again if answer.ok]
+        row["again_ms"] = summary([1e3 * answer.total_s for answer in good])
+        row["again_requests"] = len(good)
+        row["again_failed"] = len(again) - len(good)
+        row["again_stages_ms"] = stages([answer.server_timing for answer in good])
     if serving is not None:
         row["serving"] = serving_figures(*serving)
     return row
+
+
+def overheads(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of the request that was sent again and again: each label's median, and what it takes over vLLM alone."""
+    medians = {
+        label: (float(row["again_ms"]["median"]), row.get("rung")) for label, row in rows.items() if row.get("again_ms")
+    }
+    alone = [median for median, rung in medians.values() if rung is None]
+    lines = []
+    for label, (median, rung) in medians.items():
+        over = f", {median - min(alone):+.2f} ms over vLLM alone" if alone and rung is not None else ""
+        lines.append(f"{label}: the same request again, one token: {median:.2f} ms (median){over}")
+    return "\n".join(lines)
 
 
 def stages(headers: Sequence[str]) -> dict[str, float]:

@@ -18,11 +18,12 @@ from benchmarks.rungs import LABELS, RUNGS, RungUnavailableError, switches_of
 
 MODEL = "bench"
 """The name under which every one serves, so that all take the same requests."""
-ENCODER_SHARE, LLM_SHARE = 0.04, 0.08
+ENCODER_SHARE, LLM_SHARE = 0.03, 0.07
 DECODE_WORKERS = 4
 REQUEST_TIMEOUT_S = 240
 AGAIN = "fusion"
-"""The rung that is served a second time with a language model without graphs, a third time by the object store."""
+"""The rung that is served a second time with a language model without graphs, a third time by the
+object store, a fourth time where encoders are asked for what lies ready too."""
 _GPU_ENGINE: Mapping[str, Any] = {
     "max_model_len": 16384,
     "max_num_batched_tokens": 16384,
@@ -59,6 +60,8 @@ class Served:
     """Of vLLM alone: `cudagraph_mm_encoder`."""
     transfer: str = "auto"
     """Of ours: how embeddings go to the language model."""
+    whereabouts: bool = True
+    """Of ours: whether an ingress remembers where embeddings lie, and asks no encoder for those."""
 
 
 def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[list[Served], list[dict[str, str]]]:
@@ -76,6 +79,7 @@ def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[l
         without, by = f"{LABELS[AGAIN]}, language model without graphs", f"{LABELS[AGAIN]}, by the object store"
         made.append(Served(f"{AGAIN}-llm-eager", without, AGAIN, llm_graphs=False))
         made.append(Served(f"{AGAIN}-object-store", by, AGAIN, transfer="object_store"))
+        made.append(Served(f"{AGAIN}-asking", f"{LABELS[AGAIN]}, encoders always asked", AGAIN, whereabouts=False))
     if peers:
         made.append(Served("vllm", "vLLM alone, encoder launched", None))
         if gpu:
@@ -132,7 +136,8 @@ def serve_config(
                         "num_cpus": 0.1,
                         "engine_args": engine_args(served, gpu=gpu),
                     },
-                    "ingress": {"num_cpus": 0.05, "request_timeout_s": REQUEST_TIMEOUT_S},
+                    "ingress": {"num_cpus": 0.05, "request_timeout_s": REQUEST_TIMEOUT_S}
+                    | ({} if served.whereabouts else {"max_whereabouts": 0}),
                 },
                 "deployments": [
                     {"name": "Ingress", "num_replicas": 1, "max_ongoing_requests": 1024},

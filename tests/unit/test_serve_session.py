@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer
 from benchmarks import bench_serving, bench_start, peer_vllm, rungs, serve_session, servers, serving_plan
 from benchmarks.bench_serving import Asked, Load, requests, rows, turned, warm, within
 from benchmarks.latency_client import Answer
+from benchmarks.latency_figures import overheads
 from benchmarks.serving_checkpoint import make_published
 from benchmarks.serving_plan import Served, compared, engine_args, serve_config, vllm_command, vllm_environment
 from benchmarks.steps import MINUTES, ROOT
@@ -35,7 +37,7 @@ from encoder.vision_config import VisionConfig
 from encoder.weights import load_tower
 from training.checkpoints import make_checkpoint
 
-LOAD = Load(((32, 24),), 5, 3, 4, 2, 6, float("inf"))
+LOAD = Load(((32, 24),), 5, 3, 4, 2, 6, float("inf"), again=2, again_side=32)
 GPU = ClusterFacts(has_gpu=True)
 
 
@@ -64,10 +66,11 @@ def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatc
         "fusion",
         "fusion-llm-eager",
         "fusion-object-store",
+        "fusion-asking",
         "vllm",
         "vllm-graphs",
     ]
-    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True]
+    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True]
     assert len({one.label for one in served}) == len(served)
     assert skipped == [{"name": "compile", "reason": "the encoder has no switch warp_drive"}]
     without, _ = compared(("eager",), gpu=False, peers=False)
@@ -92,7 +95,7 @@ def test_the_configuration_is_one_that_the_application_takes(tmp_path: Path, gpu
         if gpu:
             share = found.llm.engine_args["gpu_memory_utilization"]
             assert share == pytest.approx(0.95 * serving_plan.LLM_SHARE)
-        for key, value in rungs.switches_of(name.removesuffix("-llm-eager").removesuffix("-object-store")).items():
+        for key, value in rungs.switches_of(re.sub("-(llm-eager|object-store|asking)$", "", name)).items():
             assert getattr(found.encoder, key) == value
         # The first image starts an encoder, alone on the GPU then.
         scaling = next(d for d in application["deployments"] if d["name"] == "Encoder")["autoscaling_config"]
@@ -241,6 +244,9 @@ def test_answers_of_all_rounds_come_together(url: str) -> None:
     assert row["serving"]["duration_s"] == pytest.approx(asked.serving_s)
     assert (row["ready_s"], row["commit"], row["rung"]) == (12.0, "abc", "eager")
     assert row["first_answer_s"] > 0
+    assert (row["again_requests"], row["again_failed"], row["again_stages_ms"]["encode"]) == (2 * LOAD.again, 0, 3.5)
+    alone = {**row, "rung": None, "again_ms": {"median": row["again_ms"]["median"] - 4.25}}
+    assert "+4.25 ms over vLLM alone" in overheads({"Eager": row, "vLLM": alone})
 
 
 def test_failures_are_counted() -> None:
