@@ -18,7 +18,7 @@ from benchmarks.rungs import LABELS, RUNGS, RungUnavailableError, switches_of
 
 MODEL = "bench"
 """The name under which every one serves, so that all take the same requests."""
-ENCODER_SHARE, LLM_SHARE = 0.03, 0.07
+ENCODER_SHARE, LLM_SHARE = 0.02, 0.08
 DECODE_WORKERS = 4
 REQUEST_TIMEOUT_S = 240
 AGAIN = "fusion"
