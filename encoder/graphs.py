@@ -84,6 +84,8 @@ class EncoderGraphs:
         self._stream = torch.cuda.Stream(forward.device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._trials: dict[GraphKey, Trial] = {}
+        self.runs_before_capture = 0
+        """Graphs whose forward had to run once more before it could be captured."""
 
     @property
     def captured(self) -> dict[GraphKey, CapturedGraph]:
@@ -135,9 +137,15 @@ class EncoderGraphs:
         expected = self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
         self._buffers.load(patches, layout, shape)
         self._buffers.spoil_padding(layout, shape)
-        # Libraries allocate and choose at the first call of a shape, which a capture must not see.
-        self._forward_in_place(shape)
-        graph, grown = self._record(shape)
+        try:
+            graph, grown = self._record(shape)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            # What compiles, chooses or allocates at the first call of a shape does so now; a capture must not see it.
+            self.runs_before_capture += 1
+            self._forward_in_place(shape)
+            graph, grown = self._record(shape)
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
         graph.replay()
