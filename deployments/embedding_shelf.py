@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,17 +26,6 @@ OFFERED_S = 10.0
 """From an encoder's answer to the reader's asking for the embedding."""
 
 Bits = NDArray[np.generic]
-
-
-class Lent(NamedTuple):
-    """What a reader gets."""
-
-    start: int
-    """Where the embedding's header begins."""
-    bits: Bits
-    """What keeps the embedding here."""
-    offered: bool
-    """Whether the encoder has just been asked for it; otherwise the reader knew from before."""
 
 
 class EmbeddingShelf:
@@ -78,13 +66,13 @@ class EmbeddingShelf:
             self._offers[image.digest] = image.bits, self._clock() + self._offered_s
         return True
 
-    def lend(self, digest: str) -> Lent | None:
-        """None where the embedding is gone."""
+    def lend(self, digest: str) -> tuple[int, Bits] | None:
+        """Where the embedding's header begins, and what keeps the embedding here; None where it is gone."""
         with self._lock:
             bits = self._known.get(digest)
-            offer = self._offers.pop(digest, None)
+            self._offers.pop(digest, None)
         start = None if bits is None else self._start(bits)
-        return None if bits is None or start is None else Lent(start, bits, offered=offer is not None)
+        return None if bits is None or start is None else (start, bits)
 
     def prune(self) -> None:
         """Ends the offers that nobody came for."""

@@ -100,7 +100,7 @@ class Incoming:
     async def _fetch(self, number: int, encoding: Encoding, arrived: Arrived, lenders: dict[int, _Lender]) -> Image:
         if isinstance(encoding, SharedEmbedding):
             try:
-                await self._hold(number, encoding, arrived, lenders)
+                await self._hold(number, encoding, arrived, lenders, unasked=True)
             except (GoneError, OSError) as error:
                 raise NotEncodedError(number) from error
             return encoding
@@ -148,12 +148,20 @@ class Incoming:
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().borrowed.close()
 
-    async def _hold(self, number: int, image: SharedEmbedding, arrived: Arrived, lenders: dict[int, _Lender]) -> None:
+    async def _hold(
+        self,
+        number: int,
+        image: SharedEmbedding,
+        arrived: Arrived,
+        lenders: dict[int, _Lender],
+        *,
+        unasked: bool = False,
+    ) -> None:
         task = self._lenders.get(image.lender)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._lenders[image.lender] = asyncio.create_task(self._open(image.lender))
         lender = await asyncio.shield(task)
-        asked = lender.borrowed.hold(image.digest)
+        asked = lender.borrowed.hold(image.digest, unasked=unasked)
         try:
             start = await asyncio.shield(asyncio.wrap_future(asked))
         except asyncio.CancelledError:  # the answer is on its way, and nobody will want what it brings

@@ -37,7 +37,7 @@ class Lender:
     """Lends from a shelf, on threads of its own, until it is closed."""
 
     def __init__(self, shelf: EmbeddingShelf, *, unasked: Callable[[str], None] = lambda digest: None) -> None:
-        """`unasked` is told, by some thread, the digest of what is lent without having been offered before."""
+        """`unasked` is told, on some thread, the digest of what a borrower knew to be here: no encoder was asked."""
         self.shelf = shelf
         self._unasked = unasked
         self._listening, self.address = packets.listen()
@@ -64,7 +64,7 @@ class Lender:
             packets.send(connection, {"num_bytes": self.shelf.arena.num_bytes}, self.shelf.arena.file)
             while (came := packets.receive(connection)) is not None:
                 if "hold" in came[0]:
-                    start = self._lend(came[0]["hold"], held)
+                    start = self._lend(came[0]["hold"], held, unasked=bool(came[0].get("unasked")))
                     packets.send(connection, {"start": start})
                 else:
                     _take_back(came[0]["release"], held)
@@ -74,14 +74,14 @@ class Lender:
             self._connections.discard(connection)
             connection.close()
 
-    def _lend(self, digest: str, held: dict[str, list[Bits]]) -> int | None:
+    def _lend(self, digest: str, held: dict[str, list[Bits]], *, unasked: bool) -> int | None:
         lent = self.shelf.lend(digest)
         if lent is None:
             return None
-        held.setdefault(digest, []).append(lent.bits)
-        if not lent.offered:
+        held.setdefault(digest, []).append(lent[1])
+        if unasked:
             self._unasked(digest)
-        return lent.start
+        return lent[0]
 
 
 def _take_back(digest: str, held: dict[str, list[Bits]]) -> None:
@@ -116,15 +116,18 @@ class Borrowed:
         self.alive = True
         threading.Thread(target=self._listen, name="borrower", daemon=True).start()
 
-    def hold(self, digest: str) -> Future[int]:
-        """Where the embedding's header begins. The future raises GoneError."""
+    def hold(self, digest: str, *, unasked: bool = False) -> Future[int]:
+        """Where the embedding's header begins. The future raises GoneError.
+
+        `unasked`: it is known from before to be there, and no encoder was asked for it now.
+        """
         place: Future[int] = Future()
         with self._lock:  # answers come in the order of the questions
             if not self.alive:
                 place.set_exception(GoneError("the lender has gone"))
                 return place
             self._asked.append(place)
-            self._tell({"hold": digest})
+            self._tell({"hold": digest, "unasked": unasked})
         return place
 
     def release(self, digest: str) -> None:

@@ -106,7 +106,7 @@ class ControlledEncoder(EncoderReplica):
 
     def lend_again(self) -> None:
         assert self._lender is not None
-        self._lender = Lender(self._lender.shelf)
+        self._lender = Lender(self._lender.shelf, unasked=self._read_unasked)
 
     def break_device(self, told: str) -> None:
         """As if CUDA had told so; every batch from now on fails with it."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from deployments import replicas as replicas_module
 from deployments.arrived import NotEncodedError
 from deployments.embedding_shelf import EmbeddingShelf
-from deployments.lending import Borrowed, Lender
+from deployments.lending import Borrowed, GoneError, Lender
 from deployments.metrics import Count
 from deployments.whereabouts import Whereabouts
 from deployments.wire import Accepted, ImageJob, NotEncoded, SharedEmbedding
@@ -162,7 +162,7 @@ def test_what_has_gone_is_told_from_what_was_lost_on_the_way(lender_has_gone: bo
     run(scenario())
 
 
-def test_the_lender_tells_what_was_read_without_an_offer() -> None:
+def test_the_lender_tells_what_was_known_to_be_there() -> None:
     """So that the encoder's cache keeps what is read, though nobody asks the encoder for it."""
     shelf, told = EmbeddingShelf(2**20), list[str]()
     lender = Lender(shelf, unasked=told.append)
@@ -172,7 +172,10 @@ def test_the_lender_tells_what_was_read_without_an_offer() -> None:
         borrowed = Borrowed(lender.address)
         borrowed.hold(digest(1)).result(10)
         assert told == []
-        borrowed.hold(digest(1)).result(10)
+        borrowed.hold(digest(1), unasked=True).result(10)
+        assert told == [digest(1)]
+        with pytest.raises(GoneError):
+            borrowed.hold(digest(2), unasked=True).result(10)
         assert told == [digest(1)]
         borrowed.close()
     finally:
