@@ -192,5 +192,3 @@ def test_without_the_setting_an_encoder_is_waited_for() -> None:
 def test_text_is_answered_whatever_becomes_of_encoders() -> None:
     stand_ins = StandIns(identity=UNAVAILABLE)
     assert chat(stand_ins, "text", limits=LOCAL).status_code == 200
-
-

@@ -167,7 +167,7 @@ def test_one_image_at_a_time_and_so_many_waiting(checkpoint: Path, tower: Tower)
             first = asyncio.create_task(encoded(by, *jobs))
             while not at_once[0]:  # noqa: ASYNC110  # a stand-in has no event for it
                 await asyncio.sleep(0.001)
-            with pytest.raises(ApiError, match="3 images wait .*, the limit is 2") as refused:
+            with pytest.raises(ApiError, match=r"3 images wait .*, the limit is 2") as refused:
                 await encoded(by, jobs[0])
             assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (503, "overloaded", 7)
             assert told.counts.count(Count.SHED_REQUESTS) == 1
