@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import cast
 
 import torch
@@ -26,7 +26,7 @@ from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Encoding, Incoming
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
-from deployments.local_encoder import LocalEncoder
+from deployments.local_encoder import LocalEncoder, LocalEncoding
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.metrics import Counts, Distribution, Distributions
@@ -184,9 +184,12 @@ class LLM:
     async def _arrived(self, encodings: Sequence[Encoding | ImageJob]) -> Arrived:
         """Raises ApiError too: 503 where an image cannot be encoded here."""
         jobs = [one for one in encodings if isinstance(one, ImageJob)]
-        if jobs and self._local is None:
-            raise ApiError(503, "the model is not up; try again", code="unavailable")
-        with self._local.encodings(jobs) if jobs and self._local else nullcontext([]) as here:
+        encoded_here: AbstractContextManager[list[LocalEncoding]] = nullcontext([])
+        if jobs:
+            if self._local is None:
+                raise ApiError(503, "the model is not up; try again", code="unavailable")
+            encoded_here = self._local.encodings(jobs)
+        with encoded_here as here:
             coming = iter(here)
             given = [next(coming) if isinstance(one, ImageJob) else one for one in encodings]
             return await self._incoming.arrive(given)

@@ -42,7 +42,7 @@ MAX_CACHE_BYTES = 256 * MIB
 LOAD_AGAIN_S = 30.0
 """After the tower could not be loaded."""
 
-Encoding = Coroutine[Any, Any, EncodedImage | ImageRefused]
+LocalEncoding = Coroutine[Any, Any, EncodedImage | ImageRefused]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class LocalEncoder:
             return None
 
     @contextmanager
-    def encodings(self, jobs: Sequence[ImageJob]) -> Iterator[list[Encoding]]:
+    def encodings(self, jobs: Sequence[ImageJob]) -> Iterator[list[LocalEncoding]]:
         """One for each job, to be awaited within.
 
         Raises:

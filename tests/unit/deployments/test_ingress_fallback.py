@@ -69,11 +69,10 @@ class Cluster(StandIns):
     def broadcast(self, _: str) -> Replies:
         return Replies(self._running)
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], *rest: Any) -> Pieces:
-        encodings, jobs = [*rest, []][:2]
-        assert bool(encodings) != bool(jobs), "each image comes from an encoder, or is to be encoded"
-        self.jobs.append(jobs)
-        return super()._handle(request, places)
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object]) -> Pieces:
+        assert len(given) == len(places), "each image comes from an encoder, or is to be encoded"
+        self.jobs.append([one for one in given if isinstance(one, ImageJob)])
+        return super()._handle(request, places, given)
 
 
 def waits() -> Pieces:

@@ -23,12 +23,12 @@ from deployments.gpu_jobs import DeviceMemoryError, DeviceSickError
 from deployments.gpu_worker import GpuWorker
 from deployments.local_encoder import LocalEncoder, Tower, load_tower
 from deployments.metrics import Count, Counts
-from deployments.wire import Accepted, EncodedImage, ImageJob, ImageRefused, ResponseHead
+from deployments.wire import Accepted, EncodedImage, EncodeTimings, ImageJob, ImageRefused, ResponseHead
 from encoder import Encoder
 from encoder.identity import EncoderIdentity
 from encoder.image_size import PixelBounds
 from tests.unit.deployments.controlled import StandInLLM
-from tests.unit.deployments.samples import png
+from tests.unit.deployments.samples import at_once, png
 from tests.unit.deployments.test_llm import place, request
 
 GATE_WAIT_S = 60
@@ -58,10 +58,16 @@ def config(checkpoint: Path, *, at_most: int = 16, **replica: object) -> AppConf
     )
 
 
+class Lasting(Tower):
+    """Of several replicas, none of which ends it."""
+
+    def stop(self) -> None: ...
+
+
 @pytest.fixture(scope="module")
 def tower(checkpoint: Path) -> Iterator[Tower]:
     made = load_tower(config(checkpoint))
-    yield made
+    yield Lasting(made.worker, made.decoders)
     made.stop()
 
 
@@ -284,7 +290,7 @@ def replica(checkpoint: Path, load: Callable[[AppConfig], Tower] | None, identit
 def pieces(llm: StandInLLM, jobs: list[ImageJob], places: int = 1) -> list[Any]:
     async def ask() -> list[Any]:
         named = [place(number) for number in range(places)]
-        return [piece async for piece in llm.handle(request(*named), named, [], jobs)]
+        return [piece async for piece in llm.handle(request(*named), named, jobs)]
 
     return asyncio.run(ask())
 
@@ -301,6 +307,27 @@ def test_the_language_model_answers_with_what_it_encoded_itself(checkpoint: Path
     timing = dict(head.headers)[b"server-timing"].decode()
     assert 'way;desc="local"' in timing
     assert timing.partition("image-1;")[2].partition('"')[2].partition('"')[0].endswith(" local")
+
+
+def test_images_of_one_request_may_come_from_an_encoder_and_be_encoded_here(checkpoint: Path, tower: Tower) -> None:
+    """Where an embedding lay lately, say, and the other image is new. Each goes to its own place."""
+    identity = tower.worker.identity
+    llm = replica(checkpoint, lambda _: tower, identity)
+    bits = np.full((4, identity.vision.width), 2.0, np.float32)
+    came = EncodedImage("d" * 64, (1, 4, 4), "float32", bits, EncodeTimings(1, 1, 1, 1, cached=False))
+
+    async def ask() -> list[Any]:
+        named = [place(0), place(1), place(2)]
+        jobs = [job(png(56, 84, (1, 2, 3)), identity, (56, 84)), job(png(84, 56), identity, (84, 56))]
+        encodings = [jobs[0], *at_once(came), jobs[1]]
+        return [piece async for piece in llm.handle(request(*named), named, encodings)]
+
+    _, _, *body = asyncio.run(ask())
+    images = json.loads(b"".join(body))["images"]
+    own = Encoder.from_checkpoint(checkpoint).encode([png(56, 84, (1, 2, 3)), png(84, 56)])
+    assert [image["grid"] for image in images] == [list(own[0].grid_thw), [1, 4, 4], list(own[1].grid_thw)]
+    assert images[1]["first"] == [2.0] * 4
+    assert images[2]["first"] == pytest.approx(own[1].tokens[0, :4].tolist(), rel=1e-4)
 
 
 def test_without_the_tower_the_language_model_refuses(checkpoint: Path, tower: Tower) -> None:
