@@ -126,7 +126,10 @@ class LocalEncoder:
         limit = self._config.llm.fallback_max_images
         if self._images and self._images + len(jobs) > limit:
             self._counts.add(Count.SHED_REQUESTS, reason=Shed.REPLICA_QUEUE.value)
-            raise self._busy(f"{self._images} images wait for the language model to encode them, the limit is {limit}")
+            waiting = (
+                f"{self._images} images wait for the language model to encode them, the limit is {limit}; try again"
+            )
+            raise self._busy(waiting)
         tokens = sum(job.num_tokens for job in jobs)
         self._images += len(jobs)
         self._tokens += tokens
@@ -168,7 +171,7 @@ class LocalEncoder:
                 self._counts.add(Count.IMAGES_REFUSED)
                 return ImageRefused(str(error))
             except DeviceMemoryError as error:
-                raise self._busy("there was no memory left beside the language model to encode this") from error
+                raise self._busy("the language model had no memory left to encode this; try again") from error
             except WorkerEndedError as error:
                 self.stop()
                 self._load_at = time.monotonic() + LOAD_AGAIN_S
@@ -207,13 +210,17 @@ class LocalEncoder:
                 logger.exception("the vision tower cannot be loaded beside the language model")
             raise self._not_up() from error
 
-    def _busy(self, why: str) -> ApiError:
-        return ApiError(503, f"{why}; try again", code="overloaded", retry_after_s=self._retry_after_s())
+    def _busy(self, told: str) -> ApiError:
+        return ApiError(503, told, code="overloaded", retry_after_s=self._retry_after_s())
 
     def _not_up(self) -> ApiError:
         retry = max(self._config.ingress.retry_after_s, math.ceil(self._load_at - time.monotonic()))
-        told = "no encoder is up, and the language model cannot encode by itself; try again"
-        return ApiError(503, told, code="unavailable", retry_after_s=retry)
+        return ApiError(
+            503,
+            "no encoder is up, and the language model cannot encode by itself; try again",
+            code="unavailable",
+            retry_after_s=retry,
+        )
 
     def _retry_after_s(self) -> int:
         """When what waits is done, at the speed measured so far, within the operator's bounds."""

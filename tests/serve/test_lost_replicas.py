@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
 
 import httpx
 import pytest
@@ -14,8 +17,9 @@ from tests.serve import pictures
 from tests.serve.application import ServedApplication
 from tests.serve.asking import TIMEOUT_S, ask, metric, post, streaming
 from tests.serve.comparison import difference
-from tests.serve.conversations import Body, about, chat
+from tests.serve.conversations import Body, about, chat, image, text, user
 from tests.serve.errors import error_of
+from tests.serve.pictures import circle_and_square, three_triangles
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +61,55 @@ def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: Served
         error_of(refused, 503)
     difference(ask(tight, body), before, tolerance=1e-3)
     assert encoder not in application.replicas("tight", "Encoder")
+
+
+def test_while_every_encoder_is_killed_the_language_model_sees_for_itself(
+    application: ServedApplication, tight: str
+) -> None:
+    """Each that Serve starts is killed as well. The pictures' files are new each time, so that no cache knows them."""
+    _until(lambda: " local" not in _asked_about_shapes(tight, 1)[1])
+    by_encoder, timing = _asked_about_shapes(tight, 2)
+    assert " local" not in timing
+    with _no_encoder(application, "tight"):
+        for level in (3, 4):
+            answer, timing = _asked_about_shapes(tight, level)
+            difference(answer, by_encoder, tolerance=1e-3)
+            assert answer["choices"][0]["message"]["content"] == "The second."
+            assert timing.count(" local") == 2, timing
+            assert 'way;desc="local"' in timing
+    _until(lambda: " local" not in _asked_about_shapes(tight, 5)[1])
+
+
+def _asked_about_shapes(tight: str, level: int) -> tuple[Any, str]:
+    """The answer to a question about two pictures, and how it came about."""
+    files = [pictures.encoded(one(), compress_level=level) for one in (circle_and_square, three_triangles)]
+    parts = [*(image(pictures.data_url(file)) for file in files), text("Which picture has more shapes?")]
+    response = post(tight, CHAT, chat(user(*parts)))
+    assert response.status_code == 200, response.text
+    return response.json(), response.headers["server-timing"]
+
+
+@contextmanager
+def _no_encoder(application: ServedApplication, name: str) -> Iterator[None]:
+    """Kills every encoder that there is, and then each that is being started."""
+    ended = Event()
+
+    def kill() -> None:
+        for encoder in application.replicas(name, "Encoder"):
+            encoder.kill()
+
+    def kill_on() -> None:
+        while not ended.wait(0.2):
+            kill()
+
+    kill()
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_on)
+        try:
+            yield
+        finally:
+            ended.set()
+        killing.result()
 
 
 def test_a_dead_engine_fails_its_requests_and_is_replaced(application: ServedApplication, tight: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import TIMEOUT_S, ask, ask_streamed
+from tests.serve.asking import TIMEOUT_S, ask, ask_streamed, post
 from tests.serve.conversations import TEXT_REQUESTS, Body, about, chat
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,10 @@ def test_text_is_answered_without_an_encoder_and_an_image_brings_one(
     for path, body in TEXT_REQUESTS.values():
         ask(tight, body, path)
     assert application.replicas("tight", "Encoder") == []
-    assert ask(tight, about(pictures.url(201)))["choices"][0]["token_ids"]
+    picture = about(pictures.url(201))
+    assert ask(tight, picture)["choices"][0]["token_ids"]
+    # Until the encoder is up, the language model encodes by itself.
+    _until(lambda: " local" not in post(tight, "/v1/chat/completions", picture).headers["server-timing"])
     assert len(application.replicas("tight", "Encoder")) == 1
 
 
