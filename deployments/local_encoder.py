@@ -60,7 +60,8 @@ class Tower:
 def load_tower(config: AppConfig) -> Tower:
     """On the device of this process. Blocks for as long as an encoder takes to start without capturing graphs."""
     path = resolve_checkpoint(local_model(config.model))
-    settings = dataclasses.replace(config.encoder, cudagraph_mm_encoder=False, warm_grids=())
+    # What encoders have learnt from their traffic is not this one's to write.
+    settings = dataclasses.replace(config.encoder, cudagraph_mm_encoder=False, warm_grids=(), state_folder=None)
     limits = config.encoder_replica
     started, before = time.perf_counter(), _memory_bytes()
     with log_buffers_kept():  # an attention kernel may come with vLLM

@@ -141,9 +141,8 @@ class Replicas:
     async def _any_encoder(self) -> bool:
         """Whether one runs; one that does not answer for being busy does."""
         try:
-            answers = await self._encoder.broadcast("identity").results_async(
-                timeout_s=PATIENCE_S, return_exceptions=True
-            )
+            asked = _on_its_own(lambda: self._encoder.broadcast("identity"))
+            answers = await asked.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
         except DeploymentUnavailableError:
             return False
         except TimeoutError:
