@@ -45,7 +45,6 @@ MAX_WAITING = 4
 MAX_RETRY_AFTER_S = 5
 MAX_AT_THE_DOOR = 12
 MAX_WAITING_AT_THE_DOOR = 6
-FALLBACK_AFTER_S = 1.0
 # Of the application `scenes`.
 SCENES = PROJECT_ROOT / "models" / "scenes-8m"
 KEY = "the-key-of-the-tests-of-the-page"
@@ -128,7 +127,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
             },
         ],
     )
-    tight["args"]["llm"] |= {"fallback": "local", "fallback_after_s": FALLBACK_AFTER_S}
+    tight["args"]["llm"] |= {"fallback": "local", "fallback_after_s": 1}  # while it has no encoder
     roomy = [
         _application(
             name,
