@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import TIMEOUT_S, ask, metric, post, streaming
+from tests.serve.asking import TIMEOUT_S, ask, by_an_encoder, metric, post, streaming
 from tests.serve.comparison import difference
 from tests.serve.conversations import Body, about, chat, image, text, user
 from tests.serve.errors import error_of
@@ -51,7 +50,7 @@ def test_of_two_encoders_one_dies_and_no_client_notices(application: ServedAppli
 
 def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: ServedApplication, tight: str) -> None:
     body = about(pictures.url(440))
-    before = ask(tight, body)
+    before = by_an_encoder(tight, body)
     (encoder,) = application.replicas("tight", "Encoder")
     encoder.kill()
     assert ask(tight, HELLO)["choices"][0]["token_ids"]
@@ -59,7 +58,7 @@ def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: Served
     for refused in refusals:
         assert int(refused.headers["retry-after"]) >= 1
         error_of(refused, 503)
-    difference(ask(tight, body), before, tolerance=1e-3)
+    difference(by_an_encoder(tight, body), before, tolerance=1e-3)
     assert encoder not in application.replicas("tight", "Encoder")
 
 
@@ -67,26 +66,23 @@ def test_while_every_encoder_is_killed_the_language_model_sees_for_itself(
     application: ServedApplication, tight: str
 ) -> None:
     """Each that Serve starts is killed as well. The pictures' files are new each time, so that no cache knows them."""
-    _until(lambda: " local" not in _asked_about_shapes(tight, 1)[1])
-    by_encoder, timing = _asked_about_shapes(tight, 2)
-    assert " local" not in timing
+    before = by_an_encoder(tight, _about_shapes(1))
     with _no_encoder(application, "tight"):
-        for level in (3, 4):
-            answer, timing = _asked_about_shapes(tight, level)
-            difference(answer, by_encoder, tolerance=1e-3)
-            assert answer["choices"][0]["message"]["content"] == "The second."
+        for level in (2, 3):
+            response = post(tight, CHAT, _about_shapes(level))
+            assert response.status_code == 200, response.text
+            difference(response.json(), before, tolerance=1e-3)
+            assert response.json()["choices"][0]["message"]["content"] == "The second."
+            timing = response.headers["server-timing"]
             assert timing.count(" local") == 2, timing
             assert 'way;desc="local"' in timing
-    _until(lambda: " local" not in _asked_about_shapes(tight, 5)[1])
 
 
-def _asked_about_shapes(tight: str, level: int) -> tuple[Any, str]:
-    """The answer to a question about two pictures, and how it came about."""
+def _about_shapes(level: int) -> Body:
+    """A question about two pictures; another `level` makes other files of them."""
     files = [pictures.encoded(one(), compress_level=level) for one in (circle_and_square, three_triangles)]
     parts = [*(image(pictures.data_url(file)) for file in files), text("Which picture has more shapes?")]
-    response = post(tight, CHAT, chat(user(*parts)))
-    assert response.status_code == 200, response.text
-    return response.json(), response.headers["server-timing"]
+    return chat(user(*parts))
 
 
 @contextmanager
