@@ -1,7 +1,8 @@
 """The vision tower beside a language model, for images while no encoder is there: loaded for the first, then kept.
 
 It computes as encoder replicas do (the same settings, the same preprocessing, the same digests), without graphs and one
-image at a time, so that answers under way go on. It must not know of HTTP or of vLLM.
+image at a time, so that answers under way go on. On a GPU it takes no more than what vLLM leaves. It must not know of
+HTTP.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import psutil
 import torch
 
 from configs.schema import MIB, AppConfig
+from deployments import vllm_compat
 from deployments.admission import Shed
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
@@ -63,6 +65,9 @@ def load_tower(config: AppConfig) -> Tower:
     # What encoders have learnt from their traffic is not this one's to write.
     settings = dataclasses.replace(config.encoder, cudagraph_mm_encoder=False, warm_grids=(), state_folder=None)
     limits = config.encoder_replica
+    if torch.cuda.is_available():
+        # What the engine has set aside and not taken yet must be there when it wants it, or it dies.
+        torch.cuda.set_per_process_memory_fraction(vllm_compat.memory_share_left(config.llm.engine_args))
     started, before = time.perf_counter(), _memory_bytes()
     with log_buffers_kept():  # an attention kernel may come with vLLM
         worker = GpuWorker(lambda: warm_encoder(path, settings), max_queued_tokens=limits.max_queued_tokens)
