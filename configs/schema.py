@@ -115,6 +115,16 @@ class LLMConfig(Options):
     load_bound: LoadBound = 1.25
     """What a replica has under way, in requests, may be so many times the mean; a conversation whose replica has more
     goes to another, and stays there."""
+    fallback: Literal["none", "local"] = "none"
+    """Images while no encoder is there. "none": they wait for one, and are a 503 once Serve has given up starting one.
+    "local": the replica loads the vision tower beside the language model, at the first such image, and encodes by
+    itself, one image at a time, without graphs."""
+    fallback_after_s: PositiveFloat = 10.0
+    """For how long no encoder is there before "local" begins. Where encoders scale to zero, more than one takes to
+    start."""
+    fallback_max_images: PositiveInt = 16
+    """Images that wait at one replica for its own encoding, that under way included; more is a 503. One request is
+    taken whatever it has."""
 
 
 class FetchConfig(Options):

@@ -26,6 +26,13 @@ class Way(Enum):
     """From the encoder's memory into vLLM's request."""
     OBJECT_STORE = "object_store"
     """From Ray's object store into vLLM's request."""
+    LOCAL = "local"
+    """Encoded where the language model is, and handed over in vLLM's request."""
+
+
+def encoded_here(image: Image) -> bool:
+    """Whether the language model replica has encoded it by itself."""
+    return isinstance(image, EncodedImage) and image.timings.local
 
 
 class TransferFailedError(RuntimeError):
@@ -66,7 +73,9 @@ class Arrived:
         """Of those that lie in shared memory, or of all where none does."""
         if self.engine_loads:
             return Way.ENGINE
-        return Way.REQUEST if self.held else Way.OBJECT_STORE
+        if self.held:
+            return Way.REQUEST
+        return Way.LOCAL if any(map(encoded_here, self.images)) else Way.OBJECT_STORE
 
     def tensor(self, number: int, image: EncodedImage | SharedEmbedding, *, width: int, merge_size: int) -> Tensor:
         """What vLLM gets with the request: the embedding `[num_tokens, width]`, or one without columns in its place.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError, Way
+from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError, Way, encoded_here
 from deployments.engine_link import EngineLink, Loaded
 from deployments.engine_table import Place
 from deployments.lending import Borrowed, GoneError, Held
@@ -213,7 +213,7 @@ class Incoming:
             if isinstance(image, ImageRefused):
                 continue
             way = Way.OBJECT_STORE if isinstance(image, EncodedImage) else Way.REQUEST
-            way = Way.ENGINE if arrived.engine_loads else way
+            way = Way.ENGINE if arrived.engine_loads else Way.LOCAL if encoded_here(image) else way
             self._counts.add(Count.EMBEDDINGS_ARRIVED, reason=way.value)
             self._counts.add(Count.EMBEDDING_BYTES_ARRIVED, image.num_bytes, reason=way.value)
 

@@ -72,6 +72,7 @@ class Ingress:
             retry_after_s=self._limits.retry_after_s,
             overloaded_retry_s=self._admission.retry_after_s,
             hedge_after_s=self._limits.hedge_after_s,
+            fallback_after_s=config.llm.fallback_after_s if config.llm.fallback == "local" else None,
             max_whereabouts=self._limits.max_whereabouts,
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)

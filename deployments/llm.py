@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import cast
 
 import torch
@@ -26,6 +26,7 @@ from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Encoding, Incoming
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
+from deployments.local_encoder import LocalEncoder, LocalEncoding
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.metrics import Counts, Distribution, Distributions
@@ -38,6 +39,7 @@ from deployments.transfer_trial import loads_by_itself
 from deployments.wire import (
     Accepted,
     HttpRequest,
+    ImageJob,
     ImagePlace,
     ImageRefused,
     NotEncoded,
@@ -45,6 +47,7 @@ from deployments.wire import (
     SharedEmbedding,
     WireError,
 )
+from encoder.identity import EncoderIdentity
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,6 +61,7 @@ class LLM:
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
         self._incoming = Incoming(Counts(), num_workers=cast(int, engine_args.get("tensor_parallel_size", 1)))
+        self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
         self._reads_on = None if config.transfer == "object_store" else host_name()
         why_not = _why_not_loading(config)
         self._stats = EngineStats()
@@ -128,7 +132,14 @@ class LLM:
         """What the page's view of the cluster shows of this replica."""
         return llm_report(replica_name(), self.record_autoscaling_stats())
 
+    async def encoder_identity(self) -> EncoderIdentity | None:
+        """Of what it encodes with where no encoder is there; None where it cannot, or not now."""
+        return None if self._local is None else await self._local.identity()
+
     def __del__(self) -> None:
+        local: LocalEncoder | None = getattr(self, "_local", None)
+        if local is not None:
+            local.stop()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
@@ -136,12 +147,12 @@ class LLM:
             self._incoming.shut_down()
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding] = ()
+        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding | ImageJob] = ()
     ) -> AsyncIterator[Accepted | NotEncoded | ResponseHead | bytes]:
         """Answers one request: first that its embeddings are within reach, then a ResponseHead, then body chunks.
 
         `encodings`: what encoders answer or will answer, by reference, or where an embedding lay lately. Where one has
-        failed or is gone, NotEncoded is all.
+        failed or is gone, NotEncoded is all. A job where no encoder is there: the image is encoded here.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
 
@@ -150,9 +161,14 @@ class LLM:
         """
         request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
         try:
-            embeddings = await self._incoming.arrive(encodings)
+            embeddings = await self._arrived(encodings)
         except NotEncodedError as failed:
             yield NotEncoded(failed.image)
+            return
+        except ApiError as error:
+            head, body = error_head_and_body(error)
+            yield head
+            yield body
             return
         arrived_at_s, arrived = time.time(), time.perf_counter()
         self._under_way += 1
@@ -164,6 +180,19 @@ class LLM:
         finally:
             self._under_way -= 1
             self._incoming.close(embeddings)
+
+    async def _arrived(self, encodings: Sequence[Encoding | ImageJob]) -> Arrived:
+        """Raises ApiError too: 503 where an image cannot be encoded here."""
+        jobs = [one for one in encodings if isinstance(one, ImageJob)]
+        encoded_here: AbstractContextManager[list[LocalEncoding]] = nullcontext([])
+        if jobs:
+            if self._local is None:
+                raise ApiError(503, "the model is not up; try again", code="unavailable")
+            encoded_here = self._local.encodings(jobs)
+        with encoded_here as here:
+            coming = iter(here)
+            given = [next(coming) if isinstance(one, ImageJob) else one for one in encodings]
+            return await self._incoming.arrive(given)
 
     async def _answered(
         self,

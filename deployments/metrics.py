@@ -19,6 +19,7 @@ class Count(Enum):
     """What only grows. The value says what it means."""
 
     IMAGES_ENCODED = "Images that the vision tower has encoded."
+    IMAGES_ENCODED_LOCALLY = "Images that a language model replica encoded by itself, since no encoder was there."
     IMAGES_REFUSED = "Images that could not be decoded, or that the encoder refused."
     CACHE_HITS = "Images whose embedding was in a cache; the tag `tier` says which."
     CACHE_MISSES = "Images whose embedding was in no cache; those that joined an encoding under way are among them."
@@ -53,7 +54,7 @@ class Count(Enum):
     EMBEDDINGS_ARRIVED = (
         "Embeddings that came to a language model; the tag `reason` says how: engine_loads (a copy off the encoder's "
         "device and a copy onto the engine's), in_request (vLLM copies it between its processes as well), object_store "
-        "(Ray copies it too)."
+        "(Ray copies it too), local (the replica encoded it by itself)."
     )
     EMBEDDING_BYTES_ARRIVED = "Their bytes, those included that the engine had already; the tag `reason` says how."
     EMBEDDINGS_LOADED = "Embeddings that an engine's worker copied from shared memory to its device."

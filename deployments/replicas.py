@@ -24,6 +24,7 @@ from deployments.admission import Shed
 from deployments.affinity import Call
 from deployments.arrived import TransferFailedError
 from deployments.encoder import IdentityChangedError
+from deployments.encoder_watch import EncoderWatch, NoEncoderError
 from deployments.errors import ApiError
 from deployments.gpu_jobs import DeviceMemoryError, QueueFullError, WorkerEndedError
 from deployments.hedging import Begun, Hedging, object_ref
@@ -47,8 +48,8 @@ logger = logging.getLogger("ray.serve")
 
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
 Calling = SharedCall[DeploymentResponse[EncoderAnswer]]
-Encoding = Calling | SharedEmbedding
-"""A call to an encoder, or where the embedding was seen lately."""
+Encoding = Calling | SharedEmbedding | ImageJob
+"""A call to an encoder, or where the embedding was seen lately, or what the language model is to encode by itself."""
 Piece = Accepted | NotEncoded | ResponseHead | bytes
 Answer = DeploymentResponseGenerator[Piece]
 Begin = Callable[[], Awaitable[Answer]]
@@ -57,6 +58,9 @@ T = TypeVar("T")
 
 NOWHERE = "nowhere"
 """Stands for the host of a language model that takes nothing from shared memory."""
+
+PATIENCE_S = 2.0
+"""With encoders that are asked whether they are there."""
 
 EARLY_CALLS = 64
 """Answers of one ingress that may wait at language models for encoders: their places are for what can be answered."""
@@ -83,16 +87,19 @@ class Replicas:
         overloaded_retry_s: Callable[[], int],
         hedge_after_s: float | None = None,
         max_whereabouts: int = 0,
+        fallback_after_s: float | None = None,
     ) -> None:
         """`overloaded_retry_s` estimates when there is room again; `retry_after_s` is for what is not up.
 
         `hedge_after_s`: an image that takes longer is sent to a second encoder. `max_whereabouts`: of how many
-        embeddings it is remembered where they lie.
+        embeddings it is remembered where they lie. `fallback_after_s`: where no encoder is there for so long, language
+        models encode by themselves; None where they cannot.
         """
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
         self._encoder = encoder.options(_by_reference=True)
         self._encode = encoder.options(method_name="encode", _by_reference=True)
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
+        self._encodes_itself = llm.options(_by_reference=True)
         self._retry_after_s = retry_after_s
         self._overloaded_retry_s = overloaded_retry_s
         self._identity: EncoderIdentity | None = None
@@ -102,15 +109,45 @@ class Replicas:
         self._early: set[asyncio.Future[Any]] = set()
         self._counts = Counts()
         self._hedging = None if hedge_after_s is None else Hedging(hedge_after_s, self._counts)
+        self._watch: EncoderWatch | None = None
+        if fallback_after_s is not None:
+            self._watch = EncoderWatch(
+                lambda: _on_its_own(self._encoder.identity.remote), self._any_encoder, after_s=fallback_after_s
+            )
 
     async def encoder_identity(self) -> EncoderIdentity:
         """What digests are made with; asked for once, and again after `forget_identity`."""
         if self._identity is None:
             try:
-                self._identity = await cast(DeploymentResponse[EncoderIdentity], self._encoder.identity.remote())
+                self._identity = await self._ask_identity()
             except Exception as error:
                 raise self.explained(error) from error
         return self._identity
+
+    async def _ask_identity(self) -> EncoderIdentity:
+        """An encoder's, or, where none is there, that of the language models' own."""
+        if self._watch is None:
+            return await cast(DeploymentResponse[EncoderIdentity], self._encoder.identity.remote())
+        if not self._watch.none_there:
+            with contextlib.suppress(NoEncoderError):
+                return await self._watch.unless_none(
+                    cast(DeploymentResponse[EncoderIdentity], self._encoder.identity.remote())
+                )
+        theirs = await cast(DeploymentResponse[EncoderIdentity | None], self._encodes_itself.encoder_identity.remote())
+        if theirs is None:
+            raise ApiError(503, "no encoder is up; try again", code="unavailable", retry_after_s=self._retry_after_s)
+        return theirs
+
+    async def _any_encoder(self) -> bool:
+        """Whether one runs; one that does not answer for being busy does."""
+        try:
+            asked = _on_its_own(lambda: self._encoder.broadcast("identity"))
+            answers = await asked.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return False
+        except TimeoutError:
+            return True
+        return not all(isinstance(answer, RayActorError) for answer in answers)
 
     def forget_identity(self) -> None:
         self._identity = None
@@ -118,7 +155,8 @@ class Replicas:
     def encode(self, job: ImageJob, attempt: int = 0, *, ask: bool = False) -> Encoding:
         """Starts encoding, or joins a call for the same image; what is returned goes to `answer`, not awaited here.
 
-        Nothing is called where it is known where the embedding lies, unless `ask`.
+        Nothing is called where it is known where the embedding lies, unless `ask`, nor where no encoder is there and
+        language models encode by themselves.
 
         `attempt`: how often a replica was lost at it, or an embedding could not be had from shared memory; after the
         first it goes through the object store. Let `encoded` or `cancel` follow.
@@ -127,6 +165,8 @@ class Replicas:
         if seen is not None:
             self._counts.add(Count.WHEREABOUTS_KNOWN)
             return seen
+        if self._watch is not None and self._watch.none_there:
+            return job
         job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)))
         key = f"{job.digest} {job.read_on}"
         encoding, shared = self._encodings.take(key, lambda: self._call_encoder(job, attempt))
@@ -153,8 +193,12 @@ class Replicas:
         The language model fetches each encoding by itself as soon as it is there; it is called once every encoder has
         its job, or, where EARLY_CALLS wait there, once every encoder is done with it. `conversation`: what its turns
         have in common, 64 hex characters.
+
+        Raises:
+            NoEncoderError: encoders were to be called, and none is there.
         """
-        refs = await asyncio.gather(*(object_ref(calling.response) for calling in _callings(encodings)))
+        taken = asyncio.gather(*(object_ref(calling.response) for calling in _callings(encodings)))
+        refs = await (taken if self._watch is None else self._watch.unless_none(taken))
         if refs:
             there = asyncio.gather(*(ref._ready() for ref in refs))  # presence alone: nothing is fetched
             if len(self._early) >= EARLY_CALLS:
@@ -163,7 +207,7 @@ class Replicas:
                 self._early.add(there)
                 there.add_done_callback(self._no_more_early)
         coming = iter(refs)
-        given = [one if isinstance(one, SharedEmbedding) else next(coming) for one in encodings]
+        given = [next(coming) if isinstance(one, SharedCall) else one for one in encodings]
         llm = self._llm.options(session_id=Call(conversation, 1, attempt).label())
         return cast(Answer, llm.remote(request, places, given))
 
@@ -186,7 +230,7 @@ class Replicas:
         spares = [
             partial(self._call_encoder, job, attempt + 1)
             for job, encoding in zip(jobs, encodings, strict=True)
-            if not isinstance(encoding, SharedEmbedding)
+            if isinstance(encoding, SharedCall)
         ]
         try:
             anew = await self._hedging.hurried(begun, callings, spares)
@@ -201,6 +245,7 @@ class Replicas:
             self._whereabouts.forget(encoding.digest)
             self._counts.add(Count.WHEREABOUTS_OUTDATED)
             raise OutdatedError
+        assert isinstance(encoding, SharedCall), "what a language model encodes by itself is no call"
         if encoding.race is None:
             await (await object_ref(encoding.response))
         raise TransferFailedError("an encoding was given up")  # another encoder was faster
@@ -247,6 +292,8 @@ class Replicas:
             return ApiError(503, told, code="overloaded", retry_after_s=self._overloaded_retry_s())
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
+        if isinstance(error, NoEncoderError):  # the next try does without
+            return ReplicaLostError(503, "no encoder is up; try again", code="unavailable", retry_after_s=retry)
         if isinstance(error, TransferFailedError):
             self._counts.add(Count.TRANSFERS_FAILED)
             return ReplicaLostError(503, "an embedding was lost; try again", code="replica_lost", retry_after_s=retry)
@@ -263,7 +310,7 @@ class Replicas:
 
 def _callings(encodings: Sequence[Encoding]) -> list[Calling]:
     """Those for which an encoder was called."""
-    return [encoding for encoding in encodings if not isinstance(encoding, SharedEmbedding)]
+    return [encoding for encoding in encodings if isinstance(encoding, SharedCall)]
 
 
 def _on_its_own(start: Callable[[], T]) -> T:

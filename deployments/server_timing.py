@@ -58,7 +58,7 @@ def _image(image: EncodedImage | SharedEmbedding) -> str:
     """`tokens=140 replica=x8f3 graph=512 batch=420/3 cached`: how it was encoded, and whether that was before.
 
     The image's tokens, the encoder replica, the budget of the graph that was replayed (or `eager=REASON`), and the
-    tokens and images of its batch.
+    tokens and images of its batch; `local` where the replica is the language model's.
     """
     timings, told = image.timings, [f"tokens={image.num_tokens}"]
     if timings.replica:
@@ -66,4 +66,5 @@ def _image(image: EncodedImage | SharedEmbedding) -> str:
     if (ran := timings.ran) is not None:
         told.append(f"eager={ran.reason}" if ran.budget is None else f"graph={ran.budget}")
         told.append(f"batch={ran.num_tokens}/{ran.num_images}")
+    told += ["local"] if timings.local else []
     return " ".join([*told, *(["cached"] if timings.cached else [])])

@@ -224,6 +224,12 @@ def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
     return None
 
 
+def memory_share_left(engine_args: Mapping[str, JsonValue]) -> float:
+    """The share of a GPU's memory that an engine with these arguments leaves to others."""
+    used = engine_args.get("gpu_memory_utilization", lookup("AsyncEngineArgs").gpu_memory_utilization)
+    return max(0.0, 1.0 - float(used))
+
+
 async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:
     """vLLM's own OpenAI application around `engine`. It takes embeddings from `store` and fetches nothing by itself."""
     lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(connector_class(store))

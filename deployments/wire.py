@@ -61,6 +61,8 @@ class EncodeTimings:
     """Serve's name of the encoder replica; empty outside of Serve."""
     ran: Ran | None = None
     """How the batch ran that it was encoded in, where that is known."""
+    local: bool = False
+    """Whether the language model replica encoded it by itself."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ export class TimeBar {
   }
 }
 
-// `tokens=140 replica=x8 graph=512 batch=420/3 cached` as {tokens, replica, graph, eager, batch, cached}.
+// `tokens=140 replica=x8 graph=512 batch=420/3 cached` as {tokens, replica, graph, eager, batch, cached, local}.
 export function imageFacts(desc) {
   return Object.fromEntries(desc.split(" ").filter(Boolean).map((part) => {
     const [name, value] = part.split(/=(.*)/s);
@@ -118,6 +118,7 @@ export function showImages(rows, pictures, metrics) {
     row.appendChild(document.createElement("td")).textContent = facts.tokens ?? "–";
     row.lastChild.className = "number";
     row.appendChild(document.createElement("td")).appendChild(document.createElement("code")).textContent = facts.replica ?? "–";
+    if (facts.local) row.lastChild.append(" the language model itself");
     row.appendChild(document.createElement("td")).textContent = metric ? ranAs(facts) : "not told";
     const tag = row.appendChild(document.createElement("td")).appendChild(document.createElement("span"));
     tag.className = facts.cached ? "tag hit" : "tag miss";

@@ -127,6 +127,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
             },
         ],
     )
+    tight["args"]["llm"] |= {"fallback": "local", "fallback_after_s": 1}  # while it has no encoder
     roomy = [
         _application(
             name,

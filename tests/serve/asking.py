@@ -86,6 +86,15 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def by_an_encoder(base_url: str, body: Body) -> Json:
+    """The answer once an encoder is up: until then the language model may encode the images by itself."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while " local" in (response := post(base_url, "/v1/chat/completions", body)).headers["server-timing"]:
+        assert time.monotonic() < deadline, "no encoder came up"
+        time.sleep(0.2)
+    return response.json()
+
+
 def collect(base_url: str, conversations: Sequence[Conversation]) -> Answers:
     """Puts every request to a server, several at a time, images and text mixed."""
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
 
 import httpx
 import pytest
 
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import TIMEOUT_S, ask, metric, post, streaming
+from tests.serve.asking import TIMEOUT_S, ask, by_an_encoder, metric, post, streaming
 from tests.serve.comparison import difference
-from tests.serve.conversations import Body, about, chat
+from tests.serve.conversations import Body, about, chat, image, text, user
 from tests.serve.errors import error_of
+from tests.serve.pictures import circle_and_square, three_triangles
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +50,7 @@ def test_of_two_encoders_one_dies_and_no_client_notices(application: ServedAppli
 
 def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: ServedApplication, tight: str) -> None:
     body = about(pictures.url(440))
-    before = ask(tight, body)
+    before = by_an_encoder(tight, body)
     (encoder,) = application.replicas("tight", "Encoder")
     encoder.kill()
     assert ask(tight, HELLO)["choices"][0]["token_ids"]
@@ -55,8 +58,54 @@ def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: Served
     for refused in refusals:
         assert int(refused.headers["retry-after"]) >= 1
         error_of(refused, 503)
-    difference(ask(tight, body), before, tolerance=1e-3)
+    difference(by_an_encoder(tight, body), before, tolerance=1e-3)
     assert encoder not in application.replicas("tight", "Encoder")
+
+
+def test_while_every_encoder_is_killed_the_language_model_sees_for_itself(
+    application: ServedApplication, tight: str
+) -> None:
+    """Each that Serve starts is killed as well. The pictures' files are new each time, so that no cache knows them."""
+    before = by_an_encoder(tight, _about_shapes(1))
+    with _no_encoder(application, "tight"):
+        for level in (2, 3):
+            response = post(tight, CHAT, _about_shapes(level))
+            assert response.status_code == 200, response.text
+            difference(response.json(), before, tolerance=1e-3)
+            assert response.json()["choices"][0]["message"]["content"] == "The second."
+            timing = response.headers["server-timing"]
+            assert timing.count(" local") == 2, timing
+            assert 'way;desc="local"' in timing
+
+
+def _about_shapes(level: int) -> Body:
+    """A question about two pictures; another `level` makes other files of them."""
+    files = [pictures.encoded(one(), compress_level=level) for one in (circle_and_square, three_triangles)]
+    parts = [*(image(pictures.data_url(file)) for file in files), text("Which picture has more shapes?")]
+    return chat(user(*parts))
+
+
+@contextmanager
+def _no_encoder(application: ServedApplication, name: str) -> Iterator[None]:
+    """Kills every encoder that there is, and then each that is being started."""
+    ended = Event()
+
+    def kill() -> None:
+        for encoder in application.replicas(name, "Encoder"):
+            encoder.kill()
+
+    def kill_on() -> None:
+        while not ended.wait(0.2):
+            kill()
+
+    kill()
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_on)
+        try:
+            yield
+        finally:
+            ended.set()
+        killing.result()
 
 
 def test_a_dead_engine_fails_its_requests_and_is_replaced(application: ServedApplication, tight: str) -> None:

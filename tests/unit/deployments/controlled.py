@@ -33,6 +33,7 @@ from deployments.ingress import Ingress
 from deployments.lending import Lender
 from deployments.listening import serve_host
 from deployments.llm import LLM
+from deployments.local_encoder import LocalEncoder
 from deployments.media_keys import KeyStore, connector_class
 from deployments.metrics import Count, Counts, Distributions, Tier
 from deployments.packets import host_name
@@ -189,6 +190,7 @@ class StandInLLM(LLM):
         self._reads_on = None if config.transfer == "object_store" else host_name()
         self._stats = EngineStats()
         self._under_way = 0
+        self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
         self._app = stand_in(self._keys, self)
         self.disconnects = 0
         self.calls = 0

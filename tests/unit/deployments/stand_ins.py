@@ -125,7 +125,9 @@ class StandIns:
 
 def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
     door = {"authentication": "none", "management_routes": "open"}
-    config = AppConfig.model_validate({"ingress": {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}})
+    llm = limits.pop("llm", {})
+    ingress = {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}
+    config = AppConfig.model_validate({"ingress": ingress, "llm": llm})
     handle = cast(DeploymentHandle[Any], stand_ins)
     return Ingress(config, handle, handle)
 

@@ -227,3 +227,10 @@ def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypa
     assert vllm_compat.why_not_loading({}) is None
     monkeypatch.setenv(vllm_compat.NEWER_RUNNER, "1")
     assert "newer model runner cannot" in (vllm_compat.why_not_loading({}) or "")
+
+
+def test_what_an_engine_leaves_of_its_gpu() -> None:
+    """What encodes beside it may take so much and no more."""
+    assert vllm_compat.memory_share_left({"gpu_memory_utilization": 0.76}) == pytest.approx(0.24)
+    assert vllm_compat.memory_share_left({"gpu_memory_utilization": 1}) == 0
+    assert 0 < vllm_compat.memory_share_left({}) < 0.5, "vLLM's own default"
