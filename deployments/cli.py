@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -64,21 +65,32 @@ for _command in (ask, bench, budgets, check, encode, plan):
 )
 @click.option("-a", "--address", help="A running Ray cluster, host:port. Default: RAY_ADDRESS, else a new one here.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Check the configuration before starting.")
-def serve(config: Path, app_dir: str, address: str | None, check: bool) -> None:
+@click.option("--haproxy", is_flag=True, help="Serve's HAProxy in place of its own proxy, for a Ray that this starts.")
+def serve(config: Path, app_dir: str, address: str | None, check: bool, haproxy: bool) -> None:
     """Start the application and stay; Ctrl-C stops it. The same as `serve run` with a check before it.
 
     \b
     vitray serve
+    vitray serve --haproxy
     vitray serve --config my_config.yaml --address 10.0.0.1:6379
     """
+    if haproxy and (address or os.environ.get("RAY_ADDRESS")):
+        raise click.UsageError(
+            "--haproxy is for a Ray that starts here; a cluster's nodes start with it (docs/deploy.md)"
+        )
     if check:
         _check(config)
     program = Path(sys.executable).with_name("serve")
     if not program.exists():
         raise click.ClickException(f"Ray Serve's command is not at {program}: pip install 'ray[serve]'")
     where = ["--address", address] if address else []
+    from deployments import haproxy as other_proxy
     from deployments import proxy_bounds
 
+    if haproxy:
+        folder = Path(tempfile.mkdtemp(prefix="vitray-haproxy-"))
+        for name, value in other_proxy.environment(folder).items():
+            os.environ.setdefault(name, value)
     os.environ.setdefault(proxy_bounds.VARIABLE, proxy_bounds.IMPORT_PATH)  # for a Ray that this starts
     os.execv(program, [str(program), "run", "--app-dir", app_dir, *where, str(config)])
 

@@ -16,7 +16,7 @@ from configs import reference
 from configs.encoder_config import EncoderConfig
 from configs.resolve import ClusterFacts
 from configs.schema import AppConfig
-from deployments import app, check_config, check_policies, cli, routes, scaling, vllm_compat
+from deployments import app, check_config, check_policies, cli, haproxy, routes, scaling, vllm_compat
 
 ROOT = Path(__file__).parent.parent.parent
 VISUAL_WORK = {"policy_function": check_policies.VISUAL_WORK}
@@ -272,6 +272,24 @@ def test_serve_becomes_serve_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     program = str(Path(sys.executable).with_name("serve"))
     assert vitray("serve", "--config", path, "--address", "local").exit_code == 0
     assert started == [[program, "run", "--app-dir", str(ROOT), "--address", "local", path]]
+
+
+def test_serve_with_the_other_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"})
+    monkeypatch.setattr(os, "execv", lambda *_: environment.append(dict(os.environ)))
+    path = str(write_config(tmp_path / "config.yaml"))
+    assert vitray("serve", "--config", path).exit_code == 0
+    assert vitray("serve", "--config", path, "--haproxy").exit_code == 0
+    assert ["RAY_SERVE_ENABLE_HA_PROXY" in each for each in environment] == [False, True]
+    made = Path(environment[1]["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
+    assert made.is_dir()
+    made.rmdir()
+    refused = vitray("serve", "--config", path, "--haproxy", "--address", "10.0.0.1:6379")
+    assert (refused.exit_code, len(environment)) == (2, 2)
+    assert "docs/deploy.md" in refused.output
+    with pytest.raises(ValueError, match="107 at most"):
+        haproxy.environment(tmp_path / ("long" * 30))
 
 
 def test_serve_starts_nothing_with_a_mistake_in_the_configuration(
