@@ -5,11 +5,6 @@ The sums are integers and the normalising is the same float32 division, so there
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -22,8 +17,8 @@ from encoder.device_pixels import resize_bytes, to_patches
 from encoder.image_rules import ImageRules
 from encoder.pixel_plan import plan_pixels
 from encoder.preprocess import patchify, resize
+from tests.unit.interpreter import interpreted
 
-ROOT = Path(__file__).parents[2]
 RULES = ImageRules(patch_size=16, image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.3, 0.2))
 OTHER = ImageRules(patch_size=5, merge_size=3, temporal_patch_size=3, rescale_factor=0.01)
 # (height, width) of the file and the (rows, columns) of merge blocks it is resized to.
@@ -144,14 +139,10 @@ def test_a_plan_places_images_apart_and_weights_once() -> None:
 # What the interpreter does in seconds: it runs the kernels' blocks one by one in Python.
 SMALL = [SIZES[i] for i in (0, 1, 2, 4, 5, 10)]
 
-# Triton decides at import whether it interprets, so the kernels run in a process of their own.
 SCRIPT = """
 import numpy as np
 import torch
 
-from deployments import import_shim
-
-import_shim.activate()
 from encoder.bicubic import TapCache
 from encoder.device_pixels import fill_plainly, launch
 from encoder.pixel_plan import plan_pixels
@@ -186,13 +177,4 @@ print("equal")
 def test_the_kernels_give_the_same() -> None:
     """In Triton's interpreter, all sizes as one batch, decoded images and resized ones mixed."""
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip().endswith("equal")
+    assert interpreted(SCRIPT) == "equal"

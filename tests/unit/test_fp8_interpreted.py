@@ -5,27 +5,21 @@ The product itself, which is the GPU's, is written out in float64 with the deman
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.unit.interpreter import interpreted
+
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 # The interpreter's own casts to small floats truncate or lose carries; torch rounds as a GPU does.
 START = """
 import contextlib, dataclasses, sys, types
 from pathlib import Path
 
-from deployments import import_shim
-
-import_shim.activate()
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -210,25 +204,12 @@ print("equal")
 """
 
 
-def interpreted(script: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START + script, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-500:]
-    assert done.stdout.strip().endswith("equal")
-
-
 def test_rows_in_8_bits_against_plain_pytorch() -> None:
-    interpreted(ROWS)
+    assert interpreted(START + ROWS) == "equal"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_in_8_bits_is_close_to_the_eager_one_and_padding_of_nan_is_inert(
     model_type: str, tmp_path: Path
 ) -> None:
-    interpreted(TOWER, model_type, str(tmp_path))
+    assert interpreted(START + TOWER, model_type, str(tmp_path)).endswith("equal")

@@ -1,28 +1,22 @@
-"""The fused towers without a GPU: Triton's interpreter runs their kernels on the CPU, in a process of its own."""
+"""The fused towers without a GPU: Triton's interpreter runs their kernels on the CPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.interpreter import interpreted
 
 pytest.importorskip("triton", reason="the fused towers are made of Triton's kernels")
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-
-# Triton decides at import whether it interprets. Streams are CUDA's alone, so here they are nothing.
+# Streams are CUDA's alone, so here they are nothing.
 SCRIPT = """
 import contextlib, dataclasses, sys, types
 from pathlib import Path
 
-from deployments import import_shim
-
-import_shim.activate()
 import torch
 
 from encoder.attention import AttentionBackend
@@ -68,13 +62,4 @@ print("equal")
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_equals_the_eager_tower_and_padding_of_nan_is_inert(model_type: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model_type, str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip().endswith("equal")
+    assert interpreted(SCRIPT, model_type, str(tmp_path)) == "equal"

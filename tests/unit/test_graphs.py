@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,10 +24,10 @@ from encoder.runner import TowerRunner
 from encoder.weights import VisionTower, load_tower
 from tests.unit.cpu_graphs import POOL_BYTES, CpuGraphs, without_a_device
 from tests.unit.fake_graphs import borders_on_the_device, forward_of
+from tests.unit.interpreter import interpreted
 from training.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 CONFIG = EncoderConfig(encoder_cudagraph_token_budgets=(32, 64, 96), encoder_cudagraph_max_images_per_batch=6)
 
 
@@ -150,12 +147,9 @@ def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> N
         assert torch.dist(found, expected) <= 1e-5 * torch.linalg.norm(expected)
 
 
-# Triton decides at import whether it interprets, so this has a process of its own.
 FUSED = """
 import sys
 from pathlib import Path
-from deployments import import_shim
-import_shim.activate()
 import torch
 from configs.encoder_config import EncoderConfig
 from encoder import forwards, fused
@@ -198,12 +192,5 @@ except forwards.FusionError as error:
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_fused_forward_is_checked_captured_and_replayed(model_type: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the fused towers are made of Triton's kernels")
-    done = subprocess.run(
-        [sys.executable, "-c", FUSED, model_type, str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip().startswith("they differ from the eager tower by"), done.stderr[-3000:]
+    told = interpreted(FUSED, model_type, str(tmp_path))
+    assert told.startswith("they differ from the eager tower by")

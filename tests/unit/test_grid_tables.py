@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +12,7 @@ from encoder.geometry import Grid
 from encoder.grid_tables import GridTables, Layout
 from encoder.metadata import MetadataBuilder, TowerMetadata
 from encoder.vision_config import VisionConfig
+from tests.unit.interpreter import interpreted
 
 CPU = torch.device("cpu")
 CONFIGS = {
@@ -107,7 +103,7 @@ def test_equals_what_the_host_builds(arch: str, spare_tokens: int, spare_slots: 
 
 @pytest.mark.slow
 def test_the_kernel_equals_plain_torch() -> None:
-    """Triton's interpreter runs it on the CPU, in a process of its own: Triton decides at import."""
+    """In Triton's interpreter."""
     pytest.importorskip("triton", reason="the kernel is Triton's")
     program = (
         "from tests.unit.test_grid_tables import CONFIGS, check\n"
@@ -117,12 +113,7 @@ def test_the_kernel_equals_plain_torch() -> None:
         "        check(config, expand, *spare)\n"
         "print('equal')"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+    assert interpreted(program) == "equal"
 
 
 def test_known_grids_cost_no_geometry(monkeypatch: pytest.MonkeyPatch) -> None:

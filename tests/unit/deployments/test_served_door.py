@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from configs.schema import AppConfig
 from tests.hostile import files
+from tests.serve import browser as browsers
 from tests.serve.soak import sampled
 from tests.unit.deployments.conftest import Cluster, until
 
@@ -83,9 +85,22 @@ def test_tenants_have_embeddings_of_their_own(url: str) -> None:
 
 def test_what_is_for_the_operator_is_closed(url: str) -> None:
     headers = {"authorization": f"Bearer {ALICE}"}
-    for path in ("/metrics", "/docs", "/openapi.json", "/load", "/version"):
+    for path in ("/metrics", "/docs", "/openapi.json", "/load", "/version", "/cluster"):
         assert httpx.get(url + path, headers=headers).status_code == 404
         assert httpx.get(url + path).status_code == 401
+
+
+def test_the_page_tells_that_the_cluster_is_closed(url: str) -> None:
+    """In a real browser: to nobody without a key, and what is closed to whom has one."""
+    with browsers.started() as browser:
+        page = browsers.Watched(browser.new_context(viewport=browsers.VIEWPORT)).page
+        page.goto(f"{url}/")
+        state = page.locator("#cluster-state")
+        expect(page.get_by_role("alert")).to_contain_text("no valid API key", timeout=browsers.TIMEOUT_MS)
+        expect(state).not_to_contain_text("management_routes")
+        page.get_by_label("API key of this server").fill(ALICE)
+        page.get_by_role("button", name="Use it").click()
+        expect(state).to_contain_text("management_routes", timeout=browsers.TIMEOUT_MS)
 
 
 def test_headers_are_bounded(url: str) -> None:
