@@ -1,10 +1,10 @@
 """What is tested: the real `serve run` with a configuration of three applications, on a Ray cluster of its own.
 
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
-may be killed; vLLM's engines load their embeddings from shared memory. They have random weights. `tight` is the shipped
-model, which sees, in bfloat16 with embeddings through the object store, under limits that a test can reach; it may
-fetch from this machine, keeps no encoder while nobody sends images, and may be broken. `scenes` is that model too,
-behind a key, with the operator's routes closed.
+may be killed; vLLM's engines load their embeddings from shared memory, which `qwen3` is told and `qwen25` finds out.
+They have random weights. `tight` is the shipped model, which sees, in bfloat16 with embeddings through the object
+store, behind a key, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody
+sends images, and may be broken.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import yaml
 
 from configs.resolve import PROJECT_ROOT
 from deployments import proxy_bounds
+from tests.serve.asking import KEY
 from tests.serve.conversations import MODEL
 from tests.serve.processes import Server, family, free_port, title
 from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
@@ -31,6 +32,7 @@ START_TIMEOUT_S = 500.0
 LOOKS = 5
 # By the names of the applications with generous limits.
 ARCHITECTURES = {"qwen3": "qwen3_vl", "qwen25": "qwen2_5_vl"}
+TRANSFERS = {"qwen3": "shared_memory", "qwen25": "auto"}
 RETRY_AFTER_S = 3
 # Of the application `tight`.
 MAX_BODY_BYTES = 400_000
@@ -45,9 +47,6 @@ MAX_WAITING = 4
 MAX_RETRY_AFTER_S = 5
 MAX_AT_THE_DOOR = 12
 MAX_WAITING_AT_THE_DOOR = 6
-# Of the application `scenes`.
-SCENES = PROJECT_ROOT / "models" / "scenes-8m"
-KEY = "the-key-of-the-tests-of-the-page"
 KEYS_VARIABLE = "VITRAY_TEST_KEYS"
 
 Settings = dict[str, Any]
@@ -85,13 +84,14 @@ def _application(
 
 
 def configuration(checkpoints: dict[str, Path]) -> Settings:
-    """A serve_config for the checkpoints under `qwen3`, `qwen25` and `tight`, and the shipped one, on a free port."""
+    """A serve_config for the checkpoints under `qwen3`, `qwen25` and `tight`, on a free port."""
     tight = _application(
         "tight",
         checkpoints["tight"],
         dtype="bfloat16",
         transfer="object_store",
         ingress={
+            "door": {"api_keys_variable": KEYS_VARIABLE, "management_routes": "open"},
             "max_body_bytes": MAX_BODY_BYTES,
             "max_image_bytes": MAX_IMAGE_BYTES,
             "max_image_pixels": MAX_IMAGE_PIXELS,
@@ -133,23 +133,15 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
             name,
             checkpoints[name],
             dtype="float32",
-            transfer="shared_memory",
+            transfer=TRANSFERS[name],
             ingress={},
             deployments=[{"name": "Encoder", "num_replicas": 2}] if name == "qwen3" else [],
         )
         for name in ARCHITECTURES
     ]
-    scenes = _application(
-        "scenes",
-        SCENES,
-        dtype="bfloat16",
-        transfer="auto",
-        ingress={"door": {"api_keys_variable": KEYS_VARIABLE, "management_routes": "closed"}},
-        deployments=[],
-    )
     return {
         "http_options": {"host": "127.0.0.1", "port": free_port(), "request_timeout_s": 610},
-        "applications": [*roomy, tight, scenes],
+        "applications": [*roomy, tight],
     }
 
 
@@ -246,7 +238,7 @@ def _environment(ray_folder: Path) -> dict[str, str]:
         "RAY_TMPDIR": str(ray_folder),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
-        KEYS_VARIABLE: f"page {KEY}",
+        KEYS_VARIABLE: f"tests {KEY}",
         proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH,
         "RAY_worker_niceness": "0",  # else every other process of the machine goes first
         "VLLM_NO_USAGE_STATS": "1",

@@ -1,4 +1,7 @@
-"""Requests over HTTP, and the answers to all of them at once. It must not know what the answers should be."""
+"""Requests over HTTP, and the answers to all of them at once. It must not know what the answers should be.
+
+Every request carries a key; a server that wants none does not look at it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from tests.serve.conversations import MODEL, TEXT_REQUESTS, Body, Conversation
 
 TIMEOUT_S = 120.0
 CONCURRENT = 8
+KEY = "the-key-that-all-tests-share"
+WITH_KEY = {"authorization": f"Bearer {KEY}"}
 Json = Any
 
 
@@ -32,7 +37,7 @@ class Answers:
 
 
 def post(base_url: str, path: str, body: Body) -> httpx.Response:
-    return httpx.post(base_url + path, json=body, timeout=TIMEOUT_S)
+    return httpx.post(base_url + path, json=body, headers=WITH_KEY, timeout=TIMEOUT_S)
 
 
 def ask(base_url: str, body: Body, path: str = "/v1/chat/completions") -> Json:
@@ -46,7 +51,8 @@ def ask(base_url: str, body: Body, path: str = "/v1/chat/completions") -> Json:
 def streaming(base_url: str, body: Body) -> Iterator[httpx.Response]:
     """A streamed chat answer, to be read or to be left."""
     path = base_url + "/v1/chat/completions"
-    with httpx.stream("POST", path, json={**body, "stream": True}, timeout=TIMEOUT_S) as response:
+    asked = {**body, "stream": True}
+    with httpx.stream("POST", path, json=asked, headers=WITH_KEY, timeout=TIMEOUT_S) as response:
         if response.status_code != 200:
             raise AssertionError(f"{response.status_code}: {response.read().decode()[:1000]}")
         yield response
@@ -72,7 +78,7 @@ def ask_streamed(base_url: str, body: Body) -> list[Json]:
 
 def metric(base_url: str, name: str) -> float:
     """The sum of a metric of vLLM over its labels."""
-    lines = httpx.get(base_url + "/metrics", timeout=TIMEOUT_S).text.splitlines()
+    lines = httpx.get(base_url + "/metrics", headers=WITH_KEY, timeout=TIMEOUT_S).text.splitlines()
     values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " "))]
     assert values, f"no metric {name}"
     return sum(values)

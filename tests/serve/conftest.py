@@ -108,14 +108,8 @@ def qwen3(application: ServedApplication) -> str:
 
 @pytest.fixture
 def tight(application: ServedApplication) -> str:
-    """Of the application whose limits are within reach."""
+    """Of the application with the shipped model, behind a key, whose limits are within reach."""
     return application.base_url("tight")
-
-
-@pytest.fixture
-def scenes(application: ServedApplication) -> str:
-    """Of the application with the shipped model, behind a key."""
-    return application.base_url("scenes")
 
 
 @pytest.fixture(scope="session")

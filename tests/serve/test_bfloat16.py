@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.serve.application import MAX_ANSWERING
-from tests.serve.asking import ask
+from tests.serve.asking import KEY, ask
 from tests.serve.comparison import first_token_shift
 from tests.serve.conversations import GREEDY, MODEL, SMALL_CONVERSATIONS, Body, Conversation, held_out_questions
 from tests.serve.vllm_alone import Reference
@@ -54,7 +54,7 @@ def test_the_comparison_in_bfloat16_notices_another_image_and_none(tight: str, m
 def test_held_out_questions_are_answered_rightly_and_as_by_vllm_alone(reference: Reference, tight: str) -> None:
     """One of every family; more of them by `python -m training.evaluate_served`, with training/results for a record."""
     asked = held_out_questions()
-    ours = evaluate_served.answers(tight, asked, at_once=MAX_ANSWERING)
+    ours = evaluate_served.answers(tight, asked, at_once=MAX_ANSWERING, key=KEY)
     assert differences(asked, {"ours": ours, "vLLM alone": reference.scenes}) == []
     found = score(asked, ours)
     assert found["accuracy"] >= WANTED, found["wrong"]

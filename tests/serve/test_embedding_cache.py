@@ -40,12 +40,12 @@ def test_the_second_time_an_image_comes_from_the_cache(base_url: str) -> None:
     difference(second, first, tolerance=1e-3)
 
 
-def test_the_engine_loads_embeddings_by_itself(qwen3: str) -> None:
-    """Once the ingress has heard from the language model where it is. That its answers are those of vLLM alone is what
-    test_parity.py compares."""
-    ask(qwen3, about(pictures.url(410)))
+def test_the_engine_loads_embeddings_by_itself(base_url: str) -> None:
+    """Told to, or found out; once the ingress has heard from the language model where it is. That its answers are those
+    of vLLM alone is what test_parity.py compares."""
+    ask(base_url, about(pictures.url(410)))
     body = chat(user(image(pictures.url(411)), image(pictures.url(412)), text("Compare.")))
-    assert timing(post(qwen3, CHAT, body))["way"] == 'desc="engine_loads"'
+    assert timing(post(base_url, CHAT, body))["way"] == 'desc="engine_loads"'
 
 
 def test_answers_stay_right_while_clients_leave(qwen3: str) -> None:

@@ -25,7 +25,7 @@ from tests.serve.application import (
     RETRY_AFTER_S,
     ServedApplication,
 )
-from tests.serve.asking import TIMEOUT_S, ask, by_an_encoder, chunks, post, streaming
+from tests.serve.asking import KEY, TIMEOUT_S, WITH_KEY, ask, by_an_encoder, chunks, post, streaming
 from tests.serve.conversations import MODEL, Body, about, chat
 from tests.serve.errors import error_of
 
@@ -94,9 +94,8 @@ def test_images_wait_in_line_for_an_encoder(application: ServedApplication, tigh
         encoder.suspend()
         try:
             answers = [pool.submit(post, tight, CHAT, body) for body in bodies[:2]]
-            late = httpx.post(
-                tight + CHAT, json=bodies[2], headers={"x-request-timeout-s": str(LIMIT_S)}, timeout=TIMEOUT_S
-            )
+            headers = {"x-request-timeout-s": str(LIMIT_S), **WITH_KEY}
+            late = httpx.post(tight + CHAT, json=bodies[2], headers=headers, timeout=TIMEOUT_S)
             assert error_of(late, 504)["message"] == f"the request took longer than {LIMIT_S} s, the limit"
             assert ask(tight, HELLO)["choices"][0]["token_ids"]
             assert not any(answer.done() for answer in answers)
@@ -119,7 +118,7 @@ def test_the_official_client_tries_again_and_is_answered(application: ServedAppl
 
     http = openai.DefaultHttpxClient(event_hooks={"response": [notice]})
     with (
-        openai.OpenAI(base_url=tight + "/v1", api_key="unused", max_retries=20, http_client=http) as client,
+        openai.OpenAI(base_url=tight + "/v1", api_key=KEY, max_retries=20, http_client=http) as client,
         ThreadPoolExecutor(1) as pool,
     ):
         with overloaded(application, [HELLO] * (MAX_WAITING + TOO_MANY)):
@@ -133,7 +132,9 @@ def test_the_official_client_tries_again_and_is_answered(application: ServedAppl
 def test_more_requests_than_the_door_takes(tight: str) -> None:
     """Serve's proxy answers these by itself, so that only the status and Retry-After are ours to choose."""
     url = httpx.URL(tight)
-    unfinished = f"POST {url.path}{CHAT} HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: 100\r\n\r\n{{".encode()
+    head = {"Host": url.host, "Content-Length": "100", **WITH_KEY}
+    lines = [f"POST {url.path}{CHAT} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
+    unfinished = ("\r\n".join(lines) + "\r\n\r\n{").encode()
     with ExitStack() as stack:
         connections = []
         for _ in range(2 * (MAX_AT_THE_DOOR + MAX_WAITING_AT_THE_DOOR)):

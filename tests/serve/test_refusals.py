@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.serve import pictures
 from tests.serve.application import MAX_BODY_BYTES, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGES, MAX_VISUAL_TOKENS
-from tests.serve.asking import TIMEOUT_S, ask, post
+from tests.serve.asking import TIMEOUT_S, WITH_KEY, ask, post
 from tests.serve.conversations import MODEL, Body, about, chat, image, text, user
 from tests.serve.errors import error_of
 from tests.serve.pictures import data_url, encoded, picture
@@ -180,7 +180,7 @@ def test_a_body_that_is_too_large_and_does_not_say_so(tight: str) -> None:
         for _ in range(MAX_BODY_BYTES // 1000 + 100):
             yield b"x" * 1000
 
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **WITH_KEY}
     response = httpx.post(tight + CHAT, content=endless(), headers=headers, timeout=TIMEOUT_S)
     assert str(MAX_BODY_BYTES) in error_of(response, 413)["message"]
 
