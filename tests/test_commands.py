@@ -12,7 +12,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from PIL import Image
 
 from deployments import cli
 from deployments.commands import bench
+from tests.programs import output_of
 from training import card
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +95,7 @@ def git_archive(folder: Path) -> None:
     """As deploy.md says what the zip must hold: one folder at its top."""
     out = folder / "vitray.zip"
     words = ["git", "archive", "--format=zip", "--prefix=vitray/", f"--output={out}", "HEAD", "serve_config.yaml"]
-    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    output_of(words)
     assert shutil.which("unzip") is None or b"vitray/serve_config.yaml" in out.read_bytes()
 
 

@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from deployments.commands import bench
 from deployments.server_timing import server_timing
 from deployments.wire import EncodedImage, EncodeTimings
 from scripts import readme, setup
+from tests.programs import output_of
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -319,8 +319,7 @@ def test_curl_snippet_and_script_ask_what_the_ingress_takes(server: StandIn) -> 
         ["sh", "-euc", snippet.replace("http://127.0.0.1:8000", address(server))],
         ["sh", str(ROOT / "examples" / "ask.sh"), "picture.png", "What is in the picture?", address(server)],
     ):
-        answered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "seen" in answered
+        assert "seen" in output_of(command)
         assert_ingress_takes(server.bodies.pop())
 
 

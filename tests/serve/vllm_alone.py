@@ -42,6 +42,8 @@ class VllmAlone:
             "max-num-seqs": MAX_NUM_SEQS,
             "num-gpu-blocks-override": NUM_BLOCKS,
             "tool-call-parser": "hermes",
+            # As in configs/presets/laptop.yaml, and a process less to start.
+            "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         }
         for name, value in options.items():
             command += [f"--{name}", str(value)]

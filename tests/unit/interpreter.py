@@ -6,29 +6,18 @@ Triton decides at import whether it interprets. It must not know the kernels.
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import output_of_python
+
 _BEGIN = "from tests.unit.interpreter import begin\nbegin()\n"
 
 
 def interpreted(script: str, *arguments: str) -> str:
     """What the script prints; AssertionError with its errors where it fails. `arguments` are its `sys.argv[1:]`."""
-    done = subprocess.run(
-        [sys.executable, "-c", _BEGIN + script, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-500:]}{done.stderr[-3000:]}"
-    return done.stdout.strip()
+    return output_of_python(_BEGIN + script, *arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1").strip()
 
 
 def begin() -> None:
@@ -37,6 +26,30 @@ def begin() -> None:
 
     import_shim.activate()
     _patch_once_a_launch()
+
+
+def many_rows_a_block(module: ModuleType, kernel: str, rows: int = 16) -> None:
+    """Launches a kernel of `module` with `ROWS` of so many, and as many fewer blocks: what takes time here is their
+    number. Blocks that stick out at the end are the kernel's to mask, of one row or of many."""
+    launched = getattr(module, kernel)
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def launch(*arguments: object, **constants: Any) -> object:
+                blocks = -(-grid[0] * constants["ROWS"] // rows)
+                return launched[(blocks, *grid[1:])](*arguments, **{**constants, "ROWS": rows})
+
+            return launch
+
+    setattr(module, kernel, Launcher())
+
+
+def many_rows_a_block_of_norms() -> None:
+    """And of the passes to 8 bits: a tower's most launches."""
+    from encoder.kernels import norm, scaled
+
+    many_rows_a_block(norm, "_norm_kernel")
+    many_rows_a_block(scaled, "_scaled_kernel")
 
 
 def _patch_once_a_launch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,16 +12,15 @@ from PIL import Image
 
 from benchmarks.bench_decode import photos
 from benchmarks.towers import SECTIONS
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import output_of
 
 
 @pytest.mark.slow
 def test_it_measures_every_way_of_both_towers(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
-    command = ["benchmarks/bench_decode.py", "--device", "cpu", "--tiny", "--workers", "1", "--out", str(out)]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout.splitlines()[-1])
+    options = ["--device", "cpu", "--tiny", "--workers", "1", "--out", str(out)]
+    told = output_of([sys.executable, "benchmarks/bench_decode.py", *options])
+    report = json.loads(told.splitlines()[-1])
     assert report == json.loads(out.read_text())
     assert report["workers"] == 1
     assert report["archs"].keys() == SECTIONS.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from benchmarks.towers import SECTIONS, config_of, random_patches, random_tower,
 from configs.encoder_config import EncoderConfig
 from encoder.runner import TowerRunner
 from encoder.vision_config import VisionConfig
+from tests.programs import output_of, output_of_python
 
-ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 
 
@@ -29,17 +28,16 @@ CPU = torch.device("cpu")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a process, as a user runs it: the last line on stdout, which the file equals."""
     out = tmp_path_factory.mktemp("bench") / "tiny.json"
-    done = subprocess.run(
+    told = output_of(
         [sys.executable, "benchmarks/bench_encoder.py", "--device", "cpu", "--tiny", "--only", "eager,cudagraph",
          "--peers", "transformers,vllm", "--rounds", "3", "--out", str(out), "--plot", str(out.with_suffix(".png")),
          "--commit", "abc"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(told.splitlines()[-1])
     assert json.loads(out.read_text()) == found
     assert Image.open(out.with_suffix(".png")).size == (1680, 540)
-    assert "torch compile" not in done.stdout
-    assert "transformers, eager" in done.stdout
+    assert "torch compile" not in told
+    assert "transformers, eager" in told
     return found
 
 
@@ -232,7 +230,7 @@ def test_a_host_with_torch_alone_can_run_it() -> None:
         f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"
         "import benchmarks.bench_encoder, benchmarks.gpu_session, benchmarks.peer_transformers"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    output_of_python(program)
 
 
 def test_nan_is_an_error_that_shows() -> None:

@@ -6,7 +6,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 from benchmarks.bench_transfer import measure, sees_gpu
 from benchmarks.transfer_figures import Asked, Took, bars_met, change, sum_of_bits
 from benchmarks.transfer_ways import SLOTS, WAYS, Side, slot_bytes
+from tests.programs import output_of
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -26,9 +25,7 @@ CPU = torch.device("cpu")
 def test_it_measures_between_processes(tmp_path: Path) -> None:
     out = tmp_path / "transfer.json"
     command = [sys.executable, "benchmarks/bench_transfer.py", "--tiny", "--out", str(out)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(output_of(command, CUDA_VISIBLE_DEVICES="").splitlines()[-1])
     assert report == json.loads(out.read_text())
     ways = report["layouts"]["host_memory"]
     for name in ("application", "shared_memory", "shared_memory_2mib"):

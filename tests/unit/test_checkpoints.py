@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from tests.programs import output_of
 from training.architectures import ARCHITECTURES
 from training.checkpoints import make_checkpoint
 
-REPOSITORY = Path(__file__).parents[2]
 # A hundred times what the serving tests allow in float32, and five times what they allow in bf16.
 LOGPROB_SHIFT = 0.1
 
@@ -56,10 +54,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process(checkpoint: Path,
     """With another hash seed, since a tokenizer's training could follow the order of a hash table."""
     again = tmp_path / "again"
     command = [sys.executable, "-m", "training.checkpoints", "--arch", checkpoint.name, "--out", str(again)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(again)
+    assert output_of(command, PYTHONHASHSEED="7").strip() == str(again)
     assert contents(again) == contents(checkpoint)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deployments import cli
+from tests.programs import output_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -35,9 +35,8 @@ COMP_LINE={line!r}
 $(complete -p vitray | sed 's/.*-F \\([^ ]*\\) .*/\\1/') vitray
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    path = f"{program.parent}:{os.environ['PATH']}"
+    return output_of(["bash", "-c", script], PATH=path, PYTHONPATH=str(ROOT)).split()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed on this machine")

@@ -25,6 +25,9 @@ from encoder.fused_attention import AttentionPlan, Way
 from encoder.products import TorchProducts
 from encoder.weights import load_tower
 from tests.parity.reference_towers import make_reference, random_patches, relative_error
+from tests.unit.interpreter import many_rows_a_block_of_norms
+
+many_rows_a_block_of_norms()
 
 torch.cuda.Stream = lambda *_: types.SimpleNamespace(wait_stream=lambda other: None)
 torch.cuda.current_stream = torch.cuda.Stream

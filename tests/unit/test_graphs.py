@@ -161,7 +161,9 @@ from encoder.products import TorchProducts
 from encoder.weights import load_tower
 from tests.parity.reference_towers import make_reference, random_patches, relative_error
 from tests.unit.cpu_graphs import CpuGraphs, without_a_device
+from tests.unit.interpreter import many_rows_a_block_of_norms
 
+many_rows_a_block_of_norms()
 without_a_device(setattr)
 eager = load_tower(make_reference(sys.argv[1], Path(sys.argv[2])).path, dtype=torch.float32, device=torch.device("cpu"))
 turns = Way(AttentionBackend.TRITON, turns=True)

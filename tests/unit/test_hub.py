@@ -5,8 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from huggingface_hub.errors import (
 
 from encoder import hub
 from encoder.hub import INDEX_FILE, SINGLE_FILE, CheckpointError, resolve_checkpoint
+from tests.programs import output_of_python
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "someone/some-model"
@@ -215,5 +214,4 @@ def test_an_index_cannot_widen_what_is_fetched(fake: FakeHub) -> None:
 def test_resolving_does_not_need_torch() -> None:
     """The ingress resolves the model's configuration on machines where torch is dead weight."""
     code = "import encoder.hub, encoder.vision_config, sys; print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
+    assert output_of_python(code).strip() == "False"

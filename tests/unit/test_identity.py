@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from configs.resolve import PROJECT_ROOT
 from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageRules, PixelBounds
 from encoder.vision_config import VisionConfig
+from tests.programs import output_of_python
 
 VISION = VisionConfig.from_dict({"model_type": "qwen3_vl", "vision_config": {}})
 IDENTITY = EncoderIdentity("0" * 64, VISION, "bfloat16", ImageRules())
@@ -78,14 +76,13 @@ def test_another_process_gives_the_same_digest() -> None:
         "vision = VisionConfig.from_dict({'model_type': 'qwen3_vl', 'vision_config': {}})\n"
         f"print(EncoderIdentity('0' * 64, vision, 'bfloat16', ImageRules()).digest({DATA!r}, PixelBounds(1, 2), 's'))"
     )
-    told = subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == IDENTITY.digest(DATA, PixelBounds(1, 2), "s")
+    assert output_of_python(program).strip() == IDENTITY.digest(DATA, PixelBounds(1, 2), "s")
 
 
 def test_digests_need_no_torch() -> None:
     """The ingress makes them, and it should not pay for torch."""
     program = "import sys, encoder.identity; sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'numpy')))"
-    subprocess.run([sys.executable, "-c", program], cwd=PROJECT_ROOT, check=True)
+    output_of_python(program)
 
 
 def test_bounds_and_salt_change_the_digest() -> None:

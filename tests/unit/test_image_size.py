@@ -6,8 +6,6 @@ import dataclasses
 import io
 import json
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,8 @@ from encoder.image_size import (
     num_tokens,
     resized,
 )
+from tests.programs import output_of_python
 
-REPOSITORY = Path(__file__).parents[2]
 QWEN3 = ImageRules(patch_size=16, min_pixels=65536, max_pixels=16777216)
 rules_of_any_kind = st.sampled_from([ImageRules(), QWEN3, ImageRules(patch_size=3, merge_size=1, min_pixels=1)])
 
@@ -309,5 +307,4 @@ def test_the_ingress_pays_for_no_tensors() -> None:
         "import sys, encoder.image_size, encoder.packing, encoder.digest, encoder.image_load, encoder.image_rules\n"
         "print([name for name in ('torch', 'numpy', 'transformers', 'vllm', 'ray') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert done.stdout.strip() == "[]"
+    assert output_of_python(program).strip() == "[]"

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +19,11 @@ from encoder.grid_tables import GridTables
 from encoder.run_counts import Ran, Reason, Tally
 from encoder.runner import TowerRunner
 from encoder.weights import VisionTower, load_tower
+from tests.programs import output_of_python
 from tests.unit.fake_graphs import FakeGraphs, borders_on_the_device, forward_of
 from training.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 BUDGETS = (16, 32, 64)
 CONFIG = EncoderConfig(encoder_cudagraph_token_budgets=BUDGETS, encoder_cudagraph_max_images_per_batch=4)
 # Products of other shapes are summed in another order: float32 rounding.
@@ -325,7 +321,4 @@ print("imported")
 
 
 def test_the_encoder_and_its_gpu_tests_need_no_package_of_the_servers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip().endswith("imported"), done.stderr[-3000:]
+    assert output_of_python(BLOCKED).strip().endswith("imported")

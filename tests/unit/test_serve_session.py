@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from configs.schema import AppConfig
 from deployments.check_config import problems
 from encoder.vision_config import VisionConfig
 from encoder.weights import load_tower
+from tests.programs import output_of_python
 from training.checkpoints import make_checkpoint
 
 LOAD = Load(((32, 24),), 5, 3, 4, 2, 6, float("inf"), again=2, again_side=32)
@@ -147,11 +147,7 @@ def test_vllm_understands_the_options_that_it_is_given(tmp_path: Path) -> None:
     )
     served = {one.name: one for one in compared(gpu=True, peers=True)[0]}
     command = vllm_command(served["vllm-graphs"], tmp_path, gpu=True, port=8200)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *command[3:]], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1].startswith(f"{2 * 1024**3} 32 ")
+    assert output_of_python(program, *command[3:]).splitlines()[-1].startswith(f"{2 * 1024**3} 32 ")
 
 
 def test_rounds_share_the_text_one_by_one_and_no_picture_comes_twice() -> None:

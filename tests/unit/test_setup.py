@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from scripts import setup
+from tests.programs import output_of
 
 ROOT = Path(__file__).parent.parent.parent
 PIP = ["python", "-m", "pip"]
@@ -349,7 +350,7 @@ def test_the_dockerfile_installs_the_libraries_that_vllm_loads() -> None:
     assert extensions
     needed = set()
     for extension in extensions:
-        listed = subprocess.run(["ldd", str(extension)], capture_output=True, text=True, check=True).stdout
+        listed = output_of(["ldd", extension])
         needed |= set(re.findall(r"^\t(\S+) => /(?:usr/)?lib", listed, re.MULTILINE))
     assert "libc.so.6" in needed
     assert [name for name in sorted(needed) if BRINGS.get(name) not in ("base", *installed)] == []

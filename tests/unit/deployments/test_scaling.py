@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
 
 from deployments.scaling import EngineWork, VisualWork, visual_load
+from tests.programs import output_of_python
 
 ENCODER = DeploymentID("Encoder", "vitray")
 
@@ -142,10 +141,7 @@ def test_runs_where_the_code_is_not(tmp_path: Path) -> None:
         "print(policy(ctx))\n"
         "print(pickle.loads(open('whole', 'rb').read())(gpus=8)({}))\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program, str(pickled)], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert found.stdout == "(3, {})\n({}, {})\n", found.stderr
+    assert output_of_python(program, str(pickled), folder=tmp_path) == "(3, {})\n({}, {})\n"
 
 
 def test_keeps_its_memory_from_call_to_call() -> None:
