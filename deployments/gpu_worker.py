@@ -1,7 +1,7 @@
 """The thread that owns the GPU: it lets the encoder pack and run what is first in a bounded line (`fair_line.py`).
 
-It does not wait for what it has given the device: a second thread fetches the results and answers through futures. It
-must not know of Ray, HTTP or caching. It is fed by `deployments/encoder.py`.
+It does not wait for what it has given the device: a second thread fetches the results and answers through futures
+(`gpu_outcomes.py`). It must not know of Ray, HTTP or caching. It is fed by `deployments/encoder.py`.
 """
 
 from __future__ import annotations
@@ -10,30 +10,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 from deployments.answers import Answers
-from deployments.device_health import DeviceHealth, Fault
+from deployments.device_health import Fault
 from deployments.fair_line import WINDOW, FairLine
-from deployments.gpu_jobs import (
-    DeviceMemoryError,
-    DeviceSickError,
-    Encoded,
-    Job,
-    QueueFullError,
-    Sign,
-    WorkerEndedError,
-    WorkerEvents,
-)
+from deployments.gpu_jobs import DeviceSickError, Encoded, Job, QueueFullError, Sign, WorkerEndedError, WorkerEvents
+from deployments.gpu_outcomes import Outcomes
 from deployments.pace import BusySpeed
 from encoder.decoded import Decoded
-from encoder.device_errors import out_of_memory
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
-from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 from encoder.staging import Room
 
@@ -56,7 +45,6 @@ class GpuWorker:
         `room`: where embeddings are to lie, asked on a thread of the worker's.
         """
         self._max_queued_tokens = max_queued_tokens
-        self._room = room
         self._events = events or WorkerEvents()
         self._queue: queue.SimpleQueue[Job | Sign] = queue.SimpleQueue()
         self._line: FairLine[Job] = FairLine()
@@ -67,7 +55,7 @@ class GpuWorker:
         self._queued_tokens = 0
         self._speed = BusySpeed()
         self._ended = False
-        self._health = DeviceHealth()
+        self._outcomes = Outcomes(self._events, self._queue.put, room)
         self._idling = True
         made: Future[Encoder] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
@@ -83,7 +71,7 @@ class GpuWorker:
     @property
     def fault(self) -> Fault | None:
         """What the device has failed of for good, if it has; then every image is refused."""
-        return self._health.fault
+        return self._outcomes.fault
 
     @property
     def queued_tokens(self) -> int:
@@ -173,7 +161,7 @@ class GpuWorker:
                 self._events.ran(encoder.counts)
         except Exception as error:
             self._idling = False
-            self._diagnose(error, alone=False)
+            self._outcomes.diagnose(error, alone=False)
             logger.exception("what the encoder does in idle moments failed; it goes on without")
 
     def _round(self, encoder: Encoder) -> None:
@@ -219,10 +207,7 @@ class GpuWorker:
             item = self._queue.get()
             if isinstance(item, Job):
                 jobs.append(item)
-        for job in jobs:
-            future = job.future
-            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
-                future.set_exception(WorkerEndedError("the thread that owned the GPU has ended"))
+        self._outcomes.abandon(jobs)
 
     def _drain(self) -> None:
         """Moves what has come to the line, up to a sign to stop."""
@@ -243,7 +228,7 @@ class GpuWorker:
         if not jobs:
             return
         if self.fault is not None:
-            self._refuse(jobs)
+            self._outcomes.refuse(jobs)
             return
         self._window = jobs
         given: set[int] = set()
@@ -252,7 +237,7 @@ class GpuWorker:
             for launched in encoder.launch_batches([job.pixels for job in jobs]):
                 given.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
-                self._answers.put(partial(self._answer, launched, batch, started))
+                self._answers.put(partial(self._outcomes.fetch, launched, batch, started))
                 self._drain()
                 if self._line:  # who came meanwhile may be before what is left, or be packed with it
                     break
@@ -260,44 +245,5 @@ class GpuWorker:
             self._put_back([job for index, job in enumerate(jobs) if index not in given])
         except Exception as error:
             left = [job for index, job in enumerate(jobs) if index not in given]
-            self._failed(left, error, alone=len(jobs) == 1)
+            self._outcomes.failed(left, error, alone=len(jobs) == 1)
         self._window = []
-
-    def _answer(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
-        """Waits for a batch and answers its jobs; runs beside the thread that owns the GPU."""
-        try:
-            fetched = launched.fetch(self._room)
-        except BaseException as error:
-            self._failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
-            return
-        done = time.perf_counter()
-        self._health.worked()
-        for job, tokens in zip(jobs, fetched, strict=True):
-            queue_ms, encode_ms = (started - job.queued_at) * 1e3, (done - started) * 1e3
-            job.future.set_result(Encoded(tokens, queue_ms, encode_ms, launched.ran))
-
-    def _failed(self, jobs: Sequence[Job], error: BaseException, *, alone: bool) -> None:
-        """Gives the error to a job that failed by itself; others are queued again, each to be tried by itself."""
-        self._diagnose(error, alone=alone)
-        if self.fault is not None:
-            self._refuse(jobs)
-            return
-        if alone:
-            told = DeviceMemoryError(str(error)) if out_of_memory(error) else error
-            for job in jobs:
-                job.future.set_exception(told)
-            return
-        self._events.retried(1)
-        logger.error("a batch failed; %d images of it are tried alone", len(jobs), exc_info=error)
-        for job in jobs:
-            self._queue.put(replace(job, alone=True))
-
-    def _diagnose(self, error: BaseException, *, alone: bool) -> None:
-        if self._health.failed(error, alone=alone) and self.fault is not None:
-            logger.error("the device has failed, it is not used any more", exc_info=error)
-            self._events.sick(self.fault)
-
-    def _refuse(self, jobs: Sequence[Job]) -> None:
-        """Others may encode them."""
-        for job in jobs:
-            job.future.set_exception(DeviceSickError("the device has failed"))

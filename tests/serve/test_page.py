@@ -100,7 +100,8 @@ def test_pictures_with_the_shipped_model(watched: Watched, tight: str, tmp_path:
     answer = asked(page, "Which picture has more shapes?")
     assert answer == "The second."
     times = stage_ms(page)
-    assert all(times[stage] > 0 for stage in ("page", "fetch", "preprocess", "encode", "transfer", "first-token"))
+    worked = ("page", "fetch", "preprocess", "encode", "transfer", "first-token")
+    assert {stage: times[stage] for stage in worked if times[stage] <= 0} == {}
     assert set(times) == {"page", "fetch", "admission", "preprocess", "queue", "encode"} | {
         "transfer",
         "first-token",
