@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from deployments.server_timing import server_timing
 from deployments.wire import EncodedImage, EncodeTimings
 from scripts import readme, setup
 from tests.programs import output_of
+from tests.threaded import serving
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -282,12 +282,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     standing_in = StandIn(("127.0.0.1", 0), Handler)
     standing_in.bodies = []
-    thread = threading.Thread(target=standing_in.serve_forever, daemon=True)
-    thread.start()
-    yield standing_in
-    standing_in.shutdown()
-    thread.join()
-    standing_in.server_close()
+    with serving(standing_in):
+        yield standing_in
 
 
 def address(server: StandIn) -> str:
@@ -319,7 +315,7 @@ def test_curl_snippet_and_script_ask_what_the_ingress_takes(server: StandIn) -> 
         ["sh", "-euc", snippet.replace("http://127.0.0.1:8000", address(server))],
         ["sh", str(ROOT / "examples" / "ask.sh"), "picture.png", "What is in the picture?", address(server)],
     ):
-        assert "seen" in output_of(command)
+        assert "seen" in output_of(command, folder=Path.cwd())
         assert_ingress_takes(server.bodies.pop())
 
 

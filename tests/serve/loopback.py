@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tests.serve.processes import free_port
+from tests.threaded import serving
 
 
 class LoopbackServer:
@@ -25,15 +26,11 @@ class LoopbackServer:
 
     @contextmanager
     def serving(self) -> Iterator[LoopbackServer]:
-        thread = threading.Thread(target=self._http.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.closing.set()
-            self._http.shutdown()
-            self._http.server_close()
-            thread.join()
+        with serving(self._http):
+            try:
+                yield self
+            finally:
+                self.closing.set()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -20,6 +19,7 @@ from tests.serve import browser as browsers
 from tests.serve.asking import KEY
 from tests.serve.browser import TIMEOUT_MS, VIEWPORT, Watched
 from tests.serve.pictures import circle_and_square, encoded, picture, three_triangles
+from tests.threaded import serving
 
 pytestmark = pytest.mark.slow
 
@@ -327,10 +327,8 @@ class Elsewhere(BaseHTTPRequestHandler):
 @pytest.fixture
 def elsewhere() -> Iterator[int]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
+    with serving(server):
+        yield server.server_port
 
 
 def test_a_page_of_another_site_gets_nothing(watched: Watched, qwen3: str, elsewhere: int) -> None:

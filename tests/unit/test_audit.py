@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +11,7 @@ import pytest
 
 from scripts import audit
 from tests.serve.processes import free_port
+from tests.threaded import serving
 
 pytest.importorskip("pip_audit", reason="pip-audit comes with the extra `dev`")
 
@@ -45,14 +45,8 @@ def advisories(flawed: dict[str, str], *, breaks_at: str | None = None) -> Itera
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Source)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with serving(server):
         yield f"http://127.0.0.1:{server.server_port}/v1/query", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def locked() -> set[str]:

@@ -17,6 +17,7 @@ from PIL import Image
 from benchmarks import bench_latency
 from benchmarks.latency_client import Answer
 from benchmarks.latency_figures import ladder_text, serving_figures, serving_text, summary
+from tests.threaded import serving
 
 PROMPT_TOKENS = 7
 
@@ -76,12 +77,8 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     made = FakeServer()
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with serving(made):
+        yield made
 
 
 def arguments(server: FakeServer, label: str, *more: str) -> list[str]:

@@ -22,6 +22,7 @@ from PIL import Image
 from deployments import cli
 from deployments.commands.ask import timing_lines
 from deployments.commands.chat_client import Answer, AskError, ChatClient, event_data, picture_url
+from tests.threaded import serving
 
 ROOT = Path(__file__).parent.parent.parent
 TIMING = 'preprocess;dur=20.1, encode;dur=74.2, cache;desc="1/2"'
@@ -101,12 +102,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as serving:
-        thread = threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield serving
-        serving.shutdown()
-        thread.join()
+    server = Server()
+    with serving(server):
+        yield server
 
 
 @pytest.fixture
