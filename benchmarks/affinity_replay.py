@@ -14,13 +14,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from deployments.affinity import Begun, Call, published
 from encoder.cache import EmbeddingCache
 from encoder.image_rules import ImageRules
-from encoder.image_size import grid_of, num_tokens
-from encoder.traces import TraceError
+from encoder.traces import TraceError, image_cost, read_lines
 
 BYTES_PER_TOKEN = 32 * 1024
 """Qwen3-VL-8B in bfloat16: 4096 wide, and three deepstack levels."""
@@ -45,19 +44,16 @@ class Request:
 
 def read_requests(path: Path, rules: ImageRules) -> list[Request]:
     """The requests with images, in order of arrival. Raises TraceError."""
-    found: list[Request] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            request = json.loads(line)
-            images: dict[object, Image] = {}
-            for image in request["images"]:
-                name = [image["id"], image["w"], image["h"]]
-                tokens = num_tokens(grid_of(int(image["w"]), int(image["h"]), rules), rules.merge_size)
-                images[tuple(name)] = Image(hashlib.sha256(json.dumps(name).encode()).hexdigest(), tokens)
-            if images:
-                found.append(Request(float(request["t"]), tuple(images.values())))
-        except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path.name}, line {number}: {error!r}") from error
+
+    def request(line: dict[str, Any]) -> Request:
+        images: dict[object, Image] = {}
+        for image in line["images"]:
+            name = [image["id"], image["w"], image["h"]]
+            tokens = image_cost(image, rules).num_tokens
+            images[tuple(name)] = Image(hashlib.sha256(json.dumps(name).encode()).hexdigest(), tokens)
+        return Request(float(line["t"]), tuple(images.values()))
+
+    found = [request for request in read_lines(path, request) if request.images]
     if not found:
         raise TraceError(f"{path.name} holds no image")
     return found

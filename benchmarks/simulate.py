@@ -29,9 +29,8 @@ from benchmarks.fleet import Fleet, FleetModel, Load, Outcome, Policy
 from benchmarks.record import ROOT, provenance, write
 from deployments.scaling import VisualWork
 from encoder.image_rules import ImageRules
-from encoder.image_size import grid_of, num_tokens
 from encoder.recorded_costs import read_costs
-from encoder.traces import RULES, TraceError
+from encoder.traces import RULES, Arrival, TraceError, read_arrivals
 from encoder.traces import read_costs as read_trace_costs
 
 COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
@@ -45,32 +44,17 @@ GPU_HOURS_ALIKE = 1.005
 """What counts as no more GPU-hours."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """One request of a trace: images whose embedding an earlier request left behind cost nothing and are not here."""
-
-    at_s: float
-    image_tokens: tuple[int, ...]
-
-
-def read_arrivals(path: Path, rules: ImageRules) -> list[Arrival]:
-    """In order of arrival; requests without new images are left out. Raises TraceError."""
-    found: list[Arrival] = []
-    seen: set[object] = set()
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            request = json.loads(line)
-            new = {image["id"]: image for image in request["images"] if image["id"] not in seen}
-            seen |= new.keys()
-            grids = [grid_of(int(image["w"]), int(image["h"]), rules) for image in new.values()]
-            if grids:
-                tokens = tuple(num_tokens(grid, rules.merge_size) for grid in grids)
-                found.append(Arrival(float(request["t"]), tokens))
-        except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path.name}, line {number}: {error!r}") from error
+def read_visual(path: Path, rules: ImageRules) -> list[Arrival]:
+    """The requests with new images. Raises TraceError."""
+    found = [arrival for arrival in read_arrivals(path, rules) if arrival.images]
     if not found:
         raise TraceError(f"{path.name} holds no image")
     return found
+
+
+def new_tokens(arrival: Arrival) -> int:
+    """Of the images that have to be encoded: those that an earlier request left behind cost nothing."""
+    return sum(image.num_tokens for image in arrival.images)
 
 
 def tokens_per_s(path: Path, arch: str) -> float:
@@ -91,7 +75,7 @@ def load_of(
     """
     once = max(1, round(arrivals[-1].at_s / step_s))
     at = np.minimum([int(arrival.at_s / step_s) for arrival in arrivals], once - 1)
-    weights = [(sum(arrival.image_tokens), len(arrival.image_tokens), 1) for arrival in arrivals]
+    weights = [(new_tokens(arrival), len(arrival.images), 1) for arrival in arrivals]
     spread = max(1, round(spread_s / step_s))
     repeats = int(np.ceil(seconds / (once * step_s)))
     total = sum(tokens for tokens, _, _ in weights)
@@ -221,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speed = tokens_per_s(path, asked.arch)
         model = FleetModel(speed, asked.start_s, mean_life_s=asked.life_s, report_s=asked.report_s)
         load = load_of(
-            read_arrivals(path, RULES[asked.arch]),
+            read_visual(path, RULES[asked.arch]),
             tokens_per_s=asked.replicas * model.tokens_per_s,
             seconds=asked.seconds,
             spread_s=asked.spread_s,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.record import provenance, write
-from benchmarks.simulate import read_arrivals, tokens_per_s
+from benchmarks.simulate import new_tokens, read_visual, tokens_per_s
 from deployments.llm_scaling import LLMLoad, LLMTargets
 from deployments.pace import ARRIVALS_OVER_S
 from deployments.proportion import Bounds, IngressLoad, Pool, ProportionScaler
@@ -64,9 +64,9 @@ def arrivals_of(path: Path, arch: str, machines: Machines, *, gpus: float, secon
     once = max(1, round(requests[-1]["t"] / STEP_S))
     at = np.minimum([int(request["t"] / STEP_S) for request in requests], once - 1)
     holds = np.array([bool(request["images"]) for request in requests], float)
-    new = read_arrivals(path, RULES[arch])
+    new = read_visual(path, RULES[arch])
     new_at = np.minimum([int(arrival.at_s / STEP_S) for arrival in new], once - 1)
-    tokens = np.bincount(new_at, weights=[sum(arrival.image_tokens) for arrival in new], minlength=once)
+    tokens = np.bincount(new_at, weights=[new_tokens(arrival) for arrival in new], minlength=once)
     columns = [
         tokens,
         np.bincount(at, weights=holds, minlength=once),

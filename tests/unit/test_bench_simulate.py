@@ -169,8 +169,8 @@ def trace(tmp_path: Path) -> Path:
 
 def test_a_trace_becomes_a_load(trace: Path) -> None:
     """Three images of 196 tokens; the same image again costs nothing."""
-    arrivals = simulate.read_arrivals(trace, RULES["qwen3_vl"])
-    assert [arrival.image_tokens for arrival in arrivals] == [(196,), (196, 196)]
+    arrivals = simulate.read_visual(trace, RULES["qwen3_vl"])
+    assert [[image.num_tokens for image in arrival.images] for arrival in arrivals] == [[196], [196, 196]]
     load = simulate.load_of(arrivals, tokens_per_s=5880, seconds=25, spread_s=1)
     assert len(load.tokens) == 250
     assert load.tokens[:200].sum() == pytest.approx(5880 * 20)
