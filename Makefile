@@ -20,7 +20,7 @@ demo: setup ## start the application with a small checkpoint, ask it about two p
 
 # One thread a process: the tests run several processes at once on models too small to share out.
 test: setup ## run the tests that need no GPU (ARGS="tests/unit -k packing" narrows)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python scripts/run_tests.py $(ARGS)
 
 # The host's own python3: on a GPU machine its torch is the one that fits the driver.
 test-gpu: ## run the tests that need a GPU, with the host's own python3

@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import settings
 
 from configs.schema import AppConfig
 from deployments import proxy_bounds
@@ -27,9 +26,6 @@ from training.checkpoints import make_checkpoint
 MAX_QUEUED_TOKENS = 200
 RETRY_AFTER_S = 3
 START_S = 120
-
-settings.register_profile("untimed", deadline=None)  # tests never time, and a busy machine is no bug
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,70 @@
+"""What `make test` runs: every test once, and what fails shows in the exit status."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import run_tests
+
+ROOT = run_tests.ROOT
+SHARES = (run_tests.PARTS, run_tests.OTHERS, run_tests.CLUSTERS)
+
+
+def runs(share: tuple[str, ...], file: Path) -> bool:
+    """As pytest reads such arguments."""
+    ignored = [ROOT / part.removeprefix("--ignore=") for part in share if part.startswith("--ignore=")]
+    taken = [ROOT / part for part in share if not part.startswith("--")]
+    return any(map(file.is_relative_to, taken)) and not any(map(file.is_relative_to, ignored))
+
+
+def test_every_file_of_tests_is_in_one_share() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len(files) > 100
+    assert {str(file): sum(runs(share, file) for share in SHARES) for file in files} == {str(file): 1 for file in files}
+
+
+def saying(text: str, status: int = 0) -> list[str]:
+    return [sys.executable, "-c", f"import sys; print({text!r}, flush=True); sys.exit({status})"]
+
+
+@pytest.mark.parametrize("statuses", [(0, 0, 0), (3, 0, 0), (0, 4, 0), (0, 0, 5), (3, 4, 5)])
+def test_all_run_in_any_case_and_one_that_fails_is_told(
+    statuses: tuple[int, int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = [saying(name, status) for name, status in zip(("first", "second", "then"), statuses, strict=True)]
+    assert run_tests.run(*commands) == max(statuses, key=lambda status: (status > 0, -status))
+    assert capfd.readouterr().out.split() == ["first", "second", "then"]
+
+
+def test_who_stops_it_stops_what_runs_beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal reaches all; where it reached the first alone, the second would go on."""
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    program = (
+        "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\ntry: time.sleep(600)\n"
+        "except KeyboardInterrupt: pathlib.Path(sys.argv[2]).touch()\n"
+    )
+
+    def interrupted(*_: object, **__: object) -> None:
+        while not begun.exists():
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_tests.subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_tests.run([], [sys.executable, "-c", program, str(begun), str(ended)], [])
+    assert ended.exists()
+
+
+def test_arguments_narrow_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def noted(command: list[str], **_: object) -> object:
+        asked.append(command[1:])
+        return type("Done", (), {"returncode": 7})
+
+    monkeypatch.setattr(run_tests.subprocess, "run", noted)
+    assert run_tests.main(["tests/unit", "-k", "packing"]) == 7
+    assert asked == [["-m", "pytest", "tests/unit", "-k", "packing"]]
