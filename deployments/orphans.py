@@ -17,15 +17,16 @@ GRACE_S = 10.0
 """Between asking the orphans to stop and killing them."""
 
 
-def guard_children() -> subprocess.Popen[bytes]:
+def guard_children(grace_s: float = GRACE_S) -> subprocess.Popen[bytes]:
     """Guards every process that descends from this one now. Keep what is returned for as long as they are to live."""
     children = psutil.Process().children(recursive=True)
     named = [f"{child.pid}:{child.create_time()}" for child in children]
     # A session of its own: signals to the replica's process group must not end the guard first.
-    return subprocess.Popen([sys.executable, __file__, *named], stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, __file__, str(grace_s), *named]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def main(named: list[str]) -> None:
+def main(grace_s: float, named: list[str]) -> None:
     """`named`: `pid:create_time` of the processes to end once standard input closes."""
     guarded = []
     for name in named:
@@ -39,11 +40,11 @@ def main(named: list[str]) -> None:
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, stubborn = psutil.wait_procs(left, timeout=GRACE_S)
+    _, stubborn = psutil.wait_procs(left, timeout=grace_s)
     for process in stubborn:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(float(sys.argv[1]), sys.argv[2:])

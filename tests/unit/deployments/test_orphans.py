@@ -9,19 +9,22 @@ import textwrap
 
 import psutil
 
+from deployments.orphans import GRACE_S
+
 REPLICA = textwrap.dedent("""
     import subprocess, sys, time
     from deployments.orphans import guard_children
     child = subprocess.Popen([sys.executable, "-c", {child!r}])
-    guard = guard_children()
+    guard = guard_children(grace_s={grace_s})
     print(child.pid, guard.pid, flush=True)
     time.sleep(600)
 """)
 
 
-def killed_replica(child: str) -> tuple[psutil.Process, psutil.Process]:
+def killed_replica(child: str, grace_s: float = GRACE_S) -> tuple[psutil.Process, psutil.Process]:
     """A child and its guard, their replica just killed with -9."""
-    replica = subprocess.Popen([sys.executable, "-c", REPLICA.format(child=child)], stdout=subprocess.PIPE, text=True)
+    program = REPLICA.format(child=child, grace_s=grace_s)
+    replica = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert replica.stdout is not None
     pid, guard = map(int, replica.stdout.readline().split())
     processes = psutil.Process(pid), psutil.Process(guard)
@@ -39,6 +42,7 @@ def test_an_engine_does_not_outlive_its_replica() -> None:
 
 
 def test_a_process_that_ignores_the_request_to_stop_is_killed() -> None:
-    child, guard = killed_replica("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child, guard = killed_replica(stubborn, grace_s=0.2)
     _, alive = psutil.wait_procs([child, guard], timeout=60)
     assert not alive
