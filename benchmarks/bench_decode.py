@@ -131,7 +131,7 @@ def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object
         decoders, whole = asyncio.run(file_rates(pool, worker, files, asked))
     finally:
         pool.stop()
-        worker.stop()
+        worker.stop(wait=True)  # a thread that ends together with the process may abort it
         if encoder.resizes:
             unpin_shared(pool.arena.address)
     return {

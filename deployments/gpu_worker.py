@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -50,19 +50,17 @@ class GpuWorker:
         self._line: FairLine[Job] = FairLine()
         self._window: list[Job] = []
         """What the encoder was given last and has not run."""
-        self._stopping = False
+        self._stopping = self._ended = False
         self._lock = threading.Lock()
         self._queued_tokens = 0
         self._speed = BusySpeed()
-        self._ended = False
         self._outcomes = Outcomes(self._events, self._queue.put, room)
         self._idling = True
         made: Future[Encoder] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
         self._thread.start()
         encoder = made.result()
-        self.identity = encoder.identity
-        self.resizes = encoder.resizes
+        self.identity, self.resizes = encoder.identity, encoder.resizes
 
     @property
     def alive(self) -> bool:
@@ -110,9 +108,11 @@ class GpuWorker:
         job.future.add_done_callback(lambda done: self._release(count, done))
         return job.future
 
-    def stop(self) -> None:
-        """Ends the thread after the jobs that are queued."""
+    def stop(self, *, wait: bool = False) -> None:
+        """Ends the thread after the jobs that are queued. `wait`: until it has ended."""
         self._queue.put(Sign.STOP)
+        if wait:
+            self._thread.join()
 
     def _release(self, count: int, done: Future[Encoded]) -> None:
         encoded = not done.cancelled() and done.exception() is None
@@ -188,26 +188,26 @@ class GpuWorker:
         """Tries again what is to be tried again; the jobs that came too late."""
         self._answers.wait_idle()
         late: list[Job] = []
-        while not self._queue.empty():
-            item = self._queue.get()
-            if isinstance(item, Job):
-                if item.alone:
-                    self._encode(encoder, [item])
-                else:
-                    late.append(item)
+        for job in self._taken():
+            if job.alone:
+                self._encode(encoder, [job])
+            else:
+                late.append(job)
         return late
 
     def _end(self, late: list[Job]) -> None:
         """Takes no more jobs, and tells everybody who still waits; nobody may hang for a thread that is gone."""
         with self._lock:
             self._ended = True
-        jobs = [*late, *self._window, *(job for _, job in self._line.take())]
+        jobs = [*late, *self._window, *(job for _, job in self._line.take()), *self._taken()]
         self._window = []
-        while not self._queue.empty():
-            item = self._queue.get()
-            if isinstance(item, Job):
-                jobs.append(item)
         self._outcomes.abandon(jobs)
+
+    def _taken(self) -> Iterator[Job]:
+        """Jobs out of the queue, until it is empty."""
+        while not self._queue.empty():
+            if isinstance(item := self._queue.get(), Job):
+                yield item
 
     def _drain(self) -> None:
         """Moves what has come to the line, up to a sign to stop."""
