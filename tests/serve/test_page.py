@@ -100,7 +100,7 @@ def test_pictures_with_the_shipped_model(watched: Watched, tight: str, tmp_path:
     answer = asked(page, "Which picture has more shapes?")
     assert answer == "The second."
     times = stage_ms(page)
-    worked = ("page", "fetch", "preprocess", "encode", "transfer", "first-token")
+    worked = ("fetch", "preprocess", "encode", "transfer", "first-token")
     assert {stage: times[stage] for stage in worked if times[stage] <= 0} == {}
     assert set(times) == {"page", "fetch", "admission", "preprocess", "queue", "encode"} | {
         "transfer",
@@ -123,6 +123,9 @@ def test_pictures_with_the_shipped_model(watched: Watched, tight: str, tmp_path:
     assert stage_ms(page)["encode"] == 0
     page.reload()
     expect(page.locator("#model")).to_have_text("tiny")
+    asked(page, "Hello!")
+    # What is around the stages; those of several pictures run side by side, and may add up to more than they took.
+    assert stage_ms(page)["page"] > 0
 
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
