@@ -16,9 +16,10 @@ from playwright.sync_api import Browser, FilePayload, Locator, Page, Route, expe
 from deployments.commands.ask import ask
 from deployments.errors import ApiError, error_head_and_body
 from tests.serve import browser as browsers
-from tests.serve.asking import KEY
+from tests.serve.asking import KEY, by_an_encoder
 from tests.serve.browser import TIMEOUT_MS, VIEWPORT, Watched
-from tests.serve.pictures import circle_and_square, encoded, picture, three_triangles
+from tests.serve.conversations import about
+from tests.serve.pictures import circle_and_square, encoded, picture, three_triangles, url
 from tests.threaded import serving
 
 pytestmark = pytest.mark.slow
@@ -85,6 +86,7 @@ def violations(page: Page) -> list[str]:
 def test_pictures_with_the_shipped_model(watched: Watched, tight: str, tmp_path: Path) -> None:
     """A key, two pictures, a streamed answer that depends on them, where the time went; then all from the cache; and
     `vitray ask` answers alike."""
+    by_an_encoder(tight, about(url(600)))  # one is up
     page = watched.page
     page.goto(f"{tight}/")
     expect(page.get_by_role("alert")).to_contain_text("no valid API key")
