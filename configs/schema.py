@@ -108,6 +108,9 @@ class LLMConfig(Options):
     """Fields of vLLM's AsyncEngineArgs, for instance max_model_len."""
     server_args: dict[str, JsonValue] = {}
     """Options of `vllm serve` beside the engine's, for instance tool_call_parser or chat_template."""
+    landing_bytes: PositiveInt = 2 * GIB
+    """Memory that embeddings of encoders on other hosts are read into by NIXL, pinned where there is a GPU. It bounds
+    what is in flight; what finds no room in time goes through Ray's object store."""
     cpu_kv_cache_gib: PositiveInt = 1
     """KV-cache size of a replica without a GPU."""
     affinity: bool = True
@@ -252,10 +255,11 @@ class AppConfig(Options):
     model: Annotated[str, Field(min_length=1)] = "auto"
     """A checkpoint folder or a hub name; "auto" is the small shipped model where the cluster has no
     GPU and cannot get one."""
-    transfer: Literal["auto", "object_store", "shared_memory"] = "auto"
+    transfer: Literal["auto", "object_store", "shared_memory", "nixl"] = "auto"
     """How embeddings go to the language model. "auto": from an encoder's shared memory where the language models are on
-    its host, and into vLLM's engine without passing through the request where this vLLM can do that; else through Ray's
-    object store. "shared_memory" fails at the start where the engine cannot."""
+    its host, and into vLLM's engine without passing through the request where this vLLM can do that; between hosts
+    by NIXL where it is installed and a trial found it faster, else through Ray's object store. "shared_memory" fails at
+    the start where the engine cannot, "nixl", which is for encoders of the same host too, where NIXL cannot be used."""
     encoder: EncoderConfig = EncoderConfig()
     encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
     llm: LLMConfig = LLMConfig()

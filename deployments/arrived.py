@@ -24,6 +24,8 @@ class Way(Enum):
     """The engine copied it from the encoder's memory."""
     REQUEST = "in_request"
     """From the encoder's memory into vLLM's request."""
+    NIXL = "nixl"
+    """Read from the encoder's memory on another host, then as one of the two above."""
     OBJECT_STORE = "object_store"
     """From Ray's object store into vLLM's request."""
     LOCAL = "local"
@@ -65,12 +67,16 @@ class Arrived:
 
     @property
     def read_from(self) -> tuple[SharedEmbedding | None, ...]:
-        """Where in shared memory each lies."""
-        return tuple(image if isinstance(image, SharedEmbedding) else None for image in self.images)
+        """Where in shared memory each lies, until further notice."""
+        return tuple(
+            image if isinstance(image, SharedEmbedding) and image.remote is None else None for image in self.images
+        )
 
     @property
     def way(self) -> Way:
         """Of those that lie in shared memory, or of all where none does."""
+        if any(held.image.remote is not None for held in self.held.values()):
+            return Way.NIXL
         if self.engine_loads:
             return Way.ENGINE
         if self.held:

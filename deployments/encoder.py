@@ -27,8 +27,10 @@ from deployments.gpu_worker import GpuWorker
 from deployments.lending import Lender
 from deployments.log_buffers import log_buffers_kept
 from deployments.metrics import Count, Counts, Distribution, Distributions, Level, RunMetrics, Tier, gauge
+from deployments.nixl_memory import NixlMemory
 from deployments.pace import WorkUnderWay
 from deployments.packets import host_name
+from deployments.remote_lending import RemoteLending, TrialAnswer
 from deployments.replica_report import Report, encoder_report, replica_name
 from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
@@ -97,6 +99,8 @@ class EncoderReplica:
         shelf = EmbeddingShelf(limits.shared_embedding_bytes) if shares else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lender = None if shelf is None else Lender(shelf, unasked=self._read_unasked)
+        self._always_remote = config.transfer == "nixl"
+        self._remote = RemoteLending(shelf, NixlMemory, at_once=self._always_remote) if shelf is not None else None
         self._host = host_name()
         self._times = Distributions()
         self._runs = RunMetrics(self._counts)
@@ -174,12 +178,23 @@ class EncoderReplica:
         """The image's embedding, from the cache, from an encoding that is under way, or made now."""
         self._loop = asyncio.get_running_loop()
         image = await self._encoded(job)
-        if self._lender is None or isinstance(image, ImageRefused) or job.read_on != (self._host,):
+        if self._lender is None or self._remote is None or isinstance(image, ImageRefused):
             return image
-        if self._lender.shelf.offer(image):
-            return image.lent_by(self._lender.address)
+        if job.read_on == (self._host,) and not self._always_remote:
+            if self._lender.shelf.offer(image):
+                return image.lent_by(self._lender.address)
+        elif not job.pulled:
+            return image
+        elif (lent := await self._remote.lent(image)) is not None:
+            return lent
         self._counts.add(Count.EMBEDDINGS_UNSHARED)
         return image
+
+    async def transfer_trial(self, lent: bool | None) -> TrialAnswer:
+        """For language models that try how embeddings come to them (`deployments/remote_trial.py`)."""
+        if self._remote is None:
+            return TrialAnswer(self._host, why_not="transfer is object_store")
+        return await self._remote.trial(self._host, lent)
 
     def _read_unasked(self, digest: str) -> None:
         """On the lender's thread: what a language model was told to be here is used, as if it had been asked for."""
@@ -270,6 +285,9 @@ class EncoderReplica:
         lender = getattr(self, "_lender", None)
         if lender is not None:
             lender.close()
+        remote = getattr(self, "_remote", None)
+        if remote is not None:
+            remote.close()
         if hasattr(self, "_decoders"):
             self._decoders.stop()
         if hasattr(self, "_worker"):

@@ -7,10 +7,11 @@ It must not know of HTTP or of vLLM's requests.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -19,8 +20,10 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCan
 from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError, Way, encoded_here
 from deployments.engine_link import EngineLink, Loaded
 from deployments.engine_table import Place
+from deployments.landing import Landing
 from deployments.lending import Borrowed, GoneError, Held
 from deployments.metrics import Count, Counts
+from deployments.remote_trial import RemoteWay
 from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
 
 Encoding = Awaitable[Image] | SharedEmbedding
@@ -31,7 +34,7 @@ logger = logging.getLogger("ray.serve")
 
 @dataclass
 class _Lender:
-    borrowed: Borrowed
+    borrowed: Borrowed | Landing
     in_engine: bool
     num_leases: int = 0
 
@@ -39,8 +42,10 @@ class _Lender:
 class Incoming:
     """All that is borrowed for one engine. Used on one event loop, and told by the link's threads."""
 
-    def __init__(self, counts: Counts, *, num_workers: int) -> None:
+    def __init__(self, counts: Counts, *, num_workers: int, remote: RemoteWay | None = None) -> None:
+        """`remote` reads what encoders on other hosts lend; None: they lend nothing."""
         self._counts = counts
+        self._remote = remote
         self._num_workers = num_workers
         self.link = EngineLink(ended=self._lease_ended, loaded=self._loaded)
         self._engine_loads = False
@@ -53,6 +58,11 @@ class Incoming:
     def __len__(self) -> int:
         """Embeddings that the engine may load now."""
         return len(self._by_lease)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether encoders on other hosts are to lend."""
+        return self._remote is not None and self._remote.pulls
 
     def engine_started(self, *, timeout_s: float) -> bool:
         """Whether the engine has connectors that have called. From now on it loads by itself where it can."""
@@ -95,6 +105,10 @@ class Incoming:
                 raise TransferFailedError(str(error)) from error
             raise error from error.__cause__
         self._count(arrived)
+        if self._remote is not None and any(
+            isinstance(image, EncodedImage) and not encoded_here(image) for image in arrived.images
+        ):
+            self._remote.by_the_object_store()
         return arrived
 
     async def _fetch(self, number: int, encoding: Encoding, arrived: Arrived, lenders: dict[int, _Lender]) -> Image:
@@ -147,6 +161,8 @@ class Incoming:
         for task in self._lenders.values():
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().borrowed.close()
+        if self._remote is not None:
+            self._remote.close()
 
     async def _hold(
         self,
@@ -157,21 +173,36 @@ class Incoming:
         *,
         unasked: bool = False,
     ) -> None:
-        task = self._lenders.get(image.lender)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._lenders[image.lender] = asyncio.create_task(self._open(image.lender))
-        lender = await asyncio.shield(task)
-        asked = lender.borrowed.hold(image.digest, unasked=unasked)
+        if image.remote is not None:
+            await self._land(number, image, arrived, lenders)
+            return
+        lender = await self._opened(image.lender, lambda: Borrowed(image.lender))
+        borrowed = lender.borrowed
+        assert isinstance(borrowed, Borrowed)
+        asked = borrowed.hold(image.digest, unasked=unasked)
         try:
             start = await asyncio.shield(asyncio.wrap_future(asked))
         except asyncio.CancelledError:  # the answer is on its way, and nobody will want what it brings
-            asked.add_done_callback(lambda done: _give_back(lender, image.digest, done))
+            asked.add_done_callback(lambda done: _give_back(borrowed, image.digest, done))
             raise
-        arrived.held[number] = Held(image, lender.borrowed, start)
+        arrived.held[number] = Held(image, borrowed, start)
         lenders[number] = lender
 
-    async def _open(self, address: str) -> _Lender:
-        borrowed = await asyncio.to_thread(Borrowed, address)
+    async def _land(self, number: int, image: SharedEmbedding, arrived: Arrived, lenders: dict[int, _Lender]) -> None:
+        if self._remote is None:
+            raise GoneError("this language model does not read from other hosts")
+        landed, landing = await self._remote.fetch(image)
+        lenders[number] = await self._opened(landing.address, lambda: landing)
+        arrived.held[number] = Held(dataclasses.replace(image, lender=landing.address), landed, landed.start)
+
+    async def _opened(self, address: str, borrow: Callable[[], Borrowed | Landing]) -> _Lender:
+        task = self._lenders.get(address)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._lenders[address] = asyncio.create_task(self._open(address, borrow))
+        return await asyncio.shield(task)
+
+    async def _open(self, address: str, borrow: Callable[[], Borrowed | Landing]) -> _Lender:
+        borrowed = await asyncio.to_thread(borrow)
         if not self._engine_loads:
             return _Lender(borrowed, in_engine=False)
         try:
@@ -214,10 +245,11 @@ class Incoming:
                 continue
             way = Way.OBJECT_STORE if isinstance(image, EncodedImage) else Way.REQUEST
             way = Way.ENGINE if arrived.engine_loads else Way.LOCAL if encoded_here(image) else way
+            way = Way.NIXL if isinstance(image, SharedEmbedding) and image.remote is not None else way
             self._counts.add(Count.EMBEDDINGS_ARRIVED, reason=way.value)
             self._counts.add(Count.EMBEDDING_BYTES_ARRIVED, image.num_bytes, reason=way.value)
 
 
-def _give_back(lender: _Lender, digest: str, asked: Future[int]) -> None:
+def _give_back(borrowed: Borrowed, digest: str, asked: Future[int]) -> None:
     if not asked.cancelled() and asked.exception() is None:
-        lender.borrowed.release(digest)
+        borrowed.release(digest)

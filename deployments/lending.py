@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -177,12 +178,20 @@ class Borrowed:
             os.close(self.file)
 
 
+class Keeper(Protocol):
+    """Whoever lets an embedding be read here."""
+
+    def tensor(self, start: int, header: Header) -> Tensor: ...
+
+    def release(self, digest: str) -> None: ...
+
+
 @dataclass(frozen=True)
 class Held:
     """An embedding that stays where it is until `release`."""
 
     image: SharedEmbedding
-    borrowed: Borrowed
+    borrowed: Keeper
     start: int
 
     @property

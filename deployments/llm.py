@@ -30,8 +30,10 @@ from deployments.local_encoder import LocalEncoder, LocalEncoding
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.metrics import Counts, Distribution, Distributions
+from deployments.nixl_memory import NixlMemory
 from deployments.orphans import guard_children
 from deployments.packets import host_name
+from deployments.remote_trial import RemoteWay
 from deployments.replica_report import Report, llm_report, replica_name
 from deployments.server_timing import server_timing
 from deployments.tracing import Stage
@@ -60,7 +62,10 @@ class LLM:
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
-        self._incoming = Incoming(Counts(), num_workers=cast(int, engine_args.get("tensor_parallel_size", 1)))
+        counts = Counts()
+        remote = None if config.transfer in ("object_store", "shared_memory") else _remote_way(config, counts)
+        workers = cast(int, engine_args.get("tensor_parallel_size", 1))
+        self._incoming = Incoming(counts, num_workers=workers, remote=remote)
         self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
         self._reads_on = None if config.transfer == "object_store" else host_name()
         why_not = _why_not_loading(config)
@@ -173,7 +178,7 @@ class LLM:
         arrived_at_s, arrived = time.time(), time.perf_counter()
         self._under_way += 1
         try:
-            yield Accepted(self._reads_on, embeddings.read_from)
+            yield Accepted(self._reads_on, embeddings.read_from, self._incoming.pulls)
             async with aclosing(self._answered(request, places, embeddings, arrived_at_s, arrived)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -279,6 +284,17 @@ class LLM:
 
 async def _at_once(image: Image) -> Image:
     return image
+
+
+def _remote_way(config: AppConfig, counts: Counts) -> RemoteWay:
+    """Raises NotInstalledError where NIXL is asked for and cannot be used."""
+    return RemoteWay(
+        counts,
+        NixlMemory,
+        num_bytes=config.llm.landing_bytes,
+        always=config.transfer == "nixl",
+        host=host_name(),
+    )
 
 
 def _why_not_loading(config: AppConfig) -> str | None:

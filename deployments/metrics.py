@@ -50,17 +50,26 @@ class Count(Enum):
     HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
     REPLICAS_LOST = "Losses of a replica while it worked on a request."
-    EMBEDDINGS_UNSHARED = "Embeddings that found no room in the encoder's shared memory."
+    EMBEDDINGS_UNSHARED = (
+        "Embeddings that could not be lent: no room in the encoder's shared memory, or NIXL is not installed there."
+    )
     EMBEDDINGS_ARRIVED = (
         "Embeddings that came to a language model; the tag `reason` says how: engine_loads (a copy off the encoder's "
         "device and a copy onto the engine's), in_request (vLLM copies it between its processes as well), object_store "
-        "(Ray copies it too), local (the replica encoded it by itself)."
+        "(Ray copies it too), nixl (read from another host's memory, with no copy on either host beyond those two), "
+        "local (the replica encoded it by itself)."
     )
     EMBEDDING_BYTES_ARRIVED = "Their bytes, those included that the engine had already; the tag `reason` says how."
     EMBEDDINGS_LOADED = "Embeddings that an engine's worker copied from shared memory to its device."
     EMBEDDING_BYTES_LOADED = "Their bytes."
     LOAD_MS = "Milliseconds from an embedding's being ready to its being on the worker's device, added up."
-    TRANSFERS_FAILED = "Requests that were tried again because an embedding could not be had from shared memory."
+    TRANSFERS_FAILED = (
+        "Requests that were tried again because an embedding could not be had from shared memory or by NIXL."
+    )
+    REMOTE_WAYS_CHOSEN = (
+        "Choices of how embeddings come from encoders on other hosts, whenever they change; the tag `reason` says what "
+        "was chosen and why."
+    )
 
     @property
     def metric(self) -> str:
@@ -76,6 +85,7 @@ WITH_REASON = (
     Count.SHED_REQUESTS,
     Count.EMBEDDINGS_ARRIVED,
     Count.EMBEDDING_BYTES_ARRIVED,
+    Count.REMOTE_WAYS_CHOSEN,
 )
 WITH_TIER = (Count.CACHE_HITS,)
 

@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import logging
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -62,6 +63,9 @@ NOWHERE = "nowhere"
 PATIENCE_S = 2.0
 """With encoders that are asked whether they are there."""
 
+PULLS_REMEMBERED = 8
+"""Answers of language models that tell whether encoders of other hosts are to lend."""
+
 EARLY_CALLS = 64
 """Answers of one ingress that may wait at language models for encoders: their places are for what can be answered."""
 
@@ -105,6 +109,7 @@ class Replicas:
         self._identity: EncoderIdentity | None = None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
+        self._pulls: deque[bool] = deque(maxlen=PULLS_REMEMBERED)
         self._whereabouts = Whereabouts(max_whereabouts)
         self._early: set[asyncio.Future[Any]] = set()
         self._counts = Counts()
@@ -167,8 +172,9 @@ class Replicas:
             return seen
         if self._watch is not None and self._watch.none_there:
             return job
-        job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)))
-        key = f"{job.digest} {job.read_on}"
+        pulled = not attempt and len(self._pulls) > 0 and all(self._pulls)
+        job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)), pulled=pulled)
+        key = f"{job.digest} {job.read_on} {job.pulled}"
         encoding, shared = self._encodings.take(key, lambda: self._call_encoder(job, attempt))
         if shared:
             self._counts.add(Count.ENCODINGS_SHARED)
@@ -253,6 +259,7 @@ class Replicas:
     def encoded(self, encodings: Sequence[Encoding], accepted: Accepted) -> None:
         """A language model has them."""
         self._read_on.add(accepted.reads_on or NOWHERE)
+        self._pulls.append(accepted.pulls)
         for calling in _callings(encodings):
             self._encodings.used(calling)
         for seen in accepted.read_from:

@@ -46,6 +46,8 @@ class ImageJob:
     """Of the images before it in its request: a large request's later images yield to small requests by as much."""
     read_on: tuple[str, ...] = ()
     """The hosts whose language models may get the embedding (`packets.host_name`), where shared memory is wanted."""
+    pulled: bool = False
+    """The language models read from encoders on other hosts."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,21 @@ class EncodedImage:
 
 
 @dataclass(frozen=True)
+class RemotePlace:
+    """Where another host's language model reads an embedding, once."""
+
+    introduction: bytes
+    """Of the encoder's process, for `RemoteMemory.read`."""
+    address: int
+    """Of the embedding's header there."""
+    lease: bytes
+    """What the reader tells at its end."""
+
+
+@dataclass(frozen=True)
 class SharedEmbedding:
-    """An embedding that waits in shared memory of the encoder's host. Whoever wants it asks its lender."""
+    """An embedding that waits in shared memory of the encoder's host. Whoever wants it asks its lender, or reads it
+    from another host."""
 
     digest: str
     grid_thw: tuple[int, int, int]
@@ -132,6 +147,8 @@ class SharedEmbedding:
     timings: EncodeTimings
     lender: str
     """Address for `packets.connect`, on the encoder's host."""
+    remote: RemotePlace | None = None
+    """Where it is lent to one reader of another host."""
 
     @property
     def num_tokens(self) -> int:
@@ -204,6 +221,8 @@ class Accepted:
     """Its host, where it takes embeddings from shared memory of that host."""
     read_from: tuple[SharedEmbedding | None, ...] = ()
     """Of each of the request's embeddings, where in shared memory it lies; None for one that came otherwise."""
+    pulls: bool = False
+    """Whether it reads from encoders on other hosts."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ FORBIDDEN_IMPORTS = {
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where they are not called as what they are imported as
 # [gpu] or [cpu] brings vllm, and vllm or [test] transformers; triton comes with torch for CUDA, and the attention
 # packages are asked for by name.
-EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "opentelemetry"}
+EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "opentelemetry", "nixl"}
 # An adapter to an optional kernel is the one place that may import the package which carries it.
 ADAPTERS = {"encoder/attention_backends/vllm_fa3.py": {"vllm.vllm_flash_attn"}}
 # What deployments/ needs of torch: to describe tensors, view their bytes, name a device. Arithmetic is encoder/'s.

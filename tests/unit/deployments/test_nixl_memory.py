@@ -1,0 +1,192 @@
+"""NIXL itself, between two processes of this machine, over TCP as between hosts and over what UCX chooses."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.embedding_shelf import EmbeddingShelf
+from deployments.landing import Landing
+from deployments.lending import GoneError
+from deployments.nixl_memory import NixlMemory, NotInstalledError
+from deployments.wire import RemotePlace, SharedEmbedding
+from tests.unit.deployments.test_lending import PATIENCE_S, ROOT, TIMINGS, WIDTH, digest, encoded, eventually
+from tests.unit.deployments.test_remote_lending import is_free, tensor
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="nixl is not installed (pip install 'vitray[nixl]')"
+)
+LARGE = 500_000
+"""Tokens: 64 MB."""
+
+
+class Source:
+    """The other process."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        program = [sys.executable, "-m", "tests.unit.deployments.nixl_source"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            program, cwd=ROOT, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
+        )
+
+    def lend(self, number: int = 1, *, tokens: int = 6) -> SharedEmbedding:
+        told = self._answer({"number": number, "tokens": tokens})
+        introduction, lease = (base64.b64decode(told[key]) for key in ("introduction", "lease"))
+        place = RemotePlace(introduction, told["address"], lease)
+        return SharedEmbedding(
+            digest(number), (1, 4, tokens), "bfloat16", (tokens, WIDTH), TIMINGS, lender="", remote=place
+        )
+
+    def lent(self) -> int:
+        """Embeddings that it keeps for readers."""
+        return int(self._answer({})["lent"])
+
+    def _answer(self, asked: dict[str, int]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        return next(json.loads(line) for line in self.process.stdout if line.startswith("{"))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(params=["tcp", None])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
+    environment = {} if request.param is None else {"UCX_TLS": request.param}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    source = Source(environment)
+    yield source
+    source.kill()
+
+
+@pytest.fixture
+def landing(source: Source) -> Iterator[Landing]:  # after `source`, whose environment NIXL reads
+    with closing(Landing(NixlMemory(), 2**27, patience_s=PATIENCE_S)) as landing:
+        yield landing
+
+
+def left_in_shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "ucx" in name}  # noqa: PTH208
+
+
+@installed
+def test_embeddings_arrive_bit_by_bit(source: Source, landing: Landing) -> None:
+    for number, tokens in ((1, 6), (2, LARGE)):
+        image = source.lend(number, tokens=tokens)
+        landed = landing.fetch(image).result(PATIENCE_S)
+        expected = encoded(EmbeddingShelf(2**27), number, tokens=tokens).unpack(width=WIDTH, merge_size=2)
+        assert torch.equal(tensor(image, landed), expected)
+        del landed
+    eventually(lambda: is_free(landing))
+    eventually(lambda: source.lent() == 0)
+
+
+@installed
+def test_what_is_not_the_encoders_cannot_be_read(source: Source, landing: Landing) -> None:
+    image = source.lend()
+    assert image.remote is not None
+    outside = RemotePlace(image.remote.introduction, image.remote.address + 2**28, b"")
+    wrong = SharedEmbedding(image.digest, image.grid_thw, image.dtype, image.shape, TIMINGS, "", outside)
+    with pytest.raises(GoneError, match="NOT_FOUND"):
+        landing.fetch(wrong).result(PATIENCE_S)
+    landing.fetch(image).result(PATIENCE_S)
+
+
+@installed
+def test_an_encoder_that_is_killed_is_noticed_and_leaves_nothing(source: Source, landing: Landing) -> None:
+    before = left_in_shared_memory()
+    landing.fetch(source.lend()).result(PATIENCE_S)
+    image = source.lend(2, tokens=LARGE)
+    os.kill(source.process.pid, signal.SIGSTOP)  # so that it dies in the middle
+    coming = landing.fetch(image)
+    eventually(lambda: coming.done() or any(pull.reading is not None for pull in landing._pulls))
+    source.kill()
+    if (error := coming.exception(PATIENCE_S)) is None:  # the memory was read without its process
+        coming.result().release(image.digest)
+    else:
+        assert isinstance(error, GoneError)
+    with pytest.raises(GoneError):
+        landing.fetch(image).result(PATIENCE_S)
+    eventually(lambda: is_free(landing))
+    assert left_in_shared_memory() <= before
+
+
+@installed
+def test_an_encoder_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read has no end of its own, and goes on writing when it was given up."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # where its process has to move the bytes
+    source = Source({})
+    try:
+        with closing(Landing(NixlMemory(), 2**27, patience_s=1.0)) as landing:
+            landing.fetch(source.lend()).result(PATIENCE_S)
+            image = source.lend(2, tokens=LARGE)
+            os.kill(source.process.pid, signal.SIGSTOP)
+            with pytest.raises(GoneError, match="no bytes"):
+                landing.fetch(image).result(PATIENCE_S)
+            assert landing.arena.free_bytes < landing.num_bytes - LARGE * WIDTH
+            os.kill(source.process.pid, signal.SIGCONT)
+            eventually(lambda: is_free(landing))
+    finally:
+        source.kill()
+
+
+@installed
+def test_a_new_process_is_read_from_after_the_old_one(source: Source, landing: Landing) -> None:
+    landing.fetch(source.lend()).result(PATIENCE_S)
+    source.kill()
+    other = Source({})
+    try:
+        landing.fetch(other.lend()).result(PATIENCE_S)
+    finally:
+        other.kill()
+
+
+READER = """
+import pickle, sys, time
+from deployments.landing import Landing
+from deployments.nixl_memory import NixlMemory
+landing = Landing(NixlMemory(), 2**27, patience_s=60)
+print("ready", flush=True)  # an embedding is lent for a bounded time
+landed = landing.fetch(pickle.loads(bytes.fromhex(sys.stdin.readline()))).result(60)
+print("landed", flush=True)
+time.sleep(600)
+"""
+
+
+@installed
+def test_a_language_model_that_is_killed_keeps_nobody_from_reading(source: Source, landing: Landing) -> None:
+    pipe = subprocess.PIPE
+    reader = subprocess.Popen([sys.executable, "-c", READER], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    assert any(line == "ready\n" for line in reader.stdout)
+    reader.stdin.write(pickle.dumps(source.lend(tokens=LARGE)).hex() + "\n")
+    assert any(line == "landed\n" for line in reader.stdout)
+    reader.kill()
+    reader.wait()
+    for number in (2, 3):
+        landing.fetch(source.lend(number)).result(PATIENCE_S)
+    eventually(lambda: source.lent() == 0)
+    assert left_in_shared_memory() == set()
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(NotInstalledError, match=r"pip install 'vitray\[nixl\]'"):
+        NixlMemory()
