@@ -64,7 +64,7 @@ async def respond(
         whole = b"" if streamed else b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
     except Exception as error:
         cancel(failed=True)
-        raise replicas.explained(error) from error
+        raise replicas.failures.explained(error) from error
     except BaseException:  # the client has gone, or the deadline has passed
         cancel()
         raise
@@ -85,7 +85,7 @@ async def respond(
             complete = True
         except Exception as error:
             logger.exception("an answer broke off")
-            told = deadline.error() if isinstance(error, TimeoutError) else replicas.explained(error)
+            told = deadline.error() if isinstance(error, TimeoutError) else replicas.failures.explained(error)
             if isinstance(told, ApiError):
                 yield b"data: " + error_head_and_body(told)[1] + b"\n\n"
         finally:

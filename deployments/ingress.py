@@ -27,6 +27,7 @@ from deployments.deadline import TIMEOUT_HEADER, Deadline
 from deployments.door import Client, Door
 from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError, error_head_and_body
+from deployments.failures import OutdatedError, ReplicaLostError
 from deployments.image_jobs import request_images
 from deployments.json_body import json_object, written
 from deployments.listening import serve_host
@@ -35,7 +36,7 @@ from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.page_routes import Page, json_answer
 from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS, IngressLoad
-from deployments.replicas import Answer, OutdatedError, ReplicaLostError, Replicas
+from deployments.replicas import Answer, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage
 from deployments.wire import HttpRequest, ImageJob, ImagePlace, ResponseHead
@@ -162,7 +163,7 @@ class Ingress:
         started = time.perf_counter()
         bounds = chat_images.pop_bounds(body)
         for last_try in (False, True):
-            identity = await self._again(lambda _: self._replicas.encoder_identity())
+            identity = await self._again(lambda _: self._replicas.identity.get())
             images = await request_images(
                 parts, bounds, identity, self._fetcher, self._limits, client=client.name, salt=client.salt
             )
@@ -188,7 +189,7 @@ class Ingress:
             try:
                 return await self._answered(request, places, images.jobs, key, visit, deadline, stages)
             except IdentityChangedError:
-                self._replicas.forget_identity()
+                self._replicas.identity.forget()
                 if last_try:
                     break
         changing = "the encoders are changing their weights; try again"

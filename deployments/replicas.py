@@ -1,4 +1,4 @@
-"""How the ingress reaches the replicas: calls by Serve's handles, and what a failed call means to a client.
+"""How the ingress reaches the replicas: calls by Serve's handles.
 
 It must not know of HTTP requests or chat bodies.
 """
@@ -7,30 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import dataclasses
-import logging
-import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
-from ray.exceptions import ObjectLostError, RayActorError, TaskCancelledError
-from ray.serve.context import _set_request_context
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from deployments.admission import Shed
 from deployments.affinity import Call
 from deployments.arrived import TransferFailedError
-from deployments.encoder import IdentityChangedError
-from deployments.encoder_watch import EncoderWatch, NoEncoderError
-from deployments.errors import ApiError
-from deployments.gpu_jobs import DeviceMemoryError, QueueFullError, WorkerEndedError
+from deployments.failures import Failures, OutdatedError
 from deployments.hedging import Begun, Hedging, object_ref
 from deployments.metrics import Count, Counts
+from deployments.own_calls import on_its_own
 from deployments.shared_calls import SharedCall, SharedCalls
+from deployments.tower_identity import TowerIdentity
 from deployments.whereabouts import Whereabouts
 from deployments.wire import (
     Accepted,
@@ -43,9 +35,6 @@ from deployments.wire import (
     ResponseHead,
     SharedEmbedding,
 )
-from encoder.identity import EncoderIdentity
-
-logger = logging.getLogger("ray.serve")
 
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
 Calling = SharedCall[DeploymentResponse[EncoderAnswer]]
@@ -60,23 +49,11 @@ T = TypeVar("T")
 NOWHERE = "nowhere"
 """Stands for the host of a language model that takes nothing from shared memory."""
 
-PATIENCE_S = 2.0
-"""With encoders that are asked whether they are there."""
-
 PULLS_REMEMBERED = 8
 """Answers of language models that tell whether encoders of other hosts are to lend."""
 
 EARLY_CALLS = 64
 """Answers of one ingress that may wait at language models for encoders: their places are for what can be answered."""
-
-
-class ReplicaLostError(ApiError):
-    """A replica died at its work, or could not do it. It can be tried again elsewhere, as long as nothing of the answer
-    has been told."""
-
-
-class OutdatedError(Exception):
-    """An embedding is not where it was seen lately; encoders are to be asked."""
 
 
 class Replicas:
@@ -100,62 +77,20 @@ class Replicas:
         models encode by themselves; None where they cannot.
         """
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
-        self._encoder = encoder.options(_by_reference=True)
         self._encode = encoder.options(method_name="encode", _by_reference=True)
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
-        self._encodes_itself = llm.options(_by_reference=True)
-        self._retry_after_s = retry_after_s
-        self._overloaded_retry_s = overloaded_retry_s
-        self._identity: EncoderIdentity | None = None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
         self._pulls: deque[bool] = deque(maxlen=PULLS_REMEMBERED)
         self._whereabouts = Whereabouts(max_whereabouts)
         self._early: set[asyncio.Future[Any]] = set()
         self._counts = Counts()
+        self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
         self._hedging = None if hedge_after_s is None else Hedging(hedge_after_s, self._counts)
-        self._watch: EncoderWatch | None = None
-        if fallback_after_s is not None:
-            self._watch = EncoderWatch(
-                lambda: _on_its_own(self._encoder.identity.remote), self._any_encoder, after_s=fallback_after_s
-            )
-
-    async def encoder_identity(self) -> EncoderIdentity:
-        """What digests are made with; asked for once, and again after `forget_identity`."""
-        if self._identity is None:
-            try:
-                self._identity = await self._ask_identity()
-            except Exception as error:
-                raise self.explained(error) from error
-        return self._identity
-
-    async def _ask_identity(self) -> EncoderIdentity:
-        """An encoder's, or, where none is there, that of the language models' own."""
-        if self._watch is None:
-            return await cast(DeploymentResponse[EncoderIdentity], self._encoder.identity.remote())
-        if not self._watch.none_there:
-            with contextlib.suppress(NoEncoderError):
-                return await self._watch.unless_none(
-                    cast(DeploymentResponse[EncoderIdentity], self._encoder.identity.remote())
-                )
-        theirs = await cast(DeploymentResponse[EncoderIdentity | None], self._encodes_itself.encoder_identity.remote())
-        if theirs is None:
-            raise ApiError(503, "no encoder is up; try again", code="unavailable", retry_after_s=self._retry_after_s)
-        return theirs
-
-    async def _any_encoder(self) -> bool:
-        """Whether one runs; one that does not answer for being busy does."""
-        try:
-            asked = _on_its_own(lambda: self._encoder.broadcast("identity"))
-            answers = await asked.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
-        except DeploymentUnavailableError:
-            return False
-        except TimeoutError:
-            return True
-        return not all(isinstance(answer, RayActorError) for answer in answers)
-
-    def forget_identity(self) -> None:
-        self._identity = None
+        self.identity = TowerIdentity(
+            encoder, llm, self.failures, retry_after_s=retry_after_s, fallback_after_s=fallback_after_s
+        )
+        self._watch = self.identity.watch
 
     def encode(self, job: ImageJob, attempt: int = 0, *, ask: bool = False) -> Encoding:
         """Starts encoding, or joins a call for the same image; what is returned goes to `answer`, not awaited here.
@@ -182,7 +117,7 @@ class Replicas:
 
     def _call_encoder(self, job: ImageJob, attempt: int) -> DeploymentResponse[EncoderAnswer]:
         to = self._encode.options(session_id=Call(job.digest, job.num_tokens, attempt).label())
-        started = _on_its_own(lambda: to.remote(job))
+        started = on_its_own(lambda: to.remote(job))
         return cast(DeploymentResponse[EncoderAnswer], started)
 
     async def answer(
@@ -288,55 +223,7 @@ class Replicas:
     def trying_again(self) -> None:
         self._counts.add(Count.TRIES_AGAIN)
 
-    def explained(self, error: Exception) -> Exception:
-        """What the client is told when a replica could not answer; errors that are for this server stay as they are."""
-        if isinstance(error, ApiError | IdentityChangedError | OutdatedError | TimeoutError):
-            return error
-        retry = self._retry_after_s
-        if isinstance(error, BackPressureError | QueueFullError):
-            self._counts.add(Count.SHED_REQUESTS, reason=Shed.REPLICA_QUEUE.value)
-            told = "the server is at its limit; try again"
-            return ApiError(503, told, code="overloaded", retry_after_s=self._overloaded_retry_s())
-        if isinstance(error, DeploymentUnavailableError):
-            return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
-        if isinstance(error, NoEncoderError):  # the next try does without
-            return ReplicaLostError(503, "no encoder is up; try again", code="unavailable", retry_after_s=retry)
-        if isinstance(error, TransferFailedError):
-            self._counts.add(Count.TRANSFERS_FAILED)
-            return ReplicaLostError(503, "an embedding was lost; try again", code="replica_lost", retry_after_s=retry)
-        if _tells_of(error, DeviceMemoryError):
-            short = "an encoder had no memory left for this; try again"
-            return ReplicaLostError(503, short, code="overloaded", retry_after_s=self._overloaded_retry_s())
-        if _tells_of(error, RayActorError, ObjectLostError, TaskCancelledError, WorkerEndedError):
-            self._counts.add(Count.REPLICAS_LOST)
-            lost = "a replica was lost while it worked on this; try again"
-            return ReplicaLostError(503, lost, code="replica_lost", retry_after_s=retry)
-        logger.error("a replica failed", exc_info=error)
-        return ApiError(500, "the server failed to answer", code="internal_error")
-
 
 def _callings(encodings: Sequence[Encoding]) -> list[Calling]:
     """Those for which an encoder was called."""
     return [encoding for encoding in encodings if isinstance(encoding, SharedCall)]
-
-
-def _on_its_own(start: Callable[[], T]) -> T:
-    """Starts a call that outlives the HTTP request it is started for: others may have come to share it.
-
-    Serve cancels what was called on behalf of a request whose client has gone.
-    """
-
-    def alone() -> T:
-        _set_request_context(_internal_request_id=uuid.uuid4().hex)
-        return start()
-
-    return contextvars.copy_context().run(alone)
-
-
-def _tells_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
-    """Whether `error` is of one of the kinds, or comes of one: Serve wraps an encoder's error in one of its own."""
-    while error is not None:
-        if isinstance(error, kinds):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

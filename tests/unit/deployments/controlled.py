@@ -165,9 +165,10 @@ class WatchedIngress(Ingress):
     def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
         EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
         super().__init__(config, encoder, llm)
-        self._replicas._counts = RecordedCounts()
+        recorded = RecordedCounts()
+        self._replicas._counts = self._replicas.failures._counts = recorded
         if self._replicas._hedging is not None:
-            self._replicas._hedging._counts = self._replicas._counts
+            self._replicas._hedging._counts = recorded
 
     def listens_on(self) -> str | None:
         return serve_host()

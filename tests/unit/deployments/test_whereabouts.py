@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayActorError
 from starlette.requests import Request
 
-from deployments import replicas as replicas_module
 from deployments.arrived import NotEncodedError
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.lending import Borrowed, GoneError, Lender
@@ -117,7 +117,7 @@ def test_an_embedding_that_has_gone_is_asked_for_at_once() -> None:
 
 
 def test_a_replica_that_is_lost_is_tried_again_through_encoders() -> None:
-    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(replicas_module.RayActorError()))
+    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(RayActorError()))
     assert in_turn(reads, 3) == [200] * 3
     assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces]
     assert reads.jobs[-1].read_on == ()
