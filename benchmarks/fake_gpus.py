@@ -10,18 +10,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from ray import serve
 from ray.serve import Application
 
+from benchmarks.stand_in_app import bound
 from configs.schema import AppConfig
 from deployments import encoder as encoder_module
-from deployments.app import resources, routing
 from deployments.encoder import EncoderReplica
-from deployments.ingress import Ingress
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
@@ -29,7 +26,6 @@ from encoder.packing import Batch
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 from encoder.staging import Room
-from encoder.vision_config import VisionConfig
 from tests.unit.deployments.controlled import StandInLLM
 
 
@@ -104,19 +100,4 @@ def build(args: dict[str, Any]) -> Application:
     """As `deployments.app.build_app` does. `args`: those of AppConfig, and those of FakeGpuEncoder beside them."""
     args = dict(args)
     of_encoder = [args.pop(name) for name in ("tokens_per_s", "start_s", "batches_under_way")]
-    config = AppConfig.model_validate(args)
-    vision = VisionConfig.from_checkpoint(Path(config.model))
-    light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 1024}
-    encoder = serve.deployment(
-        name="Encoder",
-        ray_actor_options=resources(config.encoder_replica),
-        max_ongoing_requests=512,
-        request_router_config=routing(config.encoder_replica),
-    )(FakeGpuEncoder)
-    llm = serve.deployment(name="LLM", request_router_config=routing(config.llm), **light)(StandInLLM)
-    ingress = serve.deployment(name="Ingress", **light)(Ingress)
-    return ingress.bind(
-        config,
-        encoder.bind(config, *of_encoder),
-        llm.bind(config, vision.width, vision.spatial_merge_size),
-    )
+    return bound(AppConfig.model_validate(args), FakeGpuEncoder, *of_encoder, llm=StandInLLM)

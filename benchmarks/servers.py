@@ -109,6 +109,8 @@ class Servers:
         for process in [process for family in families for process in family]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        for peer in self._peers.values():
+            peer.wait()
         for name in self._peers:
             self._keep(self._scratch / f"{name}.log", "vllm.log")
         self._peers = {}

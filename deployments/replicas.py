@@ -23,6 +23,7 @@ from deployments.metrics import Count, Counts
 from deployments.own_calls import on_its_own
 from deployments.shared_calls import SharedCall, SharedCalls
 from deployments.tower_identity import TowerIdentity
+from deployments.tracing import Stage, stage
 from deployments.whereabouts import Whereabouts
 from deployments.wire import (
     Accepted,
@@ -104,6 +105,7 @@ class Replicas:
         seen = None if ask or attempt else self._whereabouts.get(job.digest)
         if seen is not None:
             self._counts.add(Count.WHEREABOUTS_KNOWN)
+            stage(Stage.CACHED, 0)
             return seen
         if self._watch is not None and self._watch.none_there:
             return job

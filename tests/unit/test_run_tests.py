@@ -43,7 +43,9 @@ def test_who_stops_it_stops_what_runs_beside(monkeypatch: pytest.MonkeyPatch, tm
     """Ctrl-C in a terminal reaches all; where it reached the first alone, the second would go on."""
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     program = (
-        "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\ntry: time.sleep(600)\n"
+        # Of what a shell runs in the background the signal is ignored.
+        "import pathlib, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try: pathlib.Path(sys.argv[1]).touch(); time.sleep(600)\n"
         "except KeyboardInterrupt: pathlib.Path(sys.argv[2]).touch()\n"
     )
 

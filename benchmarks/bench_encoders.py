@@ -1,0 +1,265 @@
+"""Encoders behind Ray Serve and HTTP, as fast as they go: `python benchmarks/bench_encoders.py --gpus 1,2`.
+
+The application's own ingress, routing and encoder replicas, one GPU each; a stand-in for vLLM takes every embedding
+and answers at once (`benchmarks/stand_in_app.py`). Clients send JPEG files, none twice, with a fixed number under way.
+Beside it the library alone on one GPU, from the same kind of files in a process of its own (`bench_decode.py`), so that
+what Serve and HTTP cost shows, and how near to linear more encoders are. The last line on stdout is JSON. Needs Ray;
+`--tiny` runs without a GPU, on a small model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import aiohttp
+
+from benchmarks.bench_decode import photos
+from benchmarks.record import ROOT, gpu, provenance, save, write
+from benchmarks.trace_client import session
+from examples.local_app import free_port
+
+NAME = "encoders"
+START_S = 400.0
+REQUEST_S = 120.0
+FIRST_PORT = 8300
+SUFFIX_BYTES = 8
+"""Behind a JPEG file's end, where no decoder looks, and every digest does."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a client process sends."""
+
+    url: str
+    files: tuple[bytes, ...]
+    in_flight: int
+    warm_s: float
+    seconds: float
+    first: int
+    """Number of its first request; no two of a run are the same."""
+
+
+def request_body(file: bytes, number: int) -> bytes:
+    """A chat with one picture that no other has."""
+    url = "data:image/jpeg;base64," + base64.b64encode(file + number.to_bytes(SUFFIX_BYTES, "big")).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+
+
+async def drive(load: Load) -> tuple[int, int]:
+    """Images answered within the measured time, and failed at any."""
+    numbers = itertools.count(load.first)
+    began = time.perf_counter()
+    done = failed = 0
+
+    async def one_after_another(http: aiohttp.ClientSession) -> None:
+        nonlocal done, failed
+        while time.perf_counter() - began < load.warm_s + load.seconds:
+            number = next(numbers)
+            body = request_body(load.files[number % len(load.files)], number)
+            try:
+                headers = {"content-type": "application/json"}
+                async with http.post(f"{load.url}/v1/chat/completions", data=body, headers=headers) as response:
+                    await response.read()
+                    good = response.status == 200
+            except (aiohttp.ClientError, TimeoutError):
+                good = False
+            failed += not good
+            done += good and load.warm_s <= time.perf_counter() - began < load.warm_s + load.seconds
+
+    async with session(None, REQUEST_S) as http:
+        await asyncio.gather(*(one_after_another(http) for _ in range(load.in_flight)))
+    return done, failed
+
+
+def client(load: Load) -> tuple[int, int]:
+    """In a process of its own."""
+    return asyncio.run(drive(load))
+
+
+def together(loads: Sequence[Load]) -> tuple[float, int]:
+    """Images a second of all clients at once, and how many failed."""
+    with multiprocessing.get_context("spawn").Pool(len(loads)) as pool:
+        found = pool.map(client, loads)
+    return sum(done for done, _ in found) / loads[0].seconds, sum(failed for _, failed in found)
+
+
+def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """The application as a config file would give it: no cache, so that every picture is encoded."""
+    on_gpu = not asked.tiny
+    return {
+        "name": NAME,
+        "route_prefix": "/",
+        "import_path": "benchmarks.stand_in_app:build",
+        "args": {
+            "model": str(checkpoint),
+            "encoder_replica": {
+                "num_gpus": 1 if on_gpu else 0,
+                "num_cpus": 0.1,
+                "decode_workers": asked.decode_workers,
+                "cache_bytes": 0,
+            },
+            "llm": {"num_gpus": 0, "num_cpus": 0.1},
+            "ingress": {
+                "num_cpus": 0.1,
+                "max_whereabouts": 0,
+                "max_visual_tokens_in_flight": 2**20,
+                "max_images_in_flight": 4096,
+                "max_requests_waiting": 4096,
+            },
+        },
+        "deployments": [
+            {"name": "Ingress", "num_replicas": asked.ingresses * encoders, "max_ongoing_requests": 1024},
+            {"name": "Encoder", "num_replicas": encoders},
+            {"name": "LLM", "num_replicas": encoders},
+        ],
+    }
+
+
+@contextlib.contextmanager
+def served(gpus: int) -> Iterator[tuple[str, Any]]:
+    """An empty Serve on a Ray of its own: its address, and what deploys to it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("PYTHONPATH", str(ROOT))
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short
+    try:
+        ray.init(
+            address="local", num_cpus=64, num_gpus=gpus, include_dashboard=False, log_to_driver=False, _temp_dir=folder
+        )
+        port = free_port(FIRST_PORT, "127.0.0.1")
+        serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": REQUEST_S})
+        yield f"http://127.0.0.1:{port}", _get_global_client()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def deploy(server: Any, application: dict[str, Any]) -> None:  # noqa: ANN401 - Serve's client is not typed
+    """Returns when it runs. Raises RuntimeError."""
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    server.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+    deadline = time.monotonic() + START_S
+    while (status := serve.status().applications[NAME]).status != "RUNNING":
+        if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
+            raise RuntimeError(f"the application did not start within {START_S:g} s: {status}")
+        time.sleep(0.5)
+
+
+def library(asked: argparse.Namespace) -> dict[str, Any]:
+    """`bench_decode.py` on one GPU. Raises RuntimeError with what it said where it failed."""
+    command = [sys.executable, "benchmarks/bench_decode.py", "--arch", asked.arch, "--side", str(asked.side)]
+    command += ["--workers", str(asked.decode_workers), *(["--tiny"] if asked.tiny else [])]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"bench_decode.py failed with {ran.returncode}: {ran.stderr[-500:]}")
+    rows: dict[str, dict[str, Any]] = json.loads(ran.stdout.strip().splitlines()[-1])["archs"]
+    return rows[asked.arch]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Encoders behind Ray Serve and HTTP, as fast as they go.")
+    parser.add_argument("--gpus", type=_counts, default=[1], help="numbers of encoders, such as 1,2,4")
+    parser.add_argument("--arch", choices=("qwen3_vl", "qwen2_5_vl"), default="qwen3_vl")
+    parser.add_argument("--side", type=int, default=1024, help="of the photos, in pixels")
+    parser.add_argument("--distinct", type=int, default=16, help="photos that are made; no file is sent twice")
+    parser.add_argument("--in-flight", type=int, default=96, help="requests under way for each encoder")
+    parser.add_argument("--seconds", type=float, default=15.0, help="that are measured")
+    parser.add_argument("--warm-seconds", type=float, default=5.0)
+    parser.add_argument("--decode-workers", type=int, default=10, help="processes of each encoder, and of the library")
+    parser.add_argument("--ingresses", type=int, default=2, help="ingress replicas, and clients, for each encoder")
+    parser.add_argument("--tiny", action="store_true", help="a small model, without GPUs")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    return parser.parse_args(arguments)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 1,2,4")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = parse(arguments)
+    files = tuple(photos(asked.side, asked.distinct, seed=0))
+    report: dict[str, Any] = {
+        "benchmark": "encoders",
+        "gpu": None if asked.tiny else gpu(),
+        "tiny": asked.tiny,
+        "arch": asked.arch,
+        "side": asked.side,
+        "decode_workers": asked.decode_workers,
+        "ingresses_an_encoder": asked.ingresses,
+        "in_flight_an_encoder": asked.in_flight,
+        "library": library(asked),
+        "rows": [],
+        **provenance(asked.commit, arguments),
+    }
+    alone = report["library"]["files_images_per_s"]
+    tower = report["library"]["tower_images_per_s"]
+    print(f"the library alone: {alone:.1f} images a second from files, the tower {tower:.1f}", flush=True)
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, served(0 if asked.tiny else max(asked.gpus)) as (url, server):
+        checkpoint = ROOT / "models" / "scenes-8m"
+        if not asked.tiny:
+            from benchmarks.serving_checkpoint import make_published
+
+            checkpoint = make_published(asked.arch, Path(folder) / asked.arch)
+        for encoders in asked.gpus:
+            deploy(server, schema(checkpoint, encoders, asked))
+            clients = asked.ingresses * encoders
+            each = -(-asked.in_flight * encoders // clients)
+            loads = [
+                Load(url, files, each, asked.warm_seconds, asked.seconds, (encoders * 100 + number) * 10**9)
+                for number in range(clients)
+            ]
+            images_per_s, lost = together(loads)
+            failed += lost
+            one = next((row["images_per_s"] for row in report["rows"] if row["encoders"] == 1), None)
+            row = {
+                "encoders": encoders,
+                "images_per_s": images_per_s,
+                "failed": lost,
+                "over_library": images_per_s / (alone * encoders),
+                "linear": None if one is None else images_per_s / (one * encoders),
+            }
+            report["rows"].append(row)
+            linear = "" if row["linear"] is None else f", {row['linear']:.3f} of linear"
+            share = f"{row['over_library']:.3f} of the library{linear}; {lost} failed"
+            print(f"{encoders} encoders: {images_per_s:.1f} images a second, {share}", flush=True)
+            if asked.out is not None:
+                save(report, asked.out)
+    write(report, asked.out)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
