@@ -196,14 +196,15 @@ class ServedApplication:
     def engine_cores(self, name: str) -> list[psutil.Process]:
         """The processes of vLLM's engines behind an application, at least one.
 
-        They are what an LLM replica spawns; vLLM's title for them does not always take.
+        They are what an LLM replica spawns; vLLM's title for them does not always take. A replica that has encoded by
+        itself has spawned a decoder too, which is smaller.
         """
-        found = [
-            process
-            for replica in self.replicas(name, "LLM")
-            for process in family(replica.pid)
-            if title(process).startswith("VLLM::EngineCore") or "multiprocessing.spawn" in title(process)
-        ]
+        found = []
+        for replica in self.replicas(name, "LLM"):
+            processes = family(replica.pid)
+            spawned = [process for process in processes if "multiprocessing.spawn" in title(process)]
+            titled = [process for process in processes if title(process).startswith("VLLM::EngineCore")]
+            found += titled or sorted(spawned, key=lambda process: process.memory_info().rss)[-1:]
         assert found, f"no engine behind {name}: {[title(process) for process in family(self._server.pid)]}"
         return found
 
