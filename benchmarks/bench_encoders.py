@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import aiohttp
 
 from benchmarks.bench_decode import photos
+from benchmarks.own_serve import own_serve
 from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.trace_client import session
-from examples.local_app import free_port
 
 NAME = "encoders"
-START_S = 400.0
 REQUEST_S = 120.0
-FIRST_PORT = 8300
 SUFFIX_BYTES = 8
 """Behind a JPEG file's end, where no decoder looks, and every digest does."""
 
@@ -134,41 +130,6 @@ def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[s
     }
 
 
-@contextlib.contextmanager
-def served(gpus: int) -> Iterator[tuple[str, Any]]:
-    """An empty Serve on a Ray of its own: its address, and what deploys to it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("PYTHONPATH", str(ROOT))
-    import ray
-    from ray import serve
-    from ray.serve.context import _get_global_client
-
-    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short
-    try:
-        ray.init(
-            address="local", num_cpus=64, num_gpus=gpus, include_dashboard=False, log_to_driver=False, _temp_dir=folder
-        )
-        port = free_port(FIRST_PORT, "127.0.0.1")
-        serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": REQUEST_S})
-        yield f"http://127.0.0.1:{port}", _get_global_client()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def deploy(server: Any, application: dict[str, Any]) -> None:  # noqa: ANN401 - Serve's client is not typed
-    """Returns when it runs. Raises RuntimeError."""
-    from ray import serve
-    from ray.serve.schema import ServeDeploySchema
-
-    server.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-    deadline = time.monotonic() + START_S
-    while (status := serve.status().applications[NAME]).status != "RUNNING":
-        if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
-            raise RuntimeError(f"the application did not start within {START_S:g} s: {status}")
-        time.sleep(0.5)
-
-
 def library(asked: argparse.Namespace) -> dict[str, Any]:
     """`bench_decode.py` on one GPU. Raises RuntimeError with what it said where it failed."""
     command = [sys.executable, "benchmarks/bench_decode.py", "--arch", asked.arch, "--side", str(asked.side)]
@@ -209,6 +170,7 @@ def _counts(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
+    os.environ.setdefault("PYTHONPATH", str(ROOT))  # of Ray's workers too
     files = tuple(photos(asked.side, asked.distinct, seed=0))
     report: dict[str, Any] = {
         "benchmark": "encoders",
@@ -227,14 +189,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tower = report["library"]["tower_images_per_s"]
     print(f"the library alone: {alone:.1f} images a second from files, the tower {tower:.1f}", flush=True)
     failed = 0
-    with tempfile.TemporaryDirectory() as folder, served(0 if asked.tiny else max(asked.gpus)) as (url, server):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        own_serve(num_cpus=64, num_gpus=0 if asked.tiny else max(asked.gpus), request_timeout_s=REQUEST_S) as (
+            url,
+            deploy,
+        ),
+    ):
         checkpoint = ROOT / "models" / "scenes-8m"
         if not asked.tiny:
             from benchmarks.serving_checkpoint import make_published
 
             checkpoint = make_published(asked.arch, Path(folder) / asked.arch)
         for encoders in asked.gpus:
-            deploy(server, schema(checkpoint, encoders, asked))
+            deploy(schema(checkpoint, encoders, asked))
             clients = asked.ingresses * encoders
             each = -(-asked.in_flight * encoders // clients)
             loads = [

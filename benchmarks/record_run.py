@@ -14,11 +14,8 @@ import base64
 import io
 import itertools
 import os
-import shutil
-import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +28,7 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
+from benchmarks.own_serve import own_serve
 from benchmarks.record import ROOT, provenance, write
 from benchmarks.trace_client import session
 from encoder.image_rules import ImageRules
@@ -199,43 +197,12 @@ def policy_arguments(asked: argparse.Namespace) -> dict[str, float]:
 
 def recorded(asked: argparse.Namespace, run: Sequence[Asked]) -> tuple[Fleet, list[float]]:
     """The run, on a Ray and a Serve of its own."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for source in ("REPLICA", "HANDLE"):  # before Serve's modules read it
         os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(asked.report_s)
-    import ray
-    from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
-
-    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short
     fleet = Fleet()
-    try:
-        ray.init(
-            address="local",
-            num_cpus=8,
-            num_gpus=asked.gpus,
-            object_store_memory=150 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        client = _get_global_client()
-        assert client is not None
-        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [schema(asked)]}))
-        deadline = time.monotonic() + WAIT_S
-        while (status := serve.status().applications[NAME]).status != "RUNNING":
-            if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
-                raise RuntimeError(f"the application did not start within {WAIT_S:g} s: {status}")
-            time.sleep(0.5)
-        alone_s = asyncio.run(drive(f"http://127.0.0.1:{port}", run, fleet))
-        return fleet, alone_s
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with own_serve(num_cpus=8, num_gpus=asked.gpus, object_store_memory=150 * 2**20) as (url, deploy):
+        deploy(schema(asked))
+        return fleet, asyncio.run(drive(url, run, fleet))
 
 
 def starts_s(rows: Sequence[tuple[float, int, int, int]]) -> list[float]:

@@ -20,6 +20,7 @@ from benchmarks.bench_encoders import Load, drive, request_body, schema
 from benchmarks.record import ROOT
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
+from tests.threaded import serving
 
 (FILE,) = photos(96, 1, seed=0)
 
@@ -63,12 +64,8 @@ class Answers(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     Answers.files = set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_what_is_answered_in_the_measured_time_counts_and_what_fails_at_any(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -71,16 +72,27 @@ def test_padding_that_reaches_real_rows_is_refused(tower: VisionTower) -> None:
     assert graphs.captured == {}
 
 
-def test_a_forward_that_fails_while_it_is_captured_is_refused(tower: VisionTower) -> None:
-    calls: list[int] = []
+def failing_at(tower: VisionTower, *numbers: int) -> TowerForward:
+    """A forward whose calls of these numbers fail. The first is what a graph is compared with."""
+    calls = itertools.count(1)
 
-    def failing(patches: Tensor, metadata: TowerMetadata) -> Tensor:
-        calls.append(metadata.num_tokens)
-        if len(calls) == 3:  # after the reference and the warm-up
+    def run(patches: Tensor, metadata: TowerMetadata) -> Tensor:
+        if next(calls) in numbers:
             raise RuntimeError("operation not permitted when stream is capturing")
         return tower(patches, metadata)
 
-    graphs = graphs_of(dataclasses.replace(forward_of(tower), run=failing))
+    return dataclasses.replace(forward_of(tower), run=run)
+
+
+def test_what_has_to_run_before_it_can_be_captured_is_run(tower: VisionTower) -> None:
+    graphs = graphs_of(failing_at(tower, 2))
+    for budget in (96, 32):
+        graphs.capture(whole(budget, tower.config))
+    assert (len(graphs.captured), graphs.runs_before_capture) == (2, 1)
+
+
+def test_a_forward_that_fails_while_it_is_captured_is_refused(tower: VisionTower) -> None:
+    graphs = graphs_of(failing_at(tower, 2, 4))  # as it is captured, and once more after a run
     with pytest.raises(GraphRefusedError, match="budget 96 cannot be captured: operation not permitted"):
         graphs.capture(whole(96, tower.config))
 

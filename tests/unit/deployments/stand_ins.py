@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from configs.schema import AppConfig
 from deployments.ingress import MAX_TRIES, Ingress
-from deployments.wire import Accepted, HttpRequest, ImagePlace, ResponseHead
+from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
 from tests.unit.deployments.samples import IDENTITY, png
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
@@ -121,6 +121,29 @@ class StandIns:
         self.places.append(places)
         self.given.append(given)
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
+
+
+class Accepting(StandIns):
+    """Encoders whose jobs are kept, and language models that tell more as they accept."""
+
+    def __init__(self, *answers: Pieces) -> None:
+        super().__init__(*answers)
+        self.jobs: list[ImageJob] = []
+
+    def accepted(self) -> Accepted:
+        """What the answer to the last of the requests begins with."""
+        raise NotImplementedError
+
+    def _encode(self, job: object) -> Pieces:
+        assert isinstance(job, ImageJob)
+        self.jobs.append(job)
+        return super()._encode(job)
+
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object]) -> Pieces:
+        answer = super()._handle(request, places, given)
+        if answer._pieces and isinstance(answer._pieces[0], Accepted):
+            answer._pieces[0] = self.accepted()
+        return answer
 
 
 def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from contextlib import closing
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from deployments.remote_memory import RemoteMemory
 from deployments.wire import Accepted, EncodedImage, ImageJob, ImageRefused, SharedEmbedding
 from tests.unit.deployments.fake_remote_memory import FakeMemory, FakeNetwork
 from tests.unit.deployments.samples import IDENTITY, png
-from tests.unit.deployments.stand_ins import JSON_HEAD, Pieces, StandIns
+from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces
 from tests.unit.deployments.test_incoming import FreeAdded
 from tests.unit.deployments.test_lending import encoded
 from tests.unit.deployments.test_whereabouts import in_turn
@@ -29,24 +28,15 @@ HERE, THERE = "here", "there"
 MIB = 2**20
 
 
-class Pulls(StandIns):
+class Pulls(Accepting):
     """Language models on another host; of each answer whether its replica reads from there."""
 
     def __init__(self, *answers: Pieces, pulls: tuple[bool, ...]) -> None:
         super().__init__(*answers)
         self._pulls = list(pulls)
-        self.jobs: list[ImageJob] = []
 
-    def _encode(self, job: object) -> Pieces:
-        assert isinstance(job, ImageJob)
-        self.jobs.append(job)
-        return super()._encode(job)
-
-    def _handle(self, request: Any, places: Any, given: list[object]) -> Pieces:
-        answer = super()._handle(request, places, given)
-        if answer._pieces and isinstance(answer._pieces[0], Accepted):
-            answer._pieces[0] = Accepted(THERE, (None,), pulls=self._pulls.pop(0))
-        return answer
+    def accepted(self) -> Accepted:
+        return Accepted(THERE, (None,), pulls=self._pulls.pop(0))
 
 
 def test_encoders_are_told_once_all_language_models_read_from_other_hosts() -> None:

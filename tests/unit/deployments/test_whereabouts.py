@@ -17,8 +17,8 @@ from deployments.embedding_shelf import EmbeddingShelf
 from deployments.lending import Borrowed, GoneError, Lender
 from deployments.metrics import Count
 from deployments.whereabouts import Whereabouts
-from deployments.wire import Accepted, ImageJob, NotEncoded, SharedEmbedding
-from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, Pieces, StandIns, ingress_of
+from deployments.wire import Accepted, NotEncoded, SharedEmbedding
+from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
 from tests.unit.deployments.test_incoming import run, setting
 from tests.unit.deployments.test_lending import TIMINGS, WIDTH, digest, encoded
 
@@ -68,26 +68,16 @@ def in_turn(stand_ins: StandIns, times: int, **limits: Any) -> list[int]:
     return asyncio.run(ask())
 
 
-class Reads(StandIns):
+class Reads(Accepting):
     """Language models that read the embedding where an encoder on their host has it, and say so."""
 
     def __init__(self, *answers: Pieces, hosts: tuple[str, ...] = (HOST,)) -> None:
         super().__init__(*answers)
         self._hosts = hosts
-        self.jobs: list[ImageJob] = []
 
-    def _encode(self, job: object) -> Pieces:
-        assert isinstance(job, ImageJob)
-        self.jobs.append(job)
-        return super()._encode(job)
-
-    def _handle(self, request: Any, places: Any, given: list[object]) -> Pieces:
-        answer = super()._handle(request, places, given)
-        host = self._hosts[(len(self.requests) - 1) % len(self._hosts)]
-        lies = seen(self.jobs[-1].digest) if self.jobs[-1].read_on == (host,) else None
-        if answer._pieces and isinstance(answer._pieces[0], Accepted):
-            answer._pieces[0] = Accepted(host, (lies,))
-        return answer
+    def accepted(self) -> Accepted:
+        host, job = self._hosts[(len(self.requests) - 1) % len(self._hosts)], self.jobs[-1]
+        return Accepted(host, (seen(job.digest) if job.read_on == (host,) else None,))
 
 
 def test_no_encoder_is_asked_for_what_a_language_model_has_read_before() -> None:
