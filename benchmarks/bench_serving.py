@@ -29,9 +29,20 @@ from benchmarks.latency_figures import figures, ladder_text, latency_table, over
 from benchmarks.measure import Deadline
 from benchmarks.record import gpu, provenance, save, write
 from benchmarks.rungs import RUNGS
-from benchmarks.servers import Servers
+from benchmarks.servers import Peer, Servers, own_port, peer_port
 from benchmarks.serving_checkpoint import make_published
-from benchmarks.serving_plan import DECODE_WORKERS, ENCODER_SHARE, LLM_SHARE, MODEL, Served, compared, engine_args
+from benchmarks.serving_plan import (
+    DECODE_WORKERS,
+    ENCODER_SHARE,
+    LLM_SHARE,
+    MODEL,
+    Served,
+    compared,
+    engine_args,
+    serve_config,
+    vllm_command,
+    vllm_environment,
+)
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.5
@@ -196,6 +207,17 @@ def rows(
     return made
 
 
+def started(served: Sequence[Served], checkpoint: Path, scratch: Path, *, gpu: bool, logs: Path) -> Servers:
+    """All of them, side by side. `scratch`: a folder for what encoders keep."""
+    ours = [one for one in served if one.rung is not None]
+    config = serve_config(ours, checkpoint, gpu=gpu, port=own_port(), state_folder=scratch) if ours else None
+    peers = [
+        Peer(one.name, vllm_command(one, checkpoint, gpu=gpu, port=port), port, vllm_environment(one))
+        for one, port in ((one, peer_port(n)) for n, one in enumerate(one for one in served if one.rung is None))
+    ]
+    return Servers(config, peers, gpu=gpu, logs=logs)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
@@ -249,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             make_published("qwen3_vl", checkpoint)
         print(f"the checkpoint is there; starting {', '.join(found)}", flush=True)
-        with Servers(served, checkpoint, gpu=device is not None, logs=logs) as servers:
+        with started(served, checkpoint, Path(folder) / "state", gpu=device is not None, logs=logs) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             urls: dict[str, str] = {}
             # vLLM alone answers at once; an encoder of ours starts with its first picture.

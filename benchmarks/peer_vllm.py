@@ -14,8 +14,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -157,19 +159,22 @@ def main(arch: str, mode: str, rounds: int, seed: int, out: Path) -> None:
                 save(found, out)
 
 
-def published_files(arch: str, folder: Path) -> Path:
-    """A small checkpoint's files with the published tower and a language model of its width; no weights are read."""
+def published_files(arch: str, folder: Path, *, text: Mapping[str, int] = MappingProxyType({})) -> Path:
+    """A small checkpoint's files with the published tower and a language model of its width; no weights are read.
+
+    `text`: of the language model's configuration, what is to be as in `text` and not small.
+    """
     from training.checkpoints import make_checkpoint
 
     make_checkpoint(arch, folder, dtype="bfloat16")
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["vision_config"] = config["vision_config"] | dict(SECTIONS[arch])
-    text = config.get("text_config", config)
-    text |= {"intermediate_size": 4096, "num_hidden_layers": 4, **_TEXT[arch]}
+    language = config.get("text_config", config)
+    language |= {"intermediate_size": 4096, "num_hidden_layers": 4, **_TEXT[arch], **text}
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(text.get(key), dict):
-            text[key]["mrope_section"] = _SECTIONS[arch]
+        if isinstance(language.get(key), dict):
+            language[key]["mrope_section"] = _SECTIONS[arch]
     path.write_text(json.dumps(config))
     return folder
 

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks import serving_plan
 from benchmarks.record import ROOT
-from benchmarks.serving_plan import Served
 from examples.local_app import LocalApp, free_port
 
 SECONDS_TO_STOP = 15.0
@@ -29,35 +28,57 @@ LOOK_EVERY_S = 0.5
 FIRST_PORT = 8100
 
 
-class Servers:
-    """Our applications behind one `serve run`, each vLLM alone by itself; on exit all of it ends."""
+@dataclass(frozen=True)
+class Peer:
+    """Another server, a process by itself."""
 
-    def __init__(self, served: Sequence[Served], checkpoint: Path, *, gpu: bool, logs: Path) -> None:
-        """Starts them. `logs`: a folder, to which `serve.log` and `vllm.log` come in the end."""
+    name: str
+    command: Sequence[str]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Servers:
+    """Our applications behind one `serve run`, each peer by itself; on exit all of it ends."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None,
+        peers: Sequence[Peer],
+        *,
+        gpu: bool,
+        logs: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts them.
+
+        Args:
+            config: a serve_config, whose applications are at the routes of their names; None without ours.
+            logs: a folder, to which `serve.log` and `vllm.log` come in the end.
+            environment: variables for ours.
+        """
         self._logs = logs
         self._scratch = Path(tempfile.mkdtemp(prefix="vitray-bench-", dir="/tmp"))
         self._peers: dict[str, subprocess.Popen[bytes]] = {}
         self._app: LocalApp | None = None
         self.urls: dict[str, str] = {}
         self.began = time.monotonic()
-        environment = shared_environment(gpu=gpu)
+        shared = shared_environment(gpu=gpu)
         try:
-            if any(one.rung is not None for one in served):
-                config = serve_config_of(served, checkpoint, gpu=gpu, state_folder=self._scratch / "state")
-                port = config["http_options"]["port"]
-                self._app = LocalApp(config, environment)
+            if config is not None:
+                self._app = LocalApp(dict(config), {**shared, **(environment or {})})
                 self._app.start()
-                self.urls = {one.name: f"http://127.0.0.1:{port}/{one.name}" for one in served if one.rung is not None}
-            for number, one in enumerate(one for one in served if one.rung is None):
-                port = free_port(FIRST_PORT + 1 + number, "127.0.0.1")
-                command = serving_plan.vllm_command(one, checkpoint, gpu=gpu, port=port)
-                own = os.environ | environment | serving_plan.vllm_environment(one)
-                with (self._scratch / f"{one.name}.log").open("wb") as log:
-                    self._peers[one.name] = subprocess.Popen(
-                        command, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                        start_new_session=True,
+                port = config["http_options"]["port"]
+                names = [one["name"] for one in config["applications"]]
+                self.urls = {name: f"http://127.0.0.1:{port}/{name}" for name in names}
+            for peer in peers:
+                own = {**os.environ, **shared, **peer.environment}
+                with (self._scratch / f"{peer.name}.log").open("wb") as log:
+                    self._peers[peer.name] = subprocess.Popen(
+                        peer.command, cwd=ROOT, env=own, stdin=subprocess.DEVNULL, stdout=log,
+                        stderr=subprocess.STDOUT, start_new_session=True,
                     )  # fmt: skip
-                self.urls[one.name] = f"http://127.0.0.1:{port}"
+                self.urls[peer.name] = f"http://127.0.0.1:{peer.port}"
         except BaseException:
             self.stop()
             raise
@@ -132,9 +153,14 @@ class Servers:
         self.stop()
 
 
-def serve_config_of(served: Sequence[Served], checkpoint: Path, *, gpu: bool, state_folder: Path) -> dict[str, Any]:
-    port = free_port(FIRST_PORT, "127.0.0.1")
-    return serving_plan.serve_config(served, checkpoint, gpu=gpu, port=port, state_folder=state_folder)
+def peer_port(number: int) -> int:
+    """For the peer of that number, from 0: one that nobody listens at."""
+    return free_port(FIRST_PORT + 1 + number, "127.0.0.1")
+
+
+def own_port() -> int:
+    """For our applications."""
+    return free_port(FIRST_PORT, "127.0.0.1")
 
 
 def shared_environment(*, gpu: bool) -> Mapping[str, str]:

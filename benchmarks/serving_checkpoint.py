@@ -1,13 +1,15 @@
 """A checkpoint to serve: a published vision tower and a small language model of its width, all weights random.
 
-Written on the device that is there and in one file, so that a gigabyte takes seconds. What such a model says is noise;
+Written on the device that is there and in one file, so that a gigabyte takes a second. What such a model says is noise;
 how long it takes is not. It must not know who loads it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.peer_vllm import published_files
 from training.architectures import shapes_of
@@ -15,15 +17,16 @@ from training.architectures import shapes_of
 NORM_SPREAD = 0.05
 
 
-def make_published(arch: str, folder: Path, *, seed: int = 0) -> Path:
+def make_published(arch: str, folder: Path, *, seed: int = 0, text: Mapping[str, int] = MappingProxyType({})) -> Path:
     """The files in `folder`, bfloat16. What lies there of the name is written over.
 
-    The language model says letters alone: a client that waits for text gets some with every token.
+    The language model says letters alone: a client that waits for text gets some with every token. `text`: of its
+    configuration, what is not to be small, such as `num_hidden_layers`.
     """
     import torch
     from safetensors.torch import save_file
 
-    published_files(arch, folder)
+    published_files(arch, folder, text=text)
     shapes = shapes_of(json.loads((folder / "config.json").read_text()))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)

@@ -246,11 +246,11 @@ def test_failures_are_counted() -> None:
     assert (row["latency_requests"], row["latency_failed"], row["serving"]["failed"]) == (1, 1, 1)
 
 
-def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     """And what it said last is told, and kept."""
     program = "import sys; print('ValueError: no such tower'); sys.exit(3)"
-    monkeypatch.setattr(serving_plan, "vllm_command", lambda *_, **__: [sys.executable, "-c", program])
-    with servers.Servers([Served("vllm", "vLLM", None)], tmp_path, gpu=False, logs=tmp_path / "logs") as started:
+    peer = servers.Peer("vllm", [sys.executable, "-c", program], servers.peer_port(0))
+    with servers.Servers(None, [peer], gpu=False, logs=tmp_path / "logs") as started:
         began = time.monotonic()
         assert started.wait(60.0) == {}
         assert time.monotonic() - began < 30
@@ -259,13 +259,11 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_server_that_answers_is_ready_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def command(*_: object, port: int, **__: object) -> list[str]:
-        return [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
-
     (tmp_path / "health").write_text("")
-    monkeypatch.setattr(serving_plan, "vllm_command", command)
+    port = servers.peer_port(0)
+    peer = servers.Peer("vllm", [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], port)
     monkeypatch.setattr(servers, "ROOT", tmp_path)
-    with servers.Servers([Served("vllm", "vLLM", None)], tmp_path, gpu=False, logs=tmp_path / "logs") as started:
+    with servers.Servers(None, [peer], gpu=False, logs=tmp_path / "logs") as started:
         assert list(started.wait(60.0)) == ["vllm"]
         process = started._peers["vllm"]
     assert process.poll() is not None
@@ -276,7 +274,7 @@ def test_the_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from benchmarks import serving_checkpoint
 
     monkeypatch.setattr(
-        serving_checkpoint, "published_files", lambda arch, folder: make_checkpoint(arch, folder, dtype="bfloat16")
+        serving_checkpoint, "published_files", lambda arch, folder, **_: make_checkpoint(arch, folder, dtype="bfloat16")
     )
     for arch in ("qwen3_vl", "qwen2_5_vl"):
         folder = make_published(arch, tmp_path / arch)

@@ -1,0 +1,246 @@
+"""Goodput of encoders and language models apart against as many vLLM servers: `python benchmarks/bench_goodput.py`.
+
+On the same GPUs, with one checkpoint of Qwen3-VL-8B's shapes and random weights: the application with its encoders and
+language models on GPUs of their own, and a vLLM server with its own tower on each GPU behind HAProxy. All are up at
+once and asked in turn; who is not asked has nothing to do. Traces come in slices of their own for each speed, so that
+no cache knows a picture. One request with a small picture is sent again and again too, for one token, with every cache
+warm: what the way through the server costs. The last line on stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs;
+`--tiny` runs without one, on small models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import bench_serve, goodput_plan, latency_client, trace_figures
+from benchmarks.goodput_plan import NAME, Fleet
+from benchmarks.goodput_servers import balanced, peers
+from benchmarks.latency_figures import stages, summary
+from benchmarks.measure import Deadline
+from benchmarks.record import gpu, provenance, save, write
+from benchmarks.servers import Peer, Servers, own_port
+from benchmarks.serving_checkpoint import make_published
+from benchmarks.serving_plan import MODEL
+from benchmarks.trace_figures import Slo
+from benchmarks.trace_images import make_images
+from benchmarks.trace_requests import Trace, read_trace
+from benchmarks.trace_run import Plan, Server, measure
+from deployments.haproxy import environment
+from training.checkpoints import make_checkpoint
+
+START_SHARE = 0.5
+"""Of the time, at most, until what has not come up is left out."""
+STOP_S = 40.0
+MAX_LAG_MS = 20.0
+AGAIN_FIRST = 5
+"""Of the requests that are sent again, those that fill caches."""
+GOOD_SHARE = 0.9
+"""Of a speed's requests, for the speed to count as kept."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
+    parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
+    parser.add_argument("--encoders", type=int, default=1, help="GPUs with encoders; others have language models")
+    parser.add_argument("--load", type=load, action="append", metavar="TRACE:SPEED,SPEED", help="may come again")
+    parser.add_argument("--requests", type=int, default=200, help="of a trace for each speed (default 200)")
+    parser.add_argument("--pieces", type=int, default=2, help="in which servers take turns (default 2)")
+    parser.add_argument("--batched-tokens", type=int, default=2048, help="of our language models' steps (2048)")
+    parser.add_argument(
+        "--peer-batched-tokens", type=numbers, default=(8192,), help="of vLLM's: 2048,8192; default 8192"
+    )
+    parser.add_argument("--ingresses", type=int, default=4)
+    parser.add_argument("--decode-workers", type=int, default=8, help="of each encoder (default 8)")
+    parser.add_argument("--kv-gib", type=float, default=30.0, help="of each engine (default 30)")
+    parser.add_argument("--ttft-ms", type=float, default=1000.0)
+    parser.add_argument("--tpot-ms", type=float, default=50.0)
+    parser.add_argument("--again", type=int, default=60, help="times that one request is sent again")
+    parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    return parser.parse_args(arguments)
+
+
+def load(text: str) -> tuple[Path, tuple[float, ...]]:
+    """A trace and its speeds, times as fast as it says."""
+    path, _, speeds = text.rpartition(":")
+    try:
+        return Path(path), tuple(float(speed) for speed in speeds.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED") from error
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
+
+
+def slices(trace: Trace, number: int, requests: int) -> list[Trace]:
+    """So many parts of a trace with requests and pictures of their own. Raises ValueError where it is too short."""
+    if number * requests > len(trace.requests):
+        raise ValueError(
+            f"{number} speeds of {requests} requests want {number * requests}; {trace.name} has {len(trace.requests)}"
+        )
+    made = []
+    for first in range(0, number * requests, requests):
+        rows = trace.requests[first : first + requests]
+        moved = tuple(dataclasses.replace(one, at_s=one.at_s - rows[0].at_s) for one in rows)
+        digest = hashlib.sha256(f"{trace.digest} {first}".encode()).hexdigest()
+        made.append(Trace(trace.name, digest, moved))
+    return made
+
+
+def again(url: str, number: int) -> dict[str, Any]:
+    """Milliseconds of the same request, one by one."""
+    same = latency_client.body(MODEL, [(224, 224)], words=10, output_tokens=1, picture_seed=1, text_seed=1)
+    answers = asyncio.run(latency_client.one_by_one(url, [same] * (AGAIN_FIRST + number)))[AGAIN_FIRST:]
+    good = [answer for answer in answers if answer.ok]
+    return {
+        **(summary([1e3 * one.total_s for one in good]) or {}),
+        "stages": stages([one.server_timing for one in good]),
+        "failed": len(answers) - len(good),
+    }
+
+
+def measured(
+    trace: Trace, speed: float, servers: Sequence[Server], options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """A trace's slice at one speed."""
+    plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0)
+    runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True)))
+    slo = Slo(options.ttft_ms, options.tpot_ms)
+    found = bench_serve.report(plan, servers, runs, slo, MAX_LAG_MS)
+    for server in servers:
+        print(f"{server.label}, {trace.name}, {speed:g} times as fast", flush=True)
+        print(trace_figures.text(found["servers"][server.label]), flush=True)
+    return found
+
+
+def best(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
+    """The highest goodput that a server reached, and the most requests a second of which GOOD_SHARE were good."""
+    mine = [row["servers"][label] for row in rows]
+    kept = [
+        one["sent"] / row["due_s"] for one, row in zip(mine, rows, strict=True) if one["goodput_share"] >= GOOD_SHARE
+    ]
+    return {"goodput_per_s": max(one["goodput_per_s"] for one in mine), "kept_per_s": max(kept, default=None)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    deadline = Deadline(60 * options.minutes - STOP_S)
+    device = None if options.tiny else gpu()
+    if device is None and not options.tiny:
+        raise SystemExit("there is no GPU here; --tiny runs without one")
+    try:
+        fleet = Fleet(
+            options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
+            options.decode_workers, options.kv_gib, gpu=device is not None,
+        )  # fmt: skip
+        loads = [
+            (speeds, slices(read_trace(path), len(speeds), options.requests)) for path, speeds in options.load or ()
+        ]
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    report: dict[str, Any] = {
+        "benchmark": "goodput",
+        "tiny": options.tiny,
+        "gpu": device,
+        "fleet": dataclasses.asdict(fleet),
+        "proxy": "Serve's" if options.serve_proxy else "Serve's HAProxy",
+        "cores": os.cpu_count(),
+        "slo": {"ttft_ms": options.ttft_ms, "tpot_ms": options.tpot_ms},
+        "rows": [],
+        "again_ms": {},
+        **provenance(options.commit, arguments),
+    }
+    logs = options.logs or (options.out.parent if options.out else Path.cwd())
+    with (
+        tempfile.TemporaryDirectory(prefix="vt-") as kept,
+        tempfile.TemporaryDirectory(prefix="vt-", dir="/tmp") as short,
+    ):
+        folder = Path(kept)
+        checkpoint = folder / "qwen3_vl"
+        if options.tiny:
+            make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
+        else:
+            make_published("qwen3_vl", checkpoint, text=goodput_plan.LLM_8B)
+            goodput_plan.published_config(checkpoint)
+        print("the checkpoint is there", flush=True)
+        config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), state_folder=folder / "state")
+        sets = peers(fleet, checkpoint)
+        everyone = [peer for one in sets.values() for peer in one]
+        variables = {} if options.serve_proxy else environment(Path(short))
+        with Servers(config, everyone, gpu=fleet.gpu, logs=logs, environment=variables) as servers:
+            ready = servers.wait(START_SHARE * deadline.left)
+            if missing := [name for name in servers.urls if name not in ready]:
+                for name in missing:
+                    print(f"did not come up: {name}: {servers.last_words(name)}", flush=True)
+                return 1
+            report["ready_s"] = ready
+            run(report, fleet, servers, sets, loads, options, folder, deadline)
+    write(report, options.out)
+    return 0
+
+
+def run(
+    report: dict[str, Any],
+    fleet: Fleet,
+    servers: Servers,
+    sets: Mapping[str, Sequence[Peer]],
+    loads: Sequence[tuple[Sequence[float], Sequence[Trace]]],
+    options: argparse.Namespace,
+    folder: Path,
+    deadline: Deadline,
+) -> None:
+    """Everything that is asked, into `report`, which is kept as it grows."""
+    pictures = folder / "pictures"
+    with ExitStack() as stack:
+        urls = {NAME: servers.urls[NAME]}
+        for name, members in sets.items():
+            port = stack.enter_context(balanced([one.port for one in members], folder))
+            urls[name] = f"http://127.0.0.1:{port}"
+        all_of = [Server(name, url) for name, url in urls.items()]
+        for number in range(2):  # every replica's first requests, sent at once
+            warm = slices(loads[0][1][0], 1, min(8 * fleet.gpus, options.requests))[0]
+            digest = hashlib.sha256(f"warm-up {number}".encode()).hexdigest()
+            measured(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)
+        if options.again:
+            direct = {NAME: urls[NAME]} | {name: f"http://127.0.0.1:{one[0].port}" for name, one in sets.items()}
+            report["again_ms"] = {name: again(url, options.again) for name, url in direct.items()}
+            print(f"the same request again: {report['again_ms']}", flush=True)
+        for speeds, parts in loads:
+            for speed, trace in zip(speeds, parts, strict=True):
+                if deadline.over:
+                    print(f"no time was left for {trace.name} at {speed:g}", flush=True)
+                    continue
+                row = measured(trace, speed, all_of, options, pictures)
+                report["rows"].append(row | {"due_s": row["trace"]["seconds"] / speed})
+                if options.out is not None:
+                    save(report, options.out)
+    names = dict.fromkeys(row["trace"]["name"] for row in report["rows"])
+    report["best"] = {
+        name: {
+            one.label: best([row for row in report["rows"] if row["trace"]["name"] == name], one.label)
+            for one in all_of
+        }
+        for name in names
+    }
+    print(f"best: {report['best']}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
