@@ -55,12 +55,10 @@ class Plan:
     def order_text(self, servers: Sequence[Server]) -> str:
         if len(servers) == 1:
             return "one server"
-        first, second = (server.label for server in servers)
+        labels = [server.label for server in servers]
         if self.pieces == 1:
-            return f"one after the other: all to {first}, then all to {second}"
-        return (
-            f"interleaved: {self.pieces} consecutive pieces, each to {first} and {second}, the order turned each time"
-        )
+            return "one after the other: " + ", then ".join(f"all to {label}" for label in labels)
+        return f"interleaved: {self.pieces} consecutive pieces, each to {' and '.join(labels)}, the order turned each time"
 
 
 async def measure(
