@@ -1,10 +1,11 @@
 """Encoders behind Ray Serve and HTTP, as fast as they go: `python benchmarks/bench_encoders.py --gpus 1,2`.
 
 The application's own ingress, routing and encoder replicas, one GPU each; a stand-in for vLLM takes every embedding
-and answers at once (`benchmarks/stand_in_app.py`). Clients send JPEG files, none twice, with a fixed number under way.
-Beside it the library alone on one GPU, from the same kind of files in a process of its own (`bench_decode.py`), so that
-what Serve and HTTP cost shows, and how near to linear more encoders are. The last line on stdout is JSON. Needs Ray;
-`--tiny` runs without a GPU, on a small model.
+and answers at once (`benchmarks/stand_in_app.py`). Clients send JPEG files, none twice, with a fixed number under way:
+photos of one size, and with `--trace` a trace's requests too, as fast as they go. Beside it the library alone on one
+GPU, from photos of that size in a process of its own (`bench_decode.py`), so that what Serve and HTTP cost shows, and
+how near to linear more encoders are. The last line on stdout is JSON. Needs Ray; `--tiny` runs without a GPU, on a
+small model.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ from benchmarks.bench_decode import photos
 from benchmarks.own_serve import own_serve
 from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.trace_client import session
+from benchmarks.trace_images import make_images
+from benchmarks.trace_requests import read_trace
 
 NAME = "encoders"
 REQUEST_S = 120.0
-SUFFIX_BYTES = 8
+MAX_IMAGES = 16
+TRACE_REQUESTS = 200
+"""Of a trace, whose pictures come again and again as other files."""
+SUFFIX_BYTES = 10
 """Behind a JPEG file's end, where no decoder looks, and every digest does."""
 
 
@@ -45,7 +51,8 @@ class Load:
     """What a client process sends."""
 
     url: str
-    files: tuple[bytes, ...]
+    files: tuple[tuple[bytes, ...], ...]
+    """JPEG files of each request."""
     in_flight: int
     warm_s: float
     seconds: float
@@ -53,10 +60,13 @@ class Load:
     """Number of its first request; no two of a run are the same."""
 
 
-def request_body(file: bytes, number: int) -> bytes:
-    """A chat with one picture that no other has."""
-    url = "data:image/jpeg;base64," + base64.b64encode(file + number.to_bytes(SUFFIX_BYTES, "big")).decode()
-    parts = [{"type": "image_url", "image_url": {"url": url}}]
+def request_body(files: Sequence[bytes], number: int) -> bytes:
+    """A chat with pictures that no other has. `number`: of the request."""
+    parts = []
+    for place, file in enumerate(files):
+        own = (number * MAX_IMAGES + place).to_bytes(SUFFIX_BYTES, "big")
+        url = "data:image/jpeg;base64," + base64.b64encode(file + own).decode()
+        parts.append({"type": "image_url", "image_url": {"url": url}})
     return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
 
 
@@ -70,7 +80,8 @@ async def drive(load: Load) -> tuple[int, int]:
         nonlocal done, failed
         while time.perf_counter() - began < load.warm_s + load.seconds:
             number = next(numbers)
-            body = request_body(load.files[number % len(load.files)], number)
+            files = load.files[number % len(load.files)]
+            body = request_body(files, number)
             try:
                 headers = {"content-type": "application/json"}
                 async with http.post(f"{load.url}/v1/chat/completions", data=body, headers=headers) as response:
@@ -79,7 +90,7 @@ async def drive(load: Load) -> tuple[int, int]:
             except (aiohttp.ClientError, TimeoutError):
                 good = False
             failed += not good
-            done += good and load.warm_s <= time.perf_counter() - began < load.warm_s + load.seconds
+            done += len(files) * (good and load.warm_s <= time.perf_counter() - began < load.warm_s + load.seconds)
 
     async with session(None, REQUEST_S) as http:
         await asyncio.gather(*(one_after_another(http) for _ in range(load.in_flight)))
@@ -92,7 +103,7 @@ def client(load: Load) -> tuple[int, int]:
 
 
 def together(loads: Sequence[Load]) -> tuple[float, int]:
-    """Images a second of all clients at once, and how many failed."""
+    """Images a second of all clients at once, and how many requests failed."""
     with multiprocessing.get_context("spawn").Pool(len(loads)) as pool:
         found = pool.map(client, loads)
     return sum(done for done, _ in found) / loads[0].seconds, sum(failed for _, failed in found)
@@ -141,12 +152,44 @@ def library(asked: argparse.Namespace) -> dict[str, Any]:
     return rows[asked.arch]
 
 
+def of_trace(path: Path) -> tuple[tuple[bytes, ...], ...]:
+    """The files of each request with pictures, of the first TRACE_REQUESTS."""
+    trace = read_trace(path).cut(TRACE_REQUESTS)
+    with tempfile.TemporaryDirectory() as folder:
+        made = {number: file.read_bytes() for number, file in make_images(trace, Path(folder)).items()}
+    return tuple(tuple(made[image.id] for image in one.images) for one in trace.requests if one.images)
+
+
+def measured(
+    kind: str, files: tuple[tuple[bytes, ...], ...], url: str, encoders: int, asked: argparse.Namespace
+) -> dict[str, Any]:
+    """All clients at once."""
+    clients = asked.ingresses * encoders
+    each = -(-asked.in_flight * encoders // clients)
+    loads = [
+        Load(url, files, each, asked.warm_seconds, asked.seconds, (encoders * 100 + number) * 10**9)
+        for number in range(clients)
+    ]
+    images_per_s, lost = together(loads)
+    return {"encoders": encoders, "kind": kind, "images_per_s": images_per_s, "failed": lost}
+
+
+def told(row: dict[str, Any]) -> str:
+    parts = [f"{row['encoders']} encoders, {row['kind']}: {row['images_per_s']:.1f} images a second"]
+    if row["over_library"] is not None:
+        parts.append(f"{row['over_library']:.3f} of the library")
+    if row["linear"] is not None:
+        parts.append(f"{row['linear']:.3f} of linear")
+    return ", ".join([*parts, f"{row['failed']} requests failed"])
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Encoders behind Ray Serve and HTTP, as fast as they go.")
     parser.add_argument("--gpus", type=_counts, default=[1], help="numbers of encoders, such as 1,2,4")
     parser.add_argument("--arch", choices=("qwen3_vl", "qwen2_5_vl"), default="qwen3_vl")
     parser.add_argument("--side", type=int, default=1024, help="of the photos, in pixels")
     parser.add_argument("--distinct", type=int, default=16, help="photos that are made; no file is sent twice")
+    parser.add_argument("--trace", type=Path, help="whose requests with pictures are sent too, such as photos.jsonl")
     parser.add_argument("--in-flight", type=int, default=96, help="requests under way for each encoder")
     parser.add_argument("--seconds", type=float, default=15.0, help="that are measured")
     parser.add_argument("--warm-seconds", type=float, default=5.0)
@@ -171,7 +214,11 @@ def _counts(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     os.environ.setdefault("PYTHONPATH", str(ROOT))  # of Ray's workers too
-    files = tuple(photos(asked.side, asked.distinct, seed=0))
+    wanted: dict[str, tuple[tuple[bytes, ...], ...]] = {
+        f"{asked.side}²": tuple((file,) for file in photos(asked.side, asked.distinct, seed=0))
+    }
+    if asked.trace:
+        wanted[asked.trace.stem] = of_trace(asked.trace)
     report: dict[str, Any] = {
         "benchmark": "encoders",
         "gpu": None if asked.tiny else gpu(),
@@ -203,26 +250,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             checkpoint = make_published(asked.arch, Path(folder) / asked.arch)
         for encoders in asked.gpus:
             deploy(schema(checkpoint, encoders, asked))
-            clients = asked.ingresses * encoders
-            each = -(-asked.in_flight * encoders // clients)
-            loads = [
-                Load(url, files, each, asked.warm_seconds, asked.seconds, (encoders * 100 + number) * 10**9)
-                for number in range(clients)
-            ]
-            images_per_s, lost = together(loads)
-            failed += lost
-            one = next((row["images_per_s"] for row in report["rows"] if row["encoders"] == 1), None)
-            row = {
-                "encoders": encoders,
-                "images_per_s": images_per_s,
-                "failed": lost,
-                "over_library": images_per_s / (alone * encoders),
-                "linear": None if one is None else images_per_s / (one * encoders),
-            }
-            report["rows"].append(row)
-            linear = "" if row["linear"] is None else f", {row['linear']:.3f} of linear"
-            share = f"{row['over_library']:.3f} of the library{linear}; {lost} failed"
-            print(f"{encoders} encoders: {images_per_s:.1f} images a second, {share}", flush=True)
+            for kind, files in wanted.items():
+                row = measured(kind, files, url, encoders, asked)
+                first = next((one for one in report["rows"] if one["kind"] == kind and one["encoders"] == 1), None)
+                row["linear"] = row["images_per_s"] / (first["images_per_s"] * encoders) if first else None
+                row["over_library"] = row["images_per_s"] / (alone * encoders) if kind == f"{asked.side}²" else None
+                report["rows"].append(row)
+                failed += row["failed"]
+                print(told(row), flush=True)
             if asked.out is not None:
                 save(report, asked.out)
     write(report, asked.out)

@@ -58,7 +58,8 @@ class Plan:
         labels = [server.label for server in servers]
         if self.pieces == 1:
             return "one after the other: " + ", then ".join(f"all to {label}" for label in labels)
-        return f"interleaved: {self.pieces} consecutive pieces, each to {' and '.join(labels)}, the order turned each time"
+        each = " and ".join(labels)
+        return f"interleaved: {self.pieces} consecutive pieces, each to {each}, the order turned each time"
 
 
 async def measure(

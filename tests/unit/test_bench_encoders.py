@@ -25,18 +25,17 @@ from tests.threaded import serving
 (FILE,) = photos(96, 1, seed=0)
 
 
-def sent(body: bytes) -> bytes:
-    """The file in it."""
-    (part,) = json.loads(body)["messages"][0]["content"]
-    return base64.b64decode(part["image_url"]["url"].removeprefix("data:image/jpeg;base64,"))
+def sent(body: bytes) -> list[bytes]:
+    """The files in it."""
+    urls = [part["image_url"]["url"] for part in json.loads(body)["messages"][0]["content"]]
+    return [base64.b64decode(url.removeprefix("data:image/jpeg;base64,")) for url in urls]
 
 
 def test_every_file_is_another_one_with_the_same_picture() -> None:
-    one, other = (sent(request_body(FILE, number)) for number in (1, 10**12))
-    assert one != other
-    first, second, made = (np.asarray(Image.open(io.BytesIO(file))) for file in (one, other, FILE))
-    assert np.array_equal(first, made)
-    assert np.array_equal(second, made)
+    files = [file for number in (1, 10**12) for file in sent(request_body([FILE, FILE], number))]
+    assert len(set(files)) == 4
+    made = np.asarray(Image.open(io.BytesIO(FILE)))
+    assert all(np.array_equal(np.asarray(Image.open(io.BytesIO(file))), made) for file in files)
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -44,13 +43,15 @@ class Answers(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     files: set[bytes]
+    requests = 0
     lock = threading.Lock()
 
     def do_POST(self) -> None:
-        file = sent(self.rfile.read(int(self.headers["content-length"])))
+        files = sent(self.rfile.read(int(self.headers["content-length"])))
         with Answers.lock:
-            Answers.files.add(file)
-            refused = len(Answers.files) % 4 == 0
+            Answers.requests += 1
+            Answers.files.update(files)
+            refused = Answers.requests % 4 == 0
         self.send_response(503 if refused else 200)
         self.send_header("content-length", "2")
         self.end_headers()
@@ -62,16 +63,17 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Answers.files = set()
+    Answers.files, Answers.requests = set(), 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     with serving(server):
         yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_what_is_answered_in_the_measured_time_counts_and_what_fails_at_any(url: str) -> None:
-    done, failed = asyncio.run(drive(Load(url, (FILE,), in_flight=3, warm_s=0.3, seconds=0.6, first=0)))
-    assert failed == len(Answers.files) // 4 > 0
+    done, failed = asyncio.run(drive(Load(url, ((FILE, FILE),), in_flight=3, warm_s=0.3, seconds=0.6, first=0)))
+    assert failed == Answers.requests // 4 > 0
     assert 0 < done < len(Answers.files) - failed, "the warm-up is not counted"
+    assert done % 2 == 0, "both pictures of a request count"
 
 
 @pytest.mark.parametrize("options", [["--gpus", "1,2"], ["--gpus", "2", "--tiny"]])
