@@ -37,7 +37,7 @@ from encoder.encoder import Encoder
 from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageRules, grid_of, num_tokens, resized
 from encoder.lanes import pin_shared, unpin_shared
-from encoder.pipeline import Launched
+from encoder.pipeline import UnderWay
 from encoder.runner import TowerRunner
 
 MAX_PIXELS = 64_000_000
@@ -177,7 +177,7 @@ def device_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> f
     images = [decoded[number % len(decoded)] for number in range(asked.images)]
 
     def run(count: int) -> None:
-        before: Launched | None = None
+        before: UnderWay | None = None
         for start in range(0, count, asked.in_flight):
             for launched in encoder.launch_batches(images[start : min(start + asked.in_flight, count)]):
                 if before is not None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from ray.serve import Application
@@ -23,8 +23,9 @@ from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens
 from encoder.packing import Batch
-from encoder.pipeline import Launched
+from encoder.pipeline import UnderWay
 from encoder.preprocess import Pixels
+from encoder.run_counts import Ran
 from encoder.staging import Room
 from tests.unit.deployments.controlled import StandInLLM
 
@@ -37,6 +38,8 @@ class _Run:
     num_tokens: tuple[int, ...]
     width: int
     done_at: float
+    ran: Ran | None = None
+    """Neither by a graph nor eagerly."""
 
     def on_device(self) -> list[torch.Tensor]:
         return self.fetch()
@@ -69,7 +72,7 @@ class SetSpeedEncoder(Encoder):
         """As a GPU does: the decoders then only decode."""
         return True
 
-    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
+    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[UnderWay]:
         grids = [image.grid_thw for image in pixels]
         merge, width = self.identity.rules.merge_size, self.identity.vision.width
         for batch in sorted(self.runner.plan(grids), key=lambda planned: min(planned.indices)):
@@ -77,7 +80,7 @@ class SetSpeedEncoder(Encoder):
             self.wait_for_room()
             begins = max([time.monotonic(), *self._done_at])
             self._done_at.append(begins + sum(counts) / self.tokens_per_s)
-            yield cast(Launched, _Run(batch, counts, width, self._done_at[-1]))
+            yield _Run(batch, counts, width, self._done_at[-1])
 
     def wait_for_room(self) -> None:
         while len(self._done_at) >= self.batches_under_way:

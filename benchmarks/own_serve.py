@@ -9,9 +9,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 START_S = 400.0
+LINES = 30
+"""Of a log that has errors."""
+
+
+def errors_logged(folder: Path) -> str:
+    """The end of each replica's log that has errors. `folder`: of a Ray."""
+    logs = sorted(folder.glob("session_latest/logs/serve/replica_*.log"))
+    texts = {log.name: log.read_text(errors="replace") for log in logs}
+    ends = ["\n".join([f"{name}:", *text.splitlines()[-LINES:]]) for name, text in texts.items() if "ERROR " in text]
+    return "\n\n".join(ends) or f"no errors in the logs of {len(logs)} replicas"
 
 
 @contextmanager
@@ -48,6 +59,9 @@ def own_serve(
                 time.sleep(0.5)
 
         yield f"http://127.0.0.1:{port}", deploy
+    except Exception as error:
+        error.add_note(errors_logged(Path(folder)))  # the logs go with the folder
+        raise
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,6 +16,7 @@ import itertools
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ SECOND_IMAGE = 0.3
 ALONE = 12
 """Requests before the run, one by one, whose time tells what an image takes beside its turn."""
 SAMPLE_S = 0.25
+ALONE_WAIT_S = 60.0
+"""For each of them."""
 WAIT_S = 240.0
 STATES = ("STARTING", "RUNNING", "STOPPING")
 
@@ -59,6 +62,8 @@ class Asked:
     retry_after: bool = False
     sent_late_s: float = 0.0
     images_answered: int = 0
+    error: str = ""
+    """What the server said, or what the client met, where it was not answered."""
 
 
 @dataclass
@@ -120,36 +125,45 @@ async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, number: int, 
             asked.status, asked.retry_after = response.status, "retry-after" in response.headers
             answer = await response.json()
             asked.images_answered = len(answer.get("images", ()))
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            asked.error = "" if response.ok else str(answer)
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
         asked.status = asked.status if asked.status not in (0, 200) else -1
+        asked.error = repr(error)
     asked.delay_s = time.monotonic() - began - asked.at_s
 
 
 async def drive(url: str, run: Sequence[Asked], fleet: Fleet) -> list[float]:
     """Sends them all; the delays of requests that had the application for themselves, before."""
     alone = [Asked(0.0, ((256, 256),)) for _ in range(ALONE)]
-    async with session(None, WAIT_S) as http:
+    async with session(None, ALONE_WAIT_S) as http:
         for number, asked in enumerate(alone):
             await ask(http, url, asked, 2**20 + number, time.monotonic())
             if asked.status != 200:
-                raise RuntimeError(f"a request before the run was answered with {asked.status}")
+                raise RuntimeError(
+                    f"request {number + 1} of {ALONE} before the run was answered with {asked.status}, "
+                    f"after {asked.delay_s:.1f} s of at most {ALONE_WAIT_S:g}: {asked.error}"
+                )
+    async with session(None, WAIT_S) as http:
         began = time.monotonic()
-        watching = asyncio.create_task(asyncio.to_thread(watch, began, fleet, stop := asyncio.Event()))
-        pending: list[asyncio.Task[None]] = []
-        for number, asked in enumerate(run):  # a body is made some seconds before it is due
-            await asyncio.sleep(began + asked.at_s - 3 - time.monotonic())
-            pending.append(asyncio.create_task(ask(http, url, asked, number, began)))
-        await asyncio.gather(*pending)
-        stop.set()
+        watching = asyncio.create_task(asyncio.to_thread(watch, began, fleet, stop := threading.Event()))
+        try:
+            pending: list[asyncio.Task[None]] = []
+            for number, asked in enumerate(run):  # a body is made some seconds before it is due
+                await asyncio.sleep(began + asked.at_s - 3 - time.monotonic())
+                pending.append(asyncio.create_task(ask(http, url, asked, number, began)))
+            await asyncio.gather(*pending)
+        finally:  # asyncio waits for the thread, whatever has failed
+            stop.set()
         await watching
     return [asked.delay_s for asked in alone[2:]]
 
 
-def watch(began: float, fleet: Fleet, stop: asyncio.Event) -> None:
+def watch(began: float, fleet: Fleet, stop: threading.Event) -> None:
     """Until `stop`, how many replicas there are."""
-    while not stop.is_set():
+    while True:
         fleet.rows.append((round(time.monotonic() - began, 2), *replicas()))
-        time.sleep(SAMPLE_S)
+        if stop.wait(SAMPLE_S):
+            return
 
 
 def replicas() -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from deployments.device_health import DeviceHealth, Fault
 from deployments.gpu_jobs import DeviceMemoryError, DeviceSickError, Encoded, Job, WorkerEndedError, WorkerEvents
 from encoder.device_errors import out_of_memory
-from encoder.pipeline import Launched
+from encoder.pipeline import UnderWay
 from encoder.staging import Room
 
 logger = logging.getLogger("ray.serve")
@@ -34,10 +34,15 @@ class Outcomes:
         """What the device has failed of for good, if it has."""
         return self._health.fault
 
-    def fetch(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
-        """Waits for a batch and answers its jobs. `started`: by `time.perf_counter`, when it left the line."""
+    def fetch(self, launched: UnderWay, jobs: Sequence[Job], started: float) -> None:
+        """Waits for a batch and answers its jobs. `started`: by `time.perf_counter`, when it left the line.
+
+        Whatever may fail comes before the first answer, so that none is without an answer or an error.
+        """
         try:
-            fetched = launched.fetch(self._room)
+            fetched, ran = launched.fetch(self._room), launched.ran
+            if len(fetched) != len(jobs):
+                raise RuntimeError(f"a batch of {len(jobs)} images gave {len(fetched)} embeddings")
         except BaseException as error:
             self.failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
             return
@@ -45,7 +50,7 @@ class Outcomes:
         self._health.worked()
         for job, tokens in zip(jobs, fetched, strict=True):
             queue_ms, encode_ms = (started - job.queued_at) * 1e3, (done - started) * 1e3
-            job.future.set_result(Encoded(tokens, queue_ms, encode_ms, launched.ran))
+            job.future.set_result(Encoded(tokens, queue_ms, encode_ms, ran))
 
     def failed(self, jobs: Sequence[Job], error: BaseException, *, alone: bool) -> None:
         """Gives the error to a job that failed by itself; others are to be tried again, each by itself."""

@@ -23,7 +23,7 @@ from encoder.identity import EncoderIdentity
 from encoder.image_size import ImageRules, PixelBounds, resized
 from encoder.lanes import lanes_of
 from encoder.packing import Batch
-from encoder.pipeline import Launched, Pipeline
+from encoder.pipeline import Pipeline, UnderWay
 from encoder.preprocess import Pixels, Preprocessor
 from encoder.run_counts import RunCounts
 from encoder.runner import TowerRunner
@@ -118,7 +118,7 @@ class Encoder:
         for launched in self.launch_batches(pixels):
             yield launched.batch, launched.on_device()
 
-    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
+    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[UnderWay]:
         """Packs, and yields each batch as soon as the device has been given it, to be fetched on another thread.
 
         Two batches are under way at most; a third waits here. A batch that fails spoils no other.

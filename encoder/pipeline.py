@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,26 @@ from encoder.staging import Room, Staged, Staging
 
 Run = Callable[[Tensor, Sequence[Grid], int | None], Tensor]
 """`(patches, grids, budget) -> [sum of num_tokens, width]`, which is the caller's to keep."""
+
+
+class UnderWay(Protocol):
+    """A batch that the device has been given, as whoever waits for it sees it; what stands in for an encoder gives it.
+
+    One of `fetch` and `on_device` is to be called, once.
+    """
+
+    @property
+    def batch(self) -> Batch: ...
+
+    @property
+    def ran(self) -> Ran | None:
+        """How it ran, where whoever ran it told."""
+
+    def fetch(self, room: Room | None = None) -> list[Tensor]:
+        """As `Launched.fetch`."""
+
+    def on_device(self) -> list[Tensor]:
+        """As `Launched.on_device`."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """`make test`: all tests, those that start no Ray cluster in two processes side by side, then the others alone.
 
 The two keep a core each busy. What starts clusters and language models gets the machine to itself afterwards. Options
-narrow the tests, which then run in one process: `python scripts/run_tests.py tests/unit -k packing`. It must not know
-what is tested.
+narrow the tests, which then run in one process: `python scripts/run_tests.py tests/unit -k packing`. Python keeps what
+it compiles, whatever the environment says: every replica and every program of a test imports the same sources. It must
+not know what is tested.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("tests/unit", "--ignore=tests/unit/deployments")
-OTHERS = ("tests", "--ignore=tests/unit", "--ignore=tests/serve")
-CLUSTERS = ("tests/unit/deployments", "tests/serve")
-"""Paths of pytest, the three together all tests."""
+DEPLOYMENTS = "tests/unit/deployments"
+ON_CLUSTERS = ("test_chaos.py", "test_encode_fleet.py", "test_hedging.py", "test_served_*.py", "test_two_nodes.py")
+"""Of `DEPLOYMENTS`, what starts a cluster."""
+PARTS = ("tests/unit", f"--ignore={DEPLOYMENTS}")
+OTHERS = (
+    *("tests", "--ignore=tests/serve", "--ignore-glob=tests/unit/test_*.py"),
+    *(f"--ignore-glob={DEPLOYMENTS}/{name}" for name in ON_CLUSTERS),
+)
+"""Paths of pytest; with `clusters()` all tests."""
 STOP_GRACE_S = 10.0
+
+
+def clusters() -> list[str]:
+    """Paths of pytest: what starts a cluster or a language model."""
+    files = sorted(path for name in ON_CLUSTERS for path in (ROOT / DEPLOYMENTS).glob(name))
+    return [*(path.relative_to(ROOT).as_posix() for path in files), "tests/serve"]
 
 
 def run(first: Sequence[str], second: Sequence[str], then: Sequence[str]) -> int:
@@ -27,10 +40,13 @@ def run(first: Sequence[str], second: Sequence[str], then: Sequence[str]) -> int
 
     The exit status of the first of them that failed, else 0.
     """
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as printed:
-        beside = subprocess.Popen(second, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT)
+        beside = subprocess.Popen(
+            second, cwd=ROOT, env=given, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
+        )
         try:
-            statuses = [subprocess.run(first, cwd=ROOT, check=False).returncode, beside.wait()]
+            statuses = [subprocess.run(first, cwd=ROOT, env=given, check=False).returncode, beside.wait()]
         finally:
             _end(beside)
         printed.seek(0)
@@ -38,7 +54,7 @@ def run(first: Sequence[str], second: Sequence[str], then: Sequence[str]) -> int
         while piece := printed.read(65_536):
             sys.stdout.buffer.write(piece)
         sys.stdout.flush()
-    statuses.append(subprocess.run(then, cwd=ROOT, check=False).returncode)
+    statuses.append(subprocess.run(then, cwd=ROOT, env=given, check=False).returncode)
     return next((status for status in statuses if status != 0), 0)
 
 
@@ -57,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if arguments:
         return subprocess.run([*pytest, *arguments], cwd=ROOT, check=False).returncode
-    return run([*pytest, *PARTS], [*pytest, *OTHERS], [*pytest, *CLUSTERS])
+    return run([*pytest, *PARTS], [*pytest, *OTHERS], [*pytest, *clusters()])
 
 
 if __name__ == "__main__":

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from benchmarks import predict_run, record_run
+from benchmarks.fake_gpus import SetSpeedEncoder
 from benchmarks.image_fleet import ImageFleet, ImageModel, Request
 from benchmarks.predict_run import Record
 from benchmarks.record import ROOT
+from configs.encoder_config import EncoderConfig
+from deployments.gpu_worker import GpuWorker
+from encoder.preprocess import Pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*look_back_period_s.*:FutureWarning")
 
@@ -120,3 +128,56 @@ def test_how_long_replicas_took_to_start() -> None:
     assert record_run.starts_s(rows) == [10.0, 12.0, 12.5]
     assert record_run.changes(rows) == [rows[0], rows[1], *rows[3:]]
     assert record_run.changes(rows[:3]) == rows[:3]
+
+
+def test_a_fake_gpu_takes_the_set_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the replica's own thread. Batches that could not be answered, for what the stand-in lacked, hung a run."""
+    monkeypatch.setattr(SetSpeedEncoder, "tokens_per_s", 200.0)
+    config = EncoderConfig(encoder_cudagraph_token_budgets=(8,), encoder_cudagraph_max_images_per_batch=4)
+
+    def made() -> SetSpeedEncoder:
+        return SetSpeedEncoder.from_checkpoint(record_run.MODEL, config, device="cpu")
+
+    worker = GpuWorker(made, max_queued_tokens=1000)
+    identity = worker.identity
+    merge, factor = identity.rules.merge_size, identity.rules.factor
+    image = Pixels(np.zeros((3, 2 * factor, 2 * factor), np.uint8), (1, 2 * merge, 2 * merge))
+    began = time.monotonic()
+    encoded = [future.result(60) for future in [worker.submit(image) for _ in range(5)]]
+    assert time.monotonic() - began >= 5 * 4 / 200
+    assert {tuple(one.tokens.shape) for one in encoded} == {(4, identity.vision.width)}
+    worker.stop(wait=True)
+
+
+def test_a_run_whose_first_request_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"request 1 of 12 before the run .* with -1.*ClientConnectorError"):
+        asyncio.run(record_run.drive("http://127.0.0.1:9", [], record_run.Fleet()))
+
+
+def test_a_run_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches the replicas ended with the last answer alone, and asyncio waited for it for ever."""
+    asked: list[int] = []
+
+    async def ask(http: object, url: str, one: record_run.Asked, number: int, began: float) -> None:
+        asked.append(number)
+        if len(asked) > record_run.ALONE:
+            raise LookupError("odd")
+        one.status = 200
+
+    monkeypatch.setattr(record_run, "ask", ask)
+    monkeypatch.setattr(record_run, "replicas", lambda: (0, 1, 0))
+    fleet = record_run.Fleet()
+    run = [record_run.Asked(0.0, ((1, 1),))]
+    failed: list[Exception] = []
+
+    def drive() -> None:
+        try:
+            asyncio.run(record_run.drive("http://127.0.0.1:9", run, fleet))
+        except LookupError as error:
+            failed.append(error)
+
+    driving = threading.Thread(target=drive, daemon=True)
+    driving.start()
+    driving.join(60)
+    assert failed, "not ended, or not with the request's error"
+    assert [row[1:] for row in fleet.rows][:1] == [(0, 1, 0)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,20 +13,42 @@ import pytest
 from scripts import run_tests
 
 ROOT = run_tests.ROOT
-SHARES = (run_tests.PARTS, run_tests.OTHERS, run_tests.CLUSTERS)
 
 
-def runs(share: tuple[str, ...], file: Path) -> bool:
+def runs(share: Sequence[str], file: Path) -> bool:
     """As pytest reads such arguments."""
     ignored = [ROOT / part.removeprefix("--ignore=") for part in share if part.startswith("--ignore=")]
+    globs = [str(ROOT / part.removeprefix("--ignore-glob=")) for part in share if part.startswith("--ignore-glob=")]
     taken = [ROOT / part for part in share if not part.startswith("--")]
-    return any(map(file.is_relative_to, taken)) and not any(map(file.is_relative_to, ignored))
+    return (
+        any(map(file.is_relative_to, taken))
+        and not any(map(file.is_relative_to, ignored))
+        and not any(fnmatch(str(file), glob) for glob in globs)
+    )
 
 
 def test_every_file_of_tests_is_in_one_share() -> None:
     files = sorted((ROOT / "tests").rglob("test_*.py"))
+    shares = (run_tests.PARTS, run_tests.OTHERS, run_tests.clusters())
     assert len(files) > 100
-    assert {str(file): sum(runs(share, file) for share in SHARES) for file in files} == {str(file): 1 for file in files}
+    assert {str(file): sum(runs(share, file) for share in shares) for file in files} == {str(file): 1 for file in files}
+
+
+def test_what_asks_for_a_cluster_has_the_machine_to_itself() -> None:
+    """Those who ask for the fixtures of a cluster name their types."""
+    asks = re.compile(r"^from tests\.unit\.deployments\.conftest import .*\b(Cluster|ServedApp)\b", re.MULTILINE)
+    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if asks.search(file.read_text())]
+    assert len(files) > 5
+    assert [file.name for file in files if not runs(run_tests.clusters(), file)] == []
+
+
+def test_what_runs_may_keep_what_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    program = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode, flush=True)"]
+    assert run_tests.run(program, program, program) == 0
+    assert capfd.readouterr().out.split() == ["False"] * 3
 
 
 def saying(text: str, status: int = 0) -> list[str]:

@@ -430,6 +430,35 @@ def test_a_fetch_that_ends_its_thread_is_told_to_those_who_wait() -> None:
     owned.join()
 
 
+class Short(FakeLaunched):
+    """Gives too few embeddings."""
+
+    def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
+        return super().fetch(room)[1:]
+
+
+class Untold(FakeLaunched):
+    """Cannot tell how it ran."""
+
+    @property
+    def ran(self) -> Ran | None:
+        raise AttributeError("ran")
+
+    @ran.setter
+    def ran(self, _: Ran | None) -> None: ...
+
+
+@pytest.mark.parametrize(("made", "error"), [(Untold, "ran"), (Short, "a batch of 1 images gave 0 embeddings")])
+def test_a_batch_that_cannot_be_answered_is_told_to_those_who_wait(
+    owned: Owned, monkeypatch: pytest.MonkeyPatch, made: type[FakeLaunched], error: str
+) -> None:
+    """What failed after the embeddings had come was logged alone, and who waited hung."""
+    monkeypatch.setitem(globals(), "FakeLaunched", made)
+    futures = [owned.occupy(), *(owned.worker.submit(image(value)) for value in (1, 2))]
+    owned.encoder.gate.set()
+    assert [str(future.exception(WAIT_S)) for future in futures] == [error] * 3
+
+
 @pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])
 def test_images_that_were_packed_have_their_own_embeddings(checkpoints: dict[str, Path], arch: str) -> None:
     """The real encoder: images of several sizes, more than a batch takes, queued while one is being encoded."""
