@@ -38,6 +38,7 @@ from benchmarks.trace_images import make_images
 from benchmarks.trace_requests import Trace, read_trace
 from benchmarks.trace_run import Plan, Server, measure
 from deployments.haproxy import environment
+from encoder.traces import TraceError
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.7
@@ -54,8 +55,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
     parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
     parser.add_argument("--encoders", type=int, default=1, help="GPUs with encoders; others have language models")
-    parser.add_argument("--load", type=load, action="append", metavar="TRACE:SPEED,SPEED", help="may come again")
-    parser.add_argument("--requests", type=int, default=200, help="of a trace for each speed (default 200)")
+    parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
+                        help="requests for each speed; may come again")  # fmt: skip
     parser.add_argument("--pieces", type=int, default=2, help="in which servers take turns (default 2)")
     parser.add_argument("--batched-tokens", type=int, default=2048, help="of our language models' steps (2048)")
     parser.add_argument(
@@ -76,13 +77,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load(text: str) -> tuple[Path, tuple[float, ...]]:
-    """A trace and its speeds, times as fast as it says."""
-    path, _, speeds = text.rpartition(":")
+def load(text: str) -> tuple[tuple[float, ...], list[Trace]]:
+    """A trace's speeds, times as fast as it says, and a slice of it for each."""
     try:
-        return Path(path), tuple(float(speed) for speed in speeds.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED") from error
+        path, speeds, requests = text.rsplit(":", 2)
+        wanted = tuple(float(speed) for speed in speeds.split(","))
+        return wanted, slices(read_trace(Path(path)), len(wanted), int(requests))
+    except (ValueError, OSError, TraceError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED:REQUESTS: {error}") from error
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -150,9 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
             options.decode_workers, options.kv_gib, gpu=device is not None,
         )  # fmt: skip
-        loads = [
-            (speeds, slices(read_trace(path), len(speeds), options.requests)) for path, speeds in options.load or ()
-        ]
     except ValueError as error:
         raise SystemExit(str(error)) from error
     report: dict[str, Any] = {
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"did not come up: {name}: {servers.last_words(name)}", flush=True)
                 return 1
             report["ready_s"] = ready
-            run(report, fleet, servers, sets, loads, options, folder, deadline)
+            run(report, fleet, servers, sets, options, folder, deadline)
     write(report, options.out)
     return 0
 
@@ -201,7 +200,6 @@ def run(
     fleet: Fleet,
     servers: Servers,
     sets: Mapping[str, Sequence[Peer]],
-    loads: Sequence[tuple[Sequence[float], Sequence[Trace]]],
     options: argparse.Namespace,
     folder: Path,
     deadline: Deadline,
@@ -215,14 +213,14 @@ def run(
             urls[name] = f"http://127.0.0.1:{port}"
         all_of = [Server(name, url) for name, url in urls.items()]
         for number in range(2):  # every replica's first requests, sent at once
-            warm = slices(loads[0][1][0], 1, min(8 * fleet.gpus, options.requests))[0]
+            warm = options.load[0][1][0].cut(8 * fleet.gpus)
             digest = hashlib.sha256(f"warm-up {number}".encode()).hexdigest()
             measured(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)
         if options.again:
             direct = {NAME: urls[NAME]} | {name: f"http://127.0.0.1:{one[0].port}" for name, one in sets.items()}
             report["again_ms"] = {name: again(url, options.again) for name, url in direct.items()}
             print(f"the same request again: {report['again_ms']}", flush=True)
-        for speeds, parts in loads:
+        for speeds, parts in options.load:
             for speed, trace in zip(speeds, parts, strict=True):
                 if deadline.over:
                     print(f"no time was left for {trace.name} at {speed:g}", flush=True)
