@@ -45,6 +45,8 @@ from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
 
 GATE_WAIT_S = 60
+EVENT_EVERY_S = 0.1
+"""Of an answer without end; several with many events a second would keep a core busy."""
 
 
 class GatedEncoder(Encoder):
@@ -245,7 +247,7 @@ def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
         try:
             while True:
                 yield b"data: " + json.dumps({"n": 1}).encode() + b"\n\n"
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(EVENT_EVERY_S)
         finally:
             replica.disconnects += 1
 

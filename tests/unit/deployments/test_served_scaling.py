@@ -63,14 +63,17 @@ def scaled(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp
     serve.delete(NAME)
 
 
-def running(deployment: str) -> int:
+def running() -> tuple[int, int]:
+    """Encoders and LLMs. Serve's controller, which starts replicas as well, is asked once for both."""
     from ray import serve
 
-    return int(serve.status().applications[NAME].deployments[deployment].replica_states.get("RUNNING", 0))
+    deployments = serve.status().applications[NAME].deployments
+    encoders, llms = (int(deployments[name].replica_states.get("RUNNING", 0)) for name in ("Encoder", "LLM"))
+    return encoders, llms
 
 
 def reached(encoders: int, llms: int) -> None:
-    until(lambda: (running("Encoder"), running("LLM")) == (encoders, llms), f"{encoders} encoders and {llms} LLMs")
+    until(lambda: running() == (encoders, llms), f"{encoders} encoders and {llms} LLMs")
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, strea
     held, and four times as many in line, and the encoders want three as well; in the end none.
     """
     streams(6)
-    until(lambda: running("Encoder") >= 1 or ask_one(scaled), "an encoder")
+    until(lambda: running()[0] >= 1 or ask_one(scaled), "an encoder")
     assert len(scaled.encoders("hold")) == 1
     bodies = [chat(png(64, 64, (7, 7, number))) for number in range(80)]
     with ThreadPoolExecutor(1) as pool:
@@ -130,7 +133,7 @@ def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, strea
         reached(2, 2)
         until(lambda: release(scaled), "the gate")
         assert [answer.status_code for answer in answers.result()] == [200] * len(bodies)
-    until(lambda: running("Encoder") == 0, "no encoder")
+    until(lambda: running()[0] == 0, "no encoder")
 
 
 def told(scaled: ServedApp) -> dict[str, Any]:
