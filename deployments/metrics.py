@@ -63,6 +63,10 @@ class Count(Enum):
     EMBEDDINGS_LOADED = "Embeddings that an engine's worker copied from shared memory to its device."
     EMBEDDING_BYTES_LOADED = "Their bytes."
     LOAD_MS = "Milliseconds from an embedding's being ready to its being on the worker's device, added up."
+    EMBEDDINGS_SPARED = (
+        "Embeddings that were neither encoded nor brought to a language model, since vLLM had the prompt up to their "
+        "image's end in its prefix cache."
+    )
     TRANSFERS_FAILED = (
         "Requests that were tried again because an embedding could not be had from shared memory or by NIXL."
     )
