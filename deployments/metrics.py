@@ -44,8 +44,13 @@ class Count(Enum):
         "too much to do; the tag `reason` says which deployment."
     )
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
-    WHEREABOUTS_KNOWN = "Images for which an ingress asked no encoder, since it knew where the embedding lies."
-    WHEREABOUTS_OUTDATED = "Requests whose encoders were asked after all: an embedding had gone from where it was."
+    WHEREABOUTS_KNOWN = (
+        "Images for which an ingress asked no encoder, since it knew where the embedding lies, or that vLLM had "
+        "answered this conversation before."
+    )
+    WHEREABOUTS_OUTDATED = (
+        "Requests whose encoders were asked after all: an embedding had gone from where it was, and vLLM needed it."
+    )
     HEDGES = "Images that were sent to a second encoder because the first was slow."
     HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
