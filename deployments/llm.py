@@ -186,8 +186,9 @@ class LLM:
         try:
             async with aclosing(self._answered(request, places, embeddings, clock, arrived_at_s, arrived)) as pieces:
                 if embeddings.unsent:
-                    async for told in self._unless_missing(pieces, embeddings, clock, accepted):
-                        yield told
+                    async with aclosing(self._unless_missing(pieces, embeddings, clock, accepted)) as told:
+                        async for piece in told:
+                            yield piece
                     return
                 yield accepted
                 async for piece in pieces:

@@ -231,9 +231,11 @@ class ServedApplication:
 
     def exported(self, name: str, deployment: str, count: Count) -> float:
         """A counter of an application's deployment, as Ray's metrics ports tell it now."""
-        (listed,) = self._ray_folder.glob("**/prom_metrics_service_discovery.json")
+        listed = [
+            json.loads(file.read_text()) for file in self._ray_folder.glob("**/prom_metrics_service_discovery.json")
+        ]
         found = 0.0
-        for target in (target for group in json.loads(listed.read_text()) for target in group["targets"]):
+        for target in {target for groups in listed for group in groups for target in group["targets"]}:
             for line in httpx.get(f"http://{target}/metrics", timeout=30).text.splitlines():
                 of_it = f'application="{name}"' in line and f'deployment="{deployment}"' in line
                 if of_it and line.startswith(f"ray_{count.metric}_total{{"):

@@ -43,8 +43,15 @@ def nowhere(value: float = 1.0) -> SharedEmbedding:
 class Engine:
     """A language model replica whose engine has connectors and prefixes, as far as the test says."""
 
-    def __init__(self, then: Callable[[], object] = lambda: None, *, at_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        then: Callable[[], object] = lambda: None,
+        *,
+        at_chunk: int | None = None,
+        whole_takes_long: bool = False,
+    ) -> None:
         """`then` is called once the request is there: before its first token, or before one of three chunks."""
+        self._whole_takes_long = whole_takes_long
         self.llm: StandInLLM = replica()
         self.incoming = self.llm._incoming
         self.incoming._counts = self.counts = FreeAdded()
@@ -65,6 +72,9 @@ class Engine:
         clock = first_token_clock.get()
         assert clock is not None
         clock.tick()
+        if self._whole_takes_long:
+            await given.receive()  # until the client leaves
+            self.left.set()
         return JSONResponse({})
 
     async def _chunks(self) -> AsyncGenerator[bytes, None]:
@@ -176,12 +186,15 @@ def test_what_came_with_a_request_may_be_spared_the_next_one() -> None:
     run(scenario())
 
 
-def test_a_client_that_leaves_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_leaves_nothing_behind(streamed: bool) -> None:
     async def scenario() -> None:
-        engine = Engine(at_chunk=1)
+        engine = Engine(at_chunk=1) if streamed else Engine(whole_takes_long=True)
         places = [place(0)]
         answer = cast(AsyncGenerator[object], engine.llm.handle(request(*places), places, [nowhere()]))
-        assert [type(await anext(answer)) for _ in range(2)] == [Accepted, ResponseHead]
+        assert isinstance(await anext(answer), Accepted), "with the first token, not with the answer's end"
+        if streamed:
+            assert isinstance(await anext(answer), ResponseHead)
         await answer.aclose()
         assert (len(engine.incoming.unsent), engine.llm.state()["keys"], engine.left.is_set()) == (0, 0, True)
 
