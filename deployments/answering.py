@@ -54,7 +54,7 @@ async def respond(
         answer = await begin()
         head = await anext(answer)
         if isinstance(head, NotEncoded):
-            await replicas.not_encoded(encodings[head.image])
+            await replicas.not_encoded(encodings[head.image], conversation=conversation)
         accepted()  # a replica of a version before Accepted tells it by the head
         replicas.encoded(waited_for, head if isinstance(head, Accepted) else Accepted(), conversation=conversation)
         waited_for.clear()

@@ -185,10 +185,13 @@ class Replicas:
             raise
         return await again() if anew else cast(Answer, begun)
 
-    async def not_encoded(self, encoding: Encoding) -> NoReturn:
+    async def not_encoded(self, encoding: Encoding, *, conversation: str | None = None) -> NoReturn:
         """Raises what the encoding has failed with, as the language model found."""
         if isinstance(encoding, SharedEmbedding):
-            self._whereabouts.forget(encoding.digest)
+            if encoding.lender != NOWHERE:
+                self._whereabouts.forget(encoding.digest)
+            elif conversation is not None:
+                self._whereabouts.not_in_engine(conversation, encoding.digest)
             self._counts.add(Count.WHEREABOUTS_OUTDATED)
             raise OutdatedError
         assert isinstance(encoding, SharedCall), "what a language model encodes by itself is no call"

@@ -23,7 +23,7 @@ class Whereabouts:
     def __init__(self, max_entries: int, *, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch, as in EncodeTimings."""
         self._seen: LRUCache[str, SharedEmbedding] = LRUCache(max_entries)
-        self._in_engines: LRUCache[tuple[str, str], SharedEmbedding] = LRUCache(max_entries)
+        self._in_engines: LRUCache[tuple[str, str], SharedEmbedding | None] = LRUCache(max_entries)
         self._clock = clock
 
     def __len__(self) -> int:
@@ -48,8 +48,13 @@ class Whereabouts:
 
     def in_engine(self, conversation: str, seen: SharedEmbedding) -> None:
         """An engine has answered this conversation with the embedding, which is not to be had without an encoder."""
-        if self._in_engines.maxsize:
+        if self._in_engines.maxsize and self._in_engines.get((conversation, seen.digest), seen) is not None:
             self._in_engines[conversation, seen.digest] = seen
+
+    def not_in_engine(self, conversation: str, key: str) -> None:
+        """It was not there: for this conversation that is not expected again."""
+        if self._in_engines.maxsize:
+            self._in_engines[conversation, key] = None
 
     def _cached(self, seen: SharedEmbedding) -> SharedEmbedding:
         timings = dataclasses.replace(seen.timings, cached=True, ready_at_s=self._clock())

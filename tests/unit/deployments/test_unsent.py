@@ -288,11 +288,13 @@ def test_a_later_turn_asks_the_engine_before_an_encoder() -> None:
     assert (known.lender, known.timings.cached, len(remembers.jobs)) == (NOWHERE, True, 1)
 
 
-def test_what_the_engine_needs_is_encoded_and_then_spared_again() -> None:
+def test_a_wrong_guess_is_made_once_for_a_conversation() -> None:
+    """Its prompt may end in the image's block, or the KV cache hold too little."""
     gone = Pieces(NotEncoded(0))
     remembers, turn = Remembers(Pieces(JSON_HEAD, b"{}"), gone), [[picture(1)]]
-    assert asked_in_turn(remembers, turn, turn, turn) == [200] * 3
-    assert remembers.sent == [[Pieces], [SharedEmbedding], [Pieces], [SharedEmbedding]]
+    other = [[TEXT, picture(1)]]
+    assert asked_in_turn(remembers, turn, turn, turn, turn, other, other) == [200] * 6
+    assert remembers.sent == [[Pieces], [SharedEmbedding], *[[Pieces]] * 4, [SharedEmbedding]]
     assert not any(encoding.cancelled for encoding in remembers.encodings)
 
 
