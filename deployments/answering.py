@@ -28,6 +28,7 @@ async def respond(
     accepted: Callable[[], None],
     deadline: Deadline,
     times: Distributions,
+    conversation: str | None = None,
     stages: str | None = None,
 ) -> Response:
     """The response as the language model replica gives it. A client that leaves cancels what was started.
@@ -39,6 +40,7 @@ async def respond(
         begin: starts the answer.
         encodings: what it waits for, which is given back to `replicas` whatever becomes of it.
         accepted: called when a replica has the request and all its embeddings.
+        conversation: what its turns have in common, as for `Replicas.answer`.
         stages: of `Server-Timing`, to go before the language model's own.
     """
     answer: Answer | None = None
@@ -52,9 +54,9 @@ async def respond(
         answer = await begin()
         head = await anext(answer)
         if isinstance(head, NotEncoded):
-            await replicas.not_encoded(encodings[head.image])
+            await replicas.not_encoded(encodings[head.image], conversation=conversation)
         accepted()  # a replica of a version before Accepted tells it by the head
-        replicas.encoded(waited_for, head if isinstance(head, Accepted) else Accepted())
+        replicas.encoded(waited_for, head if isinstance(head, Accepted) else Accepted(), conversation=conversation)
         waited_for.clear()
         if isinstance(head, Accepted):
             head = await anext(answer)

@@ -5,14 +5,16 @@ It must not know where they come from, nor of HTTP or of vLLM's requests.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from deployments.embedding_header import WrongEmbeddingError
 from deployments.lending import Held
-from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
+from deployments.wire import NOWHERE, EncodedImage, ImageRefused, SharedEmbedding
 
 Image = EncodedImage | SharedEmbedding | ImageRefused
 
@@ -28,6 +30,8 @@ class Way(Enum):
     """Read from the encoder's memory on another host, then as one of the two above."""
     OBJECT_STORE = "object_store"
     """From Ray's object store into vLLM's request."""
+    PREFIX = "prefix_cache"
+    """Not at all: vLLM had in its prefix cache what comes of it."""
     LOCAL = "local"
     """Encoded where the language model is, and handed over in vLLM's request."""
 
@@ -60,21 +64,49 @@ class Arrived:
     """By the image's number."""
     leases: dict[int, str] = field(default_factory=dict)
     """Likewise, where the engine loads by itself: then all of them or none."""
+    unsent: set[int] = field(default_factory=set)
+    """Images whose embeddings are nowhere near, in the hope that vLLM's prefix cache covers them."""
+    prefix_cached: bool = False
+    """Whether a later request may come without the embeddings."""
 
     @property
     def engine_loads(self) -> bool:
         return bool(self.leases)
 
     @property
-    def read_from(self) -> tuple[SharedEmbedding | None, ...]:
-        """Where in shared memory each lies, until further notice."""
-        return tuple(
-            image if isinstance(image, SharedEmbedding) and image.remote is None else None for image in self.images
+    def num_bytes(self) -> int:
+        """Of all that has arrived."""
+        return sum(
+            image.num_bytes
+            for number, image in enumerate(self.images)
+            if not isinstance(image, ImageRefused) and number not in self.unsent
         )
+
+    @property
+    def unsent_by_digest(self) -> dict[str, int]:
+        """The image of each embedding that is not there."""
+        images = ((number, self.images[number]) for number in sorted(self.unsent, reverse=True))
+        return {image.digest: number for number, image in images if isinstance(image, SharedEmbedding)}
+
+    @property
+    def read_from(self) -> tuple[SharedEmbedding | None, ...]:
+        """Where in shared memory each lies, until further notice; NOWHERE for what only the engine may have."""
+        return tuple(map(self._read_from, range(len(self.images)), self.images))
+
+    def _read_from(self, number: int, image: Image) -> SharedEmbedding | None:
+        if number in self.held and isinstance(image, SharedEmbedding) and image.remote is None:
+            return image
+        if not self.prefix_cached or isinstance(image, ImageRefused):
+            return None
+        if isinstance(image, EncodedImage):
+            return image.lent_by(NOWHERE)
+        return dataclasses.replace(image, lender=NOWHERE, remote=None)
 
     @property
     def way(self) -> Way:
         """Of those that lie in shared memory, or of all where none does."""
+        if self.unsent and not self.held:
+            return Way.PREFIX
         if any(held.image.remote is not None for held in self.held.values()):
             return Way.NIXL
         if self.engine_loads:
@@ -91,6 +123,8 @@ class Arrived:
         if isinstance(image, EncodedImage):
             return image.unpack(width=width, merge_size=merge_size)
         image.check(width=width, merge_size=merge_size)
+        if number in self.unsent:
+            return torch.empty((image.num_tokens, 0))
         try:
             found = self.held[number].tensor()
         except WrongEmbeddingError as error:

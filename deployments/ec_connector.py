@@ -59,7 +59,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
             for feature in request.mm_features
             if is_placeholder(feature) and feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         ]
-        return self._scheduler.table.available(request.request_id, needed)
+        return self._scheduler.available(request.request_id, needed)
 
     def has_cache_item(self, identifier: str) -> bool:
         return self._scheduler.table.has(digest_of(identifier))

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from deployments import packets
@@ -49,9 +49,12 @@ class _Open:
 class EngineLink:
     """The replica's end."""
 
-    def __init__(self, *, ended: Callable[[str], None], loaded: Callable[[Loaded], None]) -> None:
-        """`ended` is told a lease once nothing reads by it any more, `loaded` what was copied; on other threads."""
-        self._ended, self._loaded = ended, loaded
+    def __init__(
+        self, *, ended: Callable[[str], None], loaded: Callable[[Loaded], None], missing: Callable[[str], None]
+    ) -> None:
+        """`ended` is told a lease once nothing reads by it any more, `loaded` what was copied, `missing` the digest of
+        what the scheduler waits for; on other threads."""
+        self._ended, self._loaded, self._missing = ended, loaded, missing
         self._listening, self.address = packets.listen()
         self._lock = threading.Condition()
         self._scheduler: socket.socket | None = None
@@ -151,6 +154,8 @@ class EngineLink:
             with self._lock:
                 self._open[packet["ended"]].num_due = packet["num_loads"] * len(self._workers)
             self._closed(packet["ended"])
+        elif "missing" in packet:
+            self._missing(packet["missing"])
         elif "loaded" in packet:
             loaded = Loaded(packet["loaded"], packet["num_bytes"], packet["seconds"])
             with self._lock:
@@ -172,10 +177,23 @@ class SchedulerEnd:
 
     def __init__(self, address: str) -> None:
         self.table = EngineTable()
+        self._missed: dict[str, set[str]] = {}
         self._connection = _connect(address, SCHEDULER)
         threading.Thread(target=self._listen, name="engine-link", daemon=True).start()
 
+    def available(self, request: str, digests: Sequence[str]) -> bool:
+        """Whether all of them can be loaded; what cannot is told, once for each request."""
+        if self.table.available(request, digests):
+            return True
+        missed = self._missed.setdefault(request, set())
+        for digest in digests:
+            if digest not in missed and not self.table.has(digest):
+                missed.add(digest)
+                _send_while_there(self._connection, {"missing": digest})
+        return False
+
     def finished(self, request: str) -> None:
+        self._missed.pop(request, None)
         self._tell(self.table.finished(request))
 
     def close(self) -> None:

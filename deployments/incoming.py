@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
@@ -24,7 +25,8 @@ from deployments.landing import Landing
 from deployments.lending import Borrowed, GoneError, Held
 from deployments.metrics import Count, Counts
 from deployments.remote_trial import RemoteWay
-from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding
+from deployments.unsent import Missing, Unsent
+from deployments.wire import NOWHERE, EncodedImage, ImageRefused, SharedEmbedding
 
 Encoding = Awaitable[Image] | SharedEmbedding
 """What an encoder answers, or where an earlier answer lies."""
@@ -47,8 +49,11 @@ class Incoming:
         self._counts = counts
         self._remote = remote
         self._num_workers = num_workers
-        self.link = EngineLink(ended=self._lease_ended, loaded=self._loaded)
+        self.unsent = Unsent()
+        self.link = EngineLink(ended=self._lease_ended, loaded=self._loaded, missing=self.unsent.missing)
         self._engine_loads = False
+        self.prefix_cached = False
+        """Whether the engine is to be asked whether it can do without an embedding that is not to be had."""
         self._lenders: dict[str, asyncio.Task[_Lender]] = {}
         self._lock = threading.Lock()
         self._by_lease: dict[str, tuple[Held, _Lender]] = {}
@@ -79,10 +84,11 @@ class Incoming:
         The first that fails ends the wait for the others.
 
         Raises:
-            NotEncodedError: an encoder has failed, or an embedding is no more where an earlier request saw it.
+            NotEncodedError: an encoder has failed, or an embedding is no more where an earlier request saw it and the
+                engine is not to be asked whether it can do without.
             TransferFailedError: an embedding is not where it was said to lie.
         """
-        arrived = Arrived()
+        arrived = Arrived(prefix_cached=self.prefix_cached and self._engine_loads)
         lenders: dict[int, _Lender] = {}
         try:
             async with asyncio.TaskGroup() as group:
@@ -94,10 +100,12 @@ class Incoming:
             encoded = sum(not isinstance(image, ImageRefused) for image in arrived.images)
             if (
                 self._engine_loads
-                and 0 < len(arrived.held) == encoded
+                and 0 < len(arrived.held) + len(arrived.unsent) == encoded
                 and all(lender.in_engine for lender in lenders.values())
             ):
                 self._give(arrived, lenders)
+            elif arrived.unsent:  # vLLM takes all of a request's embeddings with the request, or none
+                raise NotEncodedError(min(arrived.unsent))
         except BaseException as failed:
             self.close(arrived)
             error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
@@ -114,9 +122,13 @@ class Incoming:
     async def _fetch(self, number: int, encoding: Encoding, arrived: Arrived, lenders: dict[int, _Lender]) -> Image:
         if isinstance(encoding, SharedEmbedding):
             try:
+                if encoding.lender == NOWHERE:
+                    raise GoneError("the embedding lies nowhere")
                 await self._hold(number, encoding, arrived, lenders, unasked=True)
             except (GoneError, OSError) as error:
-                raise NotEncodedError(number) from error
+                if not arrived.prefix_cached:
+                    raise NotEncodedError(number) from error
+                arrived.unsent.add(number)
             return encoding
         try:
             image = await encoding
@@ -127,6 +139,14 @@ class Incoming:
         if isinstance(image, SharedEmbedding):
             await self._hold(number, image, arrived, lenders)
         return image
+
+    def watched(self, arrived: Arrived) -> AbstractContextManager[Missing]:
+        """To go to the engine without what is unsent; tells when it waits for one of them."""
+        return self.unsent.watched(arrived.unsent_by_digest)
+
+    def spared(self, arrived: Arrived) -> None:
+        """The engine had no need of what is unsent."""
+        self._counts.add(Count.EMBEDDINGS_SPARED, len(arrived.unsent))
 
     def close(self, arrived: Arrived) -> None:
         """Gives back what nothing reads any more; what the engine may still read it gives back itself."""
@@ -240,8 +260,8 @@ class Incoming:
             self._counts.add(Count.LOAD_MS, round(loaded.seconds * 1e3))
 
     def _count(self, arrived: Arrived) -> None:
-        for image in arrived.images:
-            if isinstance(image, ImageRefused):
+        for number, image in enumerate(arrived.images):
+            if isinstance(image, ImageRefused) or number in arrived.unsent:
                 continue
             way = Way.OBJECT_STORE if isinstance(image, EncodedImage) else Way.REQUEST
             way = Way.ENGINE if arrived.engine_loads else Way.LOCAL if encoded_here(image) else way

@@ -218,7 +218,8 @@ class Ingress:
                 return await tried(attempt, ask=True)
 
         async def tried(attempt: int, *, ask: bool = False) -> Response:
-            encodings = [self._replicas.encode(job, attempt, ask=ask) for job in jobs]
+            seen = [None] * len(jobs) if ask or attempt else self._replicas.seen(jobs, conversation)
+            encodings = [self._replicas.encode(job, attempt, seen=at) for job, at in zip(jobs, seen, strict=True)]
 
             def begin() -> Awaitable[Answer]:
                 return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
@@ -231,6 +232,7 @@ class Ingress:
                 begin_in_time,
                 encodings,
                 accepted=visit.accepted,
+                conversation=conversation,
                 deadline=deadline,
                 times=self._times,
                 stages=stages,

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 
 from configs.schema import AppConfig
 from deployments import asgi, tracing, vllm_compat
-from deployments.arrived import Arrived, Image, NotEncodedError
+from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError
 from deployments.checkpoint import local_model
 from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
@@ -38,6 +38,7 @@ from deployments.replica_report import Report, llm_report, replica_name
 from deployments.server_timing import server_timing
 from deployments.tracing import Stage
 from deployments.transfer_trial import loads_by_itself
+from deployments.unsent import MissingError, unless_missing
 from deployments.wire import (
     Accepted,
     HttpRequest,
@@ -91,6 +92,7 @@ class LLM:
             await self._warm_up(args.model)  # the first name that it serves under
         if why_not is None:
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
+        self._incoming.prefix_cached = why_not is None and vllm_compat.caches_prefixes(self._engine)
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
                 raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
@@ -157,12 +159,14 @@ class LLM:
         """Answers one request: first that its embeddings are within reach, then a ResponseHead, then body chunks.
 
         `encodings`: what encoders answer or will answer, by reference, or where an embedding lay lately. Where one has
-        failed or is gone, NotEncoded is all. A job where no encoder is there: the image is encoded here.
+        failed, or is gone and the engine needs it, NotEncoded is all. A job where no encoder is there: the image is
+        encoded here.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
 
         Raises:
-            TransferFailedError: before anything else, where an embedding is not where it was said to lie.
+            TransferFailedError: before anything else, where an embedding is not where it was said to lie; at any time
+                where the engine came to need one that it had done without.
         """
         request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
         try:
@@ -176,15 +180,44 @@ class LLM:
             yield body
             return
         arrived_at_s, arrived = time.time(), time.perf_counter()
+        clock = vllm_compat.FirstTokenClock()
+        accepted = Accepted(self._reads_on, embeddings.read_from, self._incoming.pulls)
         self._under_way += 1
         try:
-            yield Accepted(self._reads_on, embeddings.read_from, self._incoming.pulls)
-            async with aclosing(self._answered(request, places, embeddings, arrived_at_s, arrived)) as pieces:
+            async with aclosing(self._answered(request, places, embeddings, clock, arrived_at_s, arrived)) as pieces:
+                if embeddings.unsent:
+                    async with aclosing(self._unless_missing(pieces, embeddings, clock, accepted)) as told:
+                        async for piece in told:
+                            yield piece
+                    return
+                yield accepted
                 async for piece in pieces:
                     yield piece
         finally:
             self._under_way -= 1
             self._incoming.close(embeddings)
+
+    async def _unless_missing(
+        self,
+        pieces: AsyncGenerator[ResponseHead | bytes, None],
+        embeddings: Arrived,
+        clock: vllm_compat.FirstTokenClock,
+        accepted: Accepted,
+    ) -> AsyncGenerator[Accepted | NotEncoded | ResponseHead | bytes, None]:
+        """The answer as `handle` gives it, where the engine gets on without the embeddings that were not sent."""
+        taken_up = False
+        try:
+            with self._incoming.watched(embeddings) as missing:
+                async with aclosing(unless_missing(pieces, missing, clock.ticked, accepted)) as told:
+                    async for piece in told:
+                        if not taken_up:
+                            self._incoming.spared(embeddings)
+                        taken_up = True
+                        yield piece
+        except MissingError as error:
+            if taken_up:  # vLLM had put the request back, and its prefix has left the cache
+                raise TransferFailedError("the prefix cache has an image's prefix no more") from error
+            yield NotEncoded(embeddings.unsent_by_digest[error.digest])
 
     async def _arrived(self, encodings: Sequence[Encoding | ImageJob]) -> Arrived:
         """Raises ApiError too: 503 where an image cannot be encoded here."""
@@ -204,6 +237,7 @@ class LLM:
         request: HttpRequest,
         places: Sequence[ImagePlace],
         embeddings: Arrived,
+        clock: vllm_compat.FirstTokenClock,
         arrived_at_s: float,
         arrived: float,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
@@ -223,9 +257,8 @@ class LLM:
                 transfer_s,
                 ended_s=arrived_at_s,
                 within=trace,
-                attributes={"vitray.bytes": sum(image.num_bytes for image in encoded)},
+                attributes={"vitray.bytes": embeddings.num_bytes},
             )
-        clock = vllm_compat.FirstTokenClock()
         vllm_compat.first_token_clock.set(clock)
         for place, tokens, grid in tensors:
             self._keys.put(place.tokens_key, tokens)

@@ -44,8 +44,13 @@ class Count(Enum):
         "too much to do; the tag `reason` says which deployment."
     )
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
-    WHEREABOUTS_KNOWN = "Images for which an ingress asked no encoder, since it knew where the embedding lies."
-    WHEREABOUTS_OUTDATED = "Requests whose encoders were asked after all: an embedding had gone from where it was."
+    WHEREABOUTS_KNOWN = (
+        "Images for which an ingress asked no encoder, since it knew where the embedding lies, or that vLLM had "
+        "answered this conversation before."
+    )
+    WHEREABOUTS_OUTDATED = (
+        "Requests whose encoders were asked after all: an embedding had gone from where it was, and vLLM needed it."
+    )
     HEDGES = "Images that were sent to a second encoder because the first was slow."
     HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."
@@ -63,6 +68,10 @@ class Count(Enum):
     EMBEDDINGS_LOADED = "Embeddings that an engine's worker copied from shared memory to its device."
     EMBEDDING_BYTES_LOADED = "Their bytes."
     LOAD_MS = "Milliseconds from an embedding's being ready to its being on the worker's device, added up."
+    EMBEDDINGS_SPARED = (
+        "Embeddings that were neither encoded nor brought to a language model, since vLLM had the prompt up to their "
+        "image's end in its prefix cache."
+    )
     TRANSFERS_FAILED = (
         "Requests that were tried again because an embedding could not be had from shared memory or by NIXL."
     )

@@ -26,6 +26,7 @@ from deployments.tower_identity import TowerIdentity
 from deployments.tracing import Stage, stage
 from deployments.whereabouts import Whereabouts
 from deployments.wire import (
+    NOWHERE,
     Accepted,
     EncodedImage,
     HttpRequest,
@@ -47,7 +48,7 @@ Begin = Callable[[], Awaitable[Answer]]
 T = TypeVar("T")
 
 
-NOWHERE = "nowhere"
+NO_HOST = "nowhere"
 """Stands for the host of a language model that takes nothing from shared memory."""
 
 PULLS_REMEMBERED = 8
@@ -93,16 +94,18 @@ class Replicas:
         )
         self._watch = self.identity.watch
 
-    def encode(self, job: ImageJob, attempt: int = 0, *, ask: bool = False) -> Encoding:
+    def seen(self, jobs: Sequence[ImageJob], conversation: str | None) -> list[SharedEmbedding | None]:
+        """For each of a request's images, where its embedding was seen lately, if it was."""
+        return self._whereabouts.of_all([job.digest for job in jobs], conversation)
+
+    def encode(self, job: ImageJob, attempt: int = 0, *, seen: SharedEmbedding | None = None) -> Encoding:
         """Starts encoding, or joins a call for the same image; what is returned goes to `answer`, not awaited here.
 
-        Nothing is called where it is known where the embedding lies, unless `ask`, nor where no encoder is there and
-        language models encode by themselves.
+        Nothing is called for what was `seen`, nor where no encoder is there and language models encode by themselves.
 
         `attempt`: how often a replica was lost at it, or an embedding could not be had from shared memory; after the
         first it goes through the object store. Let `encoded` or `cancel` follow.
         """
-        seen = None if ask or attempt else self._whereabouts.get(job.digest)
         if seen is not None:
             self._counts.add(Count.WHEREABOUTS_KNOWN)
             stage(Stage.CACHED, 0)
@@ -182,10 +185,13 @@ class Replicas:
             raise
         return await again() if anew else cast(Answer, begun)
 
-    async def not_encoded(self, encoding: Encoding) -> NoReturn:
+    async def not_encoded(self, encoding: Encoding, *, conversation: str | None = None) -> NoReturn:
         """Raises what the encoding has failed with, as the language model found."""
         if isinstance(encoding, SharedEmbedding):
-            self._whereabouts.forget(encoding.digest)
+            if encoding.lender != NOWHERE:
+                self._whereabouts.forget(encoding.digest)
+            elif conversation is not None:
+                self._whereabouts.not_in_engine(conversation, encoding.digest)
             self._counts.add(Count.WHEREABOUTS_OUTDATED)
             raise OutdatedError
         assert isinstance(encoding, SharedCall), "what a language model encodes by itself is no call"
@@ -193,15 +199,18 @@ class Replicas:
             await (await object_ref(encoding.response))
         raise TransferFailedError("an encoding was given up")  # another encoder was faster
 
-    def encoded(self, encodings: Sequence[Encoding], accepted: Accepted) -> None:
-        """A language model has them."""
-        self._read_on.add(accepted.reads_on or NOWHERE)
+    def encoded(self, encodings: Sequence[Encoding], accepted: Accepted, *, conversation: str | None = None) -> None:
+        """A language model has them, or what comes of them."""
+        self._read_on.add(accepted.reads_on or NO_HOST)
         self._pulls.append(accepted.pulls)
         for calling in _callings(encodings):
             self._encodings.used(calling)
         for seen in accepted.read_from:
+            if seen is not None and seen.lender == NOWHERE:
+                if conversation is not None:
+                    self._whereabouts.in_engine(conversation, seen)
             # Another host's language model could not read there.
-            if seen is not None and len(self._read_on) == 1:
+            elif seen is not None and len(self._read_on) == 1:
                 self._whereabouts.put(seen.digest, seen)
         if len(self._read_on) > 1:
             self._whereabouts.clear()

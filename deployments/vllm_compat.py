@@ -8,6 +8,7 @@ function is called, so that the other deployments do not pay for it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol, cast
@@ -65,6 +66,7 @@ class Engine(Protocol):
     """What is used of vLLM's AsyncLLM."""
 
     model_config: Any
+    vllm_config: Any
 
     async def check_health(self) -> None: ...
     async def get_supported_tasks(self) -> tuple[str, ...]: ...
@@ -145,6 +147,12 @@ class FirstTokenClock:
     """When vLLM gave the first token of the request in whose context this was set; `time.perf_counter()` seconds."""
 
     first_token_at_s: float | None = None
+    ticked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tick(self) -> None:
+        if self.first_token_at_s is None:
+            self.first_token_at_s = time.perf_counter()
+            self.ticked.set()
 
 
 first_token_clock: ContextVar[FirstTokenClock | None] = ContextVar("first_token_clock", default=None)
@@ -176,8 +184,8 @@ def start_engine(
         async def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
             clock = first_token_clock.get()
             async for output in super().generate(*args, **kwargs):
-                if clock is not None and clock.first_token_at_s is None:
-                    clock.first_token_at_s = time.perf_counter()
+                if clock is not None:
+                    clock.tick()
                 yield output
 
     arguments: dict[str, object] = {
@@ -222,6 +230,11 @@ def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
     if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
         return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
     return None
+
+
+def caches_prefixes(engine: Engine) -> bool:
+    """Whether the KV cache of an earlier prompt serves one that begins alike."""
+    return bool(engine.vllm_config.cache_config.enable_prefix_caching)
 
 
 def memory_share_left(engine_args: Mapping[str, JsonValue]) -> float:

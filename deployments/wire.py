@@ -133,6 +133,10 @@ class RemotePlace:
     """What the reader tells at its end."""
 
 
+NOWHERE = ""
+"""The lender of an embedding that only vLLM's prefix cache may make up for."""
+
+
 @dataclass(frozen=True)
 class SharedEmbedding:
     """An embedding that waits in shared memory of the encoder's host. Whoever wants it asks its lender, or reads it
@@ -146,7 +150,7 @@ class SharedEmbedding:
     """Tokens, width."""
     timings: EncodeTimings
     lender: str
-    """Address for `packets.connect`, on the encoder's host."""
+    """Address for `packets.connect`, on the encoder's host, or NOWHERE."""
     remote: RemotePlace | None = None
     """Where it is lent to one reader of another host."""
 

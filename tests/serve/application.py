@@ -9,6 +9,7 @@ sends images, and may be broken.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ import yaml
 
 from configs.resolve import PROJECT_ROOT
 from deployments import proxy_bounds
+from deployments.metrics import Count
 from tests.serve.asking import KEY
 from tests.serve.conversations import MODEL
 from tests.serve.processes import Server, family, free_port, title
@@ -227,6 +229,19 @@ class ServedApplication:
         files = self._ray_folder.glob(f"**/logs/serve/replica_{name}_{deployment}_*.log")
         return "\n".join(file.read_text(errors="replace") for file in files if not file.is_symlink())
 
+    def exported(self, name: str, deployment: str, count: Count) -> float:
+        """A counter of an application's deployment, as Ray's metrics ports tell it now."""
+        listed = [
+            json.loads(file.read_text()) for file in self._ray_folder.glob("**/prom_metrics_service_discovery.json")
+        ]
+        found = 0.0
+        for target in {target for groups in listed for group in groups for target in group["targets"]}:
+            for line in httpx.get(f"http://{target}/metrics", timeout=30).text.splitlines():
+                of_it = f'application="{name}"' in line and f'deployment="{deployment}"' in line
+                if of_it and line.startswith(f"ray_{count.metric}_total{{"):
+                    found += float(line.rpartition(" ")[2])
+        return found
+
     def stop(self) -> None:
         self._server.stop()
         shutil.rmtree(self._ray_folder, ignore_errors=True)
@@ -241,6 +256,7 @@ def _environment(ray_folder: Path) -> dict[str, str]:
         "RAY_DEDUP_LOGS": "0",
         KEYS_VARIABLE: f"tests {KEY}",
         proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH,
+        "RAY_metrics_report_interval_ms": "1000",
         "RAY_worker_niceness": "0",  # else every other process of the machine goes first
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the engines sit on the same core

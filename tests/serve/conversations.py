@@ -22,6 +22,8 @@ GREEDY: Body = {
     # A random model likes tokens that are parts of a character, and all of these have the same text.
     "return_tokens_as_token_ids": True,
 }
+SEVERAL_BLOCKS = "Tell me of every shape, its colour and its place. " * 8
+"""Words for more than one block of vLLM's prefix cache, of 128 tokens each."""
 COMPLETED: Body = {"temperature": 0, "max_tokens": 12, "logprobs": 3, "return_tokens_as_token_ids": True}
 WEATHER: Body = {
     "type": "function",

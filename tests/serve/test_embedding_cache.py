@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from deployments.metrics import Count
 from tests.serve import pictures
-from tests.serve.asking import Json, ask, post, streaming
+from tests.serve.application import ServedApplication
+from tests.serve.asking import Json, ask, post, streaming, until
 from tests.serve.comparison import difference
-from tests.serve.conversations import Body, about, chat, image, text, user
+from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, text, user
 
 pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
+VLLM_CACHES_TOKENS = 2048
+"""Of the embeddings that vLLM keeps: as many as it computes at once."""
+SETTLED = 4
 STAGES = ("fetch", "preprocess", "admission", "queue", "encode", "transfer", "first-token")
 
 
@@ -46,6 +53,43 @@ def test_the_engine_loads_embeddings_by_itself(base_url: str) -> None:
     ask(base_url, about(pictures.url(410)))
     body = chat(user(image(pictures.url(411)), image(pictures.url(412)), text("Compare.")))
     assert timing(post(base_url, CHAT, body))["way"] == 'desc="engine_loads"'
+
+
+def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedApplication, qwen3: str) -> None:
+    """Of a request with the same beginning and a new picture at its end it loads the new one alone; after another
+    beginning, both. Before it come so many others that vLLM's cache of embeddings, which does not look at the prompt,
+    has nothing left of the first."""
+
+    def loaded() -> float:
+        return application.exported("qwen3", "LLM", Count.EMBEDDINGS_LOADED)
+
+    def about_two(number: int, opening: str) -> Body:
+        return chat(
+            {"role": "system", "content": opening},
+            user(image(first), text(SEVERAL_BLOCKS), image(pictures.url(420 + number, 90, 70))),
+        )
+
+    first = pictures.url(420, 200, 150)
+    ask(qwen3, about(first))
+    ask(qwen3, about(first, "Where is it?"))  # the encoder lends it from now on
+    ask(qwen3, about_two(1, "Be brief."))
+    others = [chat(user(*(image(pictures.url(430 + 8 * n + k, 448, 448)) for k in range(8)))) for n in range(2)]
+    assert sum(ask(qwen3, body)["usage"]["prompt_tokens"] for body in others) > VLLM_CACHES_TOKENS + 2 * 100
+    before = _settled(loaded)
+    again = post(qwen3, CHAT, about_two(2, "Be brief."))
+    assert timing(again)["way"] == 'desc="engine_loads"', "it was lent both"
+    until(lambda: loaded() == before + 1)
+    ask(qwen3, about_two(3, "Take your time."))
+    until(lambda: loaded() == before + 3)
+
+
+def _settled(value: Callable[[], float]) -> float:
+    """The value once it has been the same for several reports."""
+    seen = [value()]
+    while len(seen) < SETTLED or len(set(seen[-SETTLED:])) > 1:
+        time.sleep(1)
+        seen.append(value())
+    return seen[-1]
 
 
 def test_answers_stay_right_while_clients_leave(qwen3: str) -> None:

@@ -16,7 +16,7 @@ from tests.serve import pictures
 from tests.serve.application import ServedApplication
 from tests.serve.asking import TIMEOUT_S, ask, by_an_encoder, metric, post, streaming
 from tests.serve.comparison import difference
-from tests.serve.conversations import Body, about, chat, image, text, user
+from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, text, user
 from tests.serve.errors import error_of
 from tests.serve.pictures import circle_and_square, three_triangles
 
@@ -29,7 +29,8 @@ RECOVERY_S = 240.0
 
 
 def test_of_two_encoders_one_dies_and_no_client_notices(application: ServedApplication, qwen3: str) -> None:
-    """Killed while images come: no answer is an error, and each is the one that its picture had before."""
+    """Killed while images come: no answer is an error, and each is the one that its picture had before. When both
+    are dead, a conversation goes on whose picture vLLM has in its prefix cache; another one needs an encoder."""
     bodies = [about(pictures.url(seed, 90, 70)) for seed in range(450, 458)]
     before = [ask(qwen3, body) for body in bodies]
     encoders = application.replicas("qwen3", "Encoder")
@@ -44,8 +45,22 @@ def test_of_two_encoders_one_dies_and_no_client_notices(application: ServedAppli
         difference(one, other, tolerance=1e-3)
     for body, answer in zip(fresh, answers, strict=True):
         difference(ask(qwen3, body), answer, tolerance=1e-3)
+    ask(qwen3, _turn("Be brief."))
+    told = ask(qwen3, _turn("Be brief.", "And now?"))
+    with _no_encoder(application, "qwen3"):
+        response = post(qwen3, CHAT, _turn("Be brief.", "And now?"))
+        assert response.status_code == 200, response.text
+        assert 'way;desc="prefix_cache"' in response.headers["server-timing"], "vLLM answers from what it has computed"
+    difference(response.json(), told, tolerance=1e-3)
     _until(lambda: len(application.replicas("qwen3", "Encoder")) == 2)
-    assert encoders[0] not in application.replicas("qwen3", "Encoder")
+    assert not set(encoders) & set(application.replicas("qwen3", "Encoder"))
+    _until_answered(qwen3, _turn("Take your time."))
+
+
+def _turn(opening: str, *more: str) -> Body:
+    """Of one conversation about one picture, where the opening is the same."""
+    first = user(image(pictures.url(470, 200, 150)), text(SEVERAL_BLOCKS))
+    return chat({"role": "system", "content": opening}, first, *({"role": "user", "content": one} for one in more))
 
 
 def test_a_lost_encoder_is_replaced_and_text_does_not_notice(application: ServedApplication, tight: str) -> None:

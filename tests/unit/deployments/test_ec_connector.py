@@ -129,6 +129,26 @@ def test_what_the_prefix_cache_has_is_not_waited_for(engine: Engine) -> None:
     assert engine.scheduler.ensure_cache_available(asked, 10)
 
 
+def test_what_a_request_waits_for_is_told_once_and_what_the_prefix_cache_has_is_not(engine: Engine) -> None:
+    """By which the replica learns whether the engine can do without an embedding that lies nowhere near."""
+    (image,), arrived = engine.given(1)
+    told: list[str] = []
+    engine.incoming.link._missing = told.append
+    covered, wanted = "c" * 64, "f" * 64
+    features = feature(covered, 0), feature(image, 10), feature(wanted, 20)
+    for name in ("one", "two"):
+        for _ in range(3):
+            assert not engine.scheduler.ensure_cache_available(request(*features, name=name), 6)
+    eventually(lambda: told == [wanted] * 2)
+    assert engine.scheduler.ensure_cache_available(request(*features[:2], name="one"), 6)
+    for name in ("one", "two"):
+        engine.scheduler.request_finished(request(name=name))
+    assert engine.scheduler._scheduler._missed == {}
+    assert not engine.scheduler.ensure_cache_available(request(*features, name="one"), 0)
+    eventually(lambda: told[2:] == [covered, wanted])
+    engine.incoming.close(arrived)
+
+
 def test_an_adapters_name_before_the_digest_is_no_other_image(engine: Engine) -> None:
     (image,), arrived = engine.given(1)
     identifier = f"adapter:{image.digest}"
