@@ -38,6 +38,14 @@ NEWER_RUNNERS_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
 PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """vLLM's ways of loading weights that take files of pickles, or fall back to them."""
 
+_OURS = {
+    "model": "the checkpoint is `model` at the top of args",
+    "enable_mm_embeds": "images come as embeddings",
+    "mm_processor_cache_gb": "images come as embeddings, which encoders keep: encoder_replica.cache_bytes",
+}
+KEEPS_NAMES = (0, 32)
+"""The version of vLLM from which images keep the names that requests give them where nothing is cached."""
+
 Scope = dict[str, Any]
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -129,11 +137,9 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
                 raise ValueError(f"llm.{kind}: {key!r} belongs under llm.{elsewhere}")
             if key not in known:
                 raise ValueError(f"llm.{kind}: {unknown_key(key, known)}")
-    for key in ("model", "enable_mm_embeds"):
+    for key, why in _OURS.items():
         if key in engine_args:
-            raise ValueError(
-                f"llm.engine_args: {key!r} is set by vitray (the checkpoint is `model` at the top of args)"
-            )
+            raise ValueError(f"llm.engine_args: {key!r} is set by vitray ({why})")
     if engine_args.get("trust_remote_code"):
         raise ValueError("llm.engine_args: 'trust_remote_code' would run whatever code a checkpoint brings")
     if (load_format := engine_args.get("load_format")) in PICKLED_FORMATS:
@@ -195,6 +201,9 @@ def start_engine(
         **engine_args,
         "model": model,
         "enable_mm_embeds": True,
+        # What vLLM keeps of an image by its name may be the stand-in for an embedding that its engine loaded; before 0.32
+        # a later request that brings the embedding would get that in its place, and wait for ever.
+        "mm_processor_cache_gb": 0,
     }
     if link is not None:
         arguments["ec_transfer_config"] = lookup("ECTransferConfig")(
@@ -224,12 +233,21 @@ def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
         return "of a pipeline only the first stage loads embeddings"
     if engine_args.get("mm_processor_kwargs") is not None:
         return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
+    if engine_args.get("enable_prefix_caching") is False and _version() < KEEPS_NAMES:
+        return "without prefix caching this vLLM gives images names of its own"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
     # Left to itself, vLLM takes its older runner then; told to take the newer one, its engine would not start.
     if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
         return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
     return None
+
+
+def _version() -> tuple[int, int]:
+    import vllm
+
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def caches_prefixes(engine: Engine) -> bool:

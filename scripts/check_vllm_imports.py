@@ -22,7 +22,14 @@ CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
 MEMBERS = {
     "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "shutdown"),
     "AsyncEngineArgs": (
-        *("model", "enable_mm_embeds", "skip_mm_profiling", "served_model_name", "load_format"),
+        *(
+            "model",
+            "enable_mm_embeds",
+            "skip_mm_profiling",
+            "mm_processor_cache_gb",
+            "served_model_name",
+            "load_format",
+        ),
         "ec_transfer_config",
     ),
     "ECTransferConfig": (

@@ -2,7 +2,7 @@
 
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
 may be killed; vLLM's engines load their embeddings from shared memory, which `qwen3` is told and `qwen25` finds out.
-They have random weights. `tight` is the shipped model, which sees, in bfloat16 with embeddings through the object
+They have random weights. `qwen25`'s encoder has room in shared memory for all but the largest pictures. `tight` is the shipped model, which sees, in bfloat16 with embeddings through the object
 store, behind a key, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody
 sends images, and may be broken.
 """
@@ -50,6 +50,9 @@ MAX_RETRY_AFTER_S = 5
 MAX_AT_THE_DOOR = 12
 MAX_WAITING_AT_THE_DOOR = 6
 KEYS_VARIABLE = "VITRAY_TEST_KEYS"
+# Of the application `qwen25`, whose embeddings have rows of 512 bytes and at most 1024 of them.
+SHARED_EMBEDDING_BYTES = 2**19
+CACHE_BYTES = SHARED_EMBEDDING_BYTES // 4
 
 Settings = dict[str, Any]
 
@@ -141,6 +144,10 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         )
         for name in ARCHITECTURES
     ]
+    roomy[1]["args"]["encoder_replica"] |= {
+        "shared_embedding_bytes": SHARED_EMBEDDING_BYTES,
+        "cache_bytes": CACHE_BYTES,
+    }
     return {
         "http_options": {"host": "127.0.0.1", "port": free_port(), "request_timeout_s": 610},
         "applications": [*roomy, tight],

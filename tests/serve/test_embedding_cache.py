@@ -92,6 +92,18 @@ def _settled(value: Callable[[], float]) -> float:
     return seen[-1]
 
 
+def test_an_image_that_the_engine_has_loaded_may_come_with_a_request(application: ServedApplication) -> None:
+    """Where one embedding finds no room in shared memory, all of the request's go with the request. What vLLM keeps of
+    an image by its name must not be the placeholder of the time before: the engine would wait for ever."""
+    qwen25 = application.base_url("qwen25")
+    small, large = image(pictures.url(413)), image(pictures.url(414, 896, 896))
+    ask(qwen25, chat(user(image(pictures.url(415)), text("What is it?"))))
+    first = post(qwen25, CHAT, chat(user(small, text("What is it?"))))
+    assert timing(first)["way"] == 'desc="engine_loads"'
+    both = httpx.post(qwen25 + CHAT, json=chat(user(small, large, text("Compare."))), timeout=120)
+    assert timing(both)["way"] == 'desc="in_request"'
+
+
 def test_answers_stay_right_while_clients_leave(qwen3: str) -> None:
     """Embeddings lie in memory that is used again as soon as nobody reads it. Of many requests at once some are given
     up at any stage; what the others are told is what they are told again when nothing else is going on."""

@@ -49,7 +49,6 @@ def soaked(
     settings = configuration(request.getfixturevalue("checkpoints"))
     application = next(found for found in settings["applications"] if found["name"] == "qwen3")
     application["args"]["encoder_replica"]["cache_bytes"] = 4_000_000
-    application["args"]["llm"]["engine_args"]["mm_processor_cache_gb"] = 0.01
     fetch = {"http": True, "allow_private_addresses": True, "timeout_s": 1.0}
     application["args"]["ingress"] |= {"fetch": fetch, "max_image_bytes": MAX_IMAGE_BYTES}
     settings["applications"] = [application]

@@ -74,6 +74,7 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
         ({}, {"max_model_len": 1}, r"llm\.server_args: 'max_model_len' belongs under llm\.engine_args"),
         ({"model": "x"}, {}, r"llm\.engine_args: 'model' is set by vitray"),
         ({"enable_mm_embeds": False}, {}, r"llm\.engine_args: 'enable_mm_embeds' is set by vitray"),
+        ({"mm_processor_cache_gb": 4}, {}, r"'mm_processor_cache_gb' is set by vitray .*encoder_replica\.cache_bytes"),
         ({"trust_remote_code": True}, {}, r"llm\.engine_args: 'trust_remote_code' would run whatever code"),
         ({"load_format": "pt"}, {}, r"llm\.engine_args: 'load_format' 'pt' may unpickle weights"),
         ({"load_format": "auto"}, {}, r"use 'safetensors'"),
@@ -126,7 +127,7 @@ SOURCES = {
     "vllm/utils/argparse_utils.py": "class FlexibleArgumentParser: ...\n",
     "vllm/engine/arg_utils.py": (
         "class EngineArgs:\n    model: str\n    enable_mm_embeds: bool = False\n    skip_mm_profiling: bool = False\n"
-        "    load_format: str = ''\n    ec_transfer_config: object = None\n"
+        "    mm_processor_cache_gb: float = 4\n    load_format: str = ''\n    ec_transfer_config: object = None\n"
         "    served_model_name: str = ''\n"
         "class AsyncEngineArgs(EngineArgs): ...\n"
     ),
@@ -218,6 +219,17 @@ def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
 def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, Any], told: str) -> None:
     assert told in (vllm_compat.why_not_loading(engine_args) or "")
     assert vllm_compat.why_not_loading({"tensor_parallel_size": 2}) is None
+
+
+def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before 0.32 vLLM itself names images of which it caches nothing, and its connector would not know them."""
+    monkeypatch.setattr("vllm.__version__", "0.26.0")
+    assert "names of its own" in (vllm_compat.why_not_loading({"enable_prefix_caching": False}) or "")
+    assert vllm_compat.why_not_loading({"enable_prefix_caching": True}) is None
+    monkeypatch.setattr("vllm.__version__", "0.32.0.post1+cpu")
+    assert vllm_compat.why_not_loading({"enable_prefix_caching": False}) is None
 
 
 def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
