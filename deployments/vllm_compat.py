@@ -201,8 +201,8 @@ def start_engine(
         **engine_args,
         "model": model,
         "enable_mm_embeds": True,
-        # What vLLM keeps of an image by its name may be the stand-in for an embedding that its engine loaded; before 0.32
-        # a later request that brings the embedding would get that in its place, and wait for ever.
+        # What vLLM keeps of an image by its name may be the stand-in for an embedding that its engine loaded. Before
+        # 0.32 a later request that brings the embedding gets that in its place, and waits for ever.
         "mm_processor_cache_gb": 0,
     }
     if link is not None:

@@ -2,9 +2,9 @@
 
 `qwen3` and `qwen25` are the two architectures in float32 under generous limits, `qwen3` with two encoders, of which one
 may be killed; vLLM's engines load their embeddings from shared memory, which `qwen3` is told and `qwen25` finds out.
-They have random weights. `qwen25`'s encoder has room in shared memory for all but the largest pictures. `tight` is the shipped model, which sees, in bfloat16 with embeddings through the object
-store, behind a key, under limits that a test can reach; it may fetch from this machine, keeps no encoder while nobody
-sends images, and may be broken.
+They have random weights. `qwen25`'s encoder has room in shared memory for all but the largest pictures. `tight` is the
+shipped model, which sees, in bfloat16 with embeddings through the object store, behind a key, under limits that a test
+can reach; it may fetch from this machine, keeps no encoder while nobody sends images, and may be broken.
 """
 
 from __future__ import annotations
