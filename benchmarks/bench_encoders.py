@@ -258,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 report["rows"].append(row)
                 failed += row["failed"]
                 print(told(row), flush=True)
-            if asked.out is not None:
-                save(report, asked.out)
+                if asked.out is not None:
+                    save(report, asked.out)
     write(report, asked.out)
     return 1 if failed else 0
 

@@ -81,8 +81,8 @@ class EncoderReplicaConfig(Options):
     decode_memory_bytes: PositiveInt = 2 * GIB
     """What one image may take in its worker process; one that takes more is refused."""
     shared_embedding_bytes: PositiveInt = 4 * GIB
-    """Shared memory in which embeddings lie for the language models of the same host, the cache's among them, pinned
-    where the encoder is on a GPU. What finds no room there goes through Ray's object store."""
+    """Shared memory in which embeddings lie for the language models of the same host, the cache's too, which give way;
+    pinned where the encoder is on a GPU. What finds no room there goes through Ray's object store."""
     cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     """Bound of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144

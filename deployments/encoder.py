@@ -10,9 +10,12 @@ import contextlib
 import dataclasses
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
+import torch
 from ray import serve
+from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
@@ -95,6 +98,7 @@ class EncoderReplica:
         path: Path = resolve_checkpoint(local_model(config.model))
         limits = config.encoder_replica
         self._counts = Counts()
+        self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         shares = config.transfer != "object_store"
         shelf = EmbeddingShelf(limits.shared_embedding_bytes) if shares else None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,7 +111,7 @@ class EncoderReplica:
         self._worker = GpuWorker(
             lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
-            room=None if self._lender is None else self._lender.shelf.room,
+            room=None if shelf is None else partial(self._room, shelf),
             events=WorkerEvents(
                 queued_tokens=gauge(Level.QUEUED_TOKENS),
                 retried=lambda batches: self._counts.add(Count.BATCHES_RETRIED, batches),
@@ -131,7 +135,6 @@ class EncoderReplica:
                     pin_shared(arena.address, arena.num_bytes)
                 except RuntimeError as error:  # the staging copies through pinned memory of its own then
                     logger.warning("images or embeddings take one more copy on the host: %s", error)
-        self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
         self._work = WorkUnderWay()
         self._name = replica_name()
@@ -195,6 +198,12 @@ class EncoderReplica:
         if self._remote is None:
             return TrialAnswer(self._host, why_not="transfer is object_store")
         return await self._remote.trial(self._host, lent)
+
+    def _room(self, shelf: EmbeddingShelf, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """Shared memory for an embedding that is awaited, which goes before what is cached; on the GPU's thread."""
+        while (found := shelf.room(num_tokens, width, dtype)) is None and self._cache.drop_oldest():
+            pass
+        return found
 
     def _read_unasked(self, digest: str) -> None:
         """On the lender's thread: what a language model was told to be here is used, as if it had been asked for."""

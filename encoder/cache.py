@@ -5,6 +5,7 @@ It must not know of tensors, Ray or requests: values are opaque, their bytes are
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -29,7 +30,7 @@ class CacheCounts:
 
 
 class EmbeddingCache(Generic[V]):
-    """Keeps the entries used last within `max_bytes`. One owner: it is not safe to share between threads.
+    """Keeps the entries used last within `max_bytes`. May be used from any thread.
 
     Keys are compared whole. `max_bytes` 0 stores nothing that has bytes. Raises ValueError for a negative `max_bytes`.
     """
@@ -39,15 +40,17 @@ class EmbeddingCache(Generic[V]):
             raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0")
         self._entries: LRUCache[str, tuple[V, int]] = LRUCache(max_bytes, getsizeof=lambda entry: entry[1])
         self._hits = self._misses = self._evictions = self._too_large = 0
+        self._lock = threading.Lock()
 
     def get(self, key: str) -> V | None:
         """The value, which becomes the one used last, or None. Counts a hit or a miss."""
-        entry = self._entries.get(key)
-        if entry is None:
-            self._misses += 1
-            return None
-        self._hits += 1
-        return entry[0]
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self._misses += 1
+                return None
+            self._hits += 1
+            return entry[0]
 
     def put(self, key: str, value: V, num_bytes: int) -> bool:
         """Stores `value`, which holds `num_bytes`, in place of any earlier one, and drops what was used least recently.
@@ -56,21 +59,33 @@ class EmbeddingCache(Generic[V]):
         """
         if num_bytes < 0:
             raise ValueError(f"num_bytes is {num_bytes}; it must be at least 0")
-        if num_bytes > self._entries.maxsize:
-            self._too_large += 1
-            return False
-        expected = len(self._entries) + (key not in self._entries)
-        self._entries[key] = (value, num_bytes)
-        self._evictions += expected - len(self._entries)
-        return True
+        with self._lock:
+            if num_bytes > self._entries.maxsize:
+                self._too_large += 1
+                return False
+            expected = len(self._entries) + (key not in self._entries)
+            self._entries[key] = (value, num_bytes)
+            self._evictions += expected - len(self._entries)
+            return True
+
+    def drop_oldest(self) -> bool:
+        """Drops what was used least recently, for somebody who needs its memory; False where nothing is held."""
+        with self._lock:
+            if not self._entries:
+                return False
+            self._entries.popitem()
+            self._evictions += 1
+            return True
 
     def keys(self) -> list[str]:
         """What is held, in the order in which it was stored."""
-        return list(self._entries)
+        with self._lock:
+            return list(self._entries)
 
     def clear(self) -> None:
         """Drops every entry; the counts go on."""
-        self._entries.clear()
+        with self._lock:
+            self._entries.clear()
 
     def __contains__(self, key: str) -> bool:
         """Whether it is held, without counting or touching it."""

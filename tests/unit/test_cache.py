@@ -51,6 +51,18 @@ def test_clear_keeps_the_counts() -> None:
     assert (cache.counts.hits, cache.counts.misses) == (1, 1)
 
 
+def test_what_was_used_least_recently_can_be_dropped_for_somebody_else() -> None:
+    cache: EmbeddingCache[int] = EmbeddingCache(100)
+    cache.put("a", 1, 30)
+    cache.put("b", 2, 30)
+    cache.get("a")
+    assert cache.drop_oldest()
+    assert ("a" in cache, "b" in cache, cache.counts.evictions) == (True, False, 1)
+    assert cache.drop_oldest()
+    assert not cache.drop_oldest()
+    assert (cache.counts.num_bytes, cache.counts.evictions) == (0, 2)
+
+
 def test_a_cache_of_no_bytes_stores_nothing() -> None:
     cache: EmbeddingCache[int] = EmbeddingCache(0)
     assert not cache.put("a", 1, 1)

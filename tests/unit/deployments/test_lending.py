@@ -17,10 +17,13 @@ import pytest
 import torch
 
 from deployments import packets
+from deployments.arena import PAGE_BYTES
 from deployments.embedding_header import HEADER_BYTES, Header, WrongEmbeddingError, check
 from deployments.embedding_shelf import EmbeddingShelf
+from deployments.encoder import EncoderReplica
 from deployments.lending import Borrowed, GoneError, Held, Lender
 from deployments.wire import EncodedImage, EncodeTimings
+from encoder.cache import EmbeddingCache
 
 ROOT = Path(__file__).parents[3]
 TIMINGS = EncodeTimings(1.0, 2.0, 3.0, 4.0, cached=False)
@@ -241,6 +244,7 @@ def test_packets_are_bounded(size: int) -> None:
 LENDS = """
 import sys, torch
 from deployments.embedding_shelf import EmbeddingShelf
+from deployments.encoder import EncoderReplica
 from deployments.lending import Lender
 from tests.unit.deployments.test_lending import encoded
 shelf = EmbeddingShelf(2**20)
@@ -316,3 +320,24 @@ def survives(borrowed: Borrowed, lends: subprocess.Popen[str], image: EncodedIma
     inode = str(os.fstat(borrowed.file).st_ino)
     assert any(inode == line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines())
     return inode, borrowed.file
+
+
+def test_what_is_awaited_goes_before_what_is_cached() -> None:
+    """An embedding that nobody but the cache refers to gives way; one that a reader holds stays where it is."""
+    shelf = EmbeddingShelf(4 * PAGE_BYTES)
+    replica = EncoderReplica.__new__(EncoderReplica)
+    replica._cache = cache = EmbeddingCache(1 << 30)
+    tokens = (PAGE_BYTES - HEADER_BYTES + PAGE_BYTES) // (2 * WIDTH)  # two pages with its header
+    held = encoded(shelf, 1, tokens=tokens)
+    cache.put(digest(1), held, held.num_bytes)
+    other = encoded(shelf, 2, tokens=tokens)
+    cache.put(digest(2), other, other.num_bytes)
+    cache.get(digest(1))
+    del other
+    assert shelf.room(tokens, WIDTH, torch.bfloat16) is None
+    first = replica._room(shelf, tokens, WIDTH, torch.bfloat16)
+    assert first is not None
+    assert cache.keys() == [digest(1)]
+    assert replica._room(shelf, tokens, WIDTH, torch.bfloat16) is None, "all of it is in use"
+    assert len(cache) == 0
+    assert shelf.offer(held), "what is held has not moved"
