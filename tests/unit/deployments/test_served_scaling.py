@@ -6,6 +6,7 @@ By the policy of the whole application, as a config file names it. The language 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -125,14 +126,20 @@ def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, strea
     held, and four times as many in line, and the encoders want three as well; in the end none.
     """
     streams(6)
-    until(lambda: running()[0] >= 1 or ask_one(scaled), "an encoder")
-    assert len(scaled.encoders("hold")) == 1
     bodies = [chat(png(64, 64, (7, 7, number))) for number in range(80)]
-    with ThreadPoolExecutor(1) as pool:
+    held = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        before = pool.submit(keep_asking, scaled, held)  # else the encoder may be gone before it is held
+        try:
+            until(lambda: running()[0] >= 1, "an encoder")
+            assert len(scaled.encoders("hold")) == 1
+        finally:
+            held.set()
         answers = pool.submit(asyncio.run, ask_together(scaled, bodies))
         reached(2, 2)
         until(lambda: release(scaled), "the gate")
         assert [answer.status_code for answer in answers.result()] == [200] * len(bodies)
+        assert set(before.result()) == {200}
     until(lambda: running()[0] == 0, "no encoder")
 
 
@@ -143,9 +150,13 @@ def told(scaled: ServedApp) -> dict[str, Any]:
     return {found["name"]: found for found in answer.json()["deployments"]}
 
 
-def ask_one(scaled: ServedApp) -> bool:
-    httpx.post(f"{scaled.url}/v1/chat/completions", json=chat(png(64, 64, (9, 9, 9))), timeout=START_S)
-    return False
+def keep_asking(scaled: ServedApp, enough: threading.Event) -> list[int]:
+    """One new picture after the other; the statuses."""
+    url, statuses = f"{scaled.url}/v1/chat/completions", list[int]()
+    while not enough.is_set():
+        body = chat(png(64, 64, (9, len(statuses) // 256, len(statuses) % 256)))
+        statuses.append(httpx.post(url, json=body, timeout=START_S).status_code)
+    return statuses
 
 
 async def ask_together(scaled: ServedApp, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
