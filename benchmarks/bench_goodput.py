@@ -5,7 +5,7 @@ language models on GPUs of their own, and a vLLM server with its own tower on ea
 once and asked in turn; who is not asked has nothing to do. Traces come in slices of their own for each speed, so that
 no cache knows a picture. One request with a small picture is sent again and again too, for one token, with every cache
 warm: what the way through the server costs. The last line on stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs;
-`--tiny` runs without one, on small models.
+`--tiny` runs without one, on small models. Exits with 1 where a request failed or the client was late.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def measured(
     trace: Trace, speed: float, servers: Sequence[Server], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """A trace's slice at one speed."""
-    plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0)
+    plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0, prepared=True)
     runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True)))
     slo = Slo(options.ttft_ms, options.tpot_ms)
     found = bench_serve.report(plan, servers, runs, slo, MAX_LAG_MS)
@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report["ready_s"] = ready
             run(report, fleet, servers, sets, options, folder, deadline)
     write(report, options.out)
-    return 0
+    found = [one for row in report["rows"] for one in row["servers"].values()]
+    return 0 if found and all(one["client"]["valid"] and not one["failed"] for one in found) else 1
 
 
 def run(

@@ -43,6 +43,8 @@ class Plan:
     ignore_eos: bool = True
     detail: str | None = None
     warm_ups: int = 1
+    prepared: bool = False
+    """Whether all bodies of a piece are made before its clock starts: making large ones holds up the client."""
 
     def order(self, servers: Sequence[Server]) -> list[tuple[Server, Sequence[int]]]:
         """Who gets which requests, in the order of sending; each piece begins with another server."""
@@ -83,7 +85,7 @@ async def measure(
         for server, piece in plan.order(servers):
             say(f"{server.label}: {len(piece)} requests")
             due_s = [plan.trace.requests[index].at_s / plan.speed for index in piece]
-            make = _of_piece(bodies[server.label], piece)
+            make = _of_piece(bodies[server.label], piece, prepared=plan.prepared)
             run = await open_loop(sessions[server.label], server.url, due_s, make)
             for one, index in zip(run.sent, piece, strict=True):
                 one.index = index
@@ -91,7 +93,9 @@ async def measure(
     return {label: joined(found) for label, found in runs.items()}
 
 
-def _of_piece(bodies: Bodies, piece: Sequence[int]) -> Callable[[int], bytes]:
+def _of_piece(bodies: Bodies, piece: Sequence[int], *, prepared: bool) -> Callable[[int], bytes]:
+    if prepared:
+        return [bodies.of(index) for index in piece].__getitem__
     return lambda place: bodies.of(piece[place])
 
 

