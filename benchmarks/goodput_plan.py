@@ -7,18 +7,16 @@ each GPU, and are asked in turn. Pure: it starts nothing and must not know how a
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving_plan import MODEL
+from benchmarks.peer_vllm import MAX_IMAGES
+from benchmarks.serving_plan import CPU_ENGINE, MODEL, REQUEST_TIMEOUT_S, api_server
 
 NAME = "vitray"
 PEER = "vllm"
-REQUEST_TIMEOUT_S = 240
-MAX_IMAGES = 16
 SHARED_ENCODER, SHARED_LLM = 0.2, 0.8
 """Of one GPU, where encoder and language model share it."""
 MEMORY_SHARE = 0.3
@@ -76,14 +74,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
     """vLLM's own names."""
     args: dict[str, Any] = {"served_model_name": [MODEL], "max_num_batched_tokens": batched_tokens}
     if not fleet.gpu:
-        return args | {
-            "enforce_eager": True,
-            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-            "max_model_len": 4096,
-            "max_num_seqs": 8,
-            "num_gpu_blocks_override": 256,
-            "dtype": "bfloat16",
-        }
+        return {**args, **CPU_ENGINE, "num_gpu_blocks_override": 256}
     return args | {
         "max_model_len": 32_768,
         "max_num_seqs": 128,
@@ -144,13 +135,7 @@ def vllm_command(fleet: Fleet, checkpoint: Path, *, batched_tokens: int, port: i
     args = engine_args(fleet, batched_tokens) | {"served_model_name": MODEL}
     if not fleet.gpu:
         args["skip_mm_profiling"] = True
-    # The module and not the `vllm` command, which is not there where vLLM lies in a folder of PYTHONPATH.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    for name, value in {"model": checkpoint, "host": "127.0.0.1", "port": port, **args}.items():
-        command.append("--" + name.replace("_", "-"))
-        if value is not True:
-            command.append(json.dumps(value) if isinstance(value, dict) else str(value))
-    return command
+    return api_server(checkpoint, port, args)
 
 
 def balancer_config(port: int, ports: Sequence[int]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from examples.local_app import free_port
 
 START_S = 400.0
 LINES = 30
@@ -40,9 +41,7 @@ def own_serve(
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **of_ray)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port(0, "127.0.0.1")
         serve.start(http_options={"host": "127.0.0.1", "port": port, "request_timeout_s": request_timeout_s})
         client = _get_global_client()
         assert client is not None

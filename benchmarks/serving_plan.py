@@ -38,7 +38,7 @@ _GPU_ENGINE: Mapping[str, Any] = {
         "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
     },
 }
-_CPU_ENGINE: Mapping[str, Any] = {
+CPU_ENGINE: Mapping[str, Any] = {
     "enforce_eager": True,
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "max_model_len": 4096,
@@ -89,7 +89,7 @@ def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[l
 
 def engine_args(served: Served, *, gpu: bool) -> dict[str, Any]:
     """vLLM's own names, for the application's engine and for vLLM alone."""
-    args: dict[str, Any] = {"served_model_name": [MODEL], **(_GPU_ENGINE if gpu else _CPU_ENGINE)}
+    args: dict[str, Any] = {"served_model_name": [MODEL], **(_GPU_ENGINE if gpu else CPU_ENGINE)}
     if not served.llm_graphs:
         del args["compilation_config"]
         args["enforce_eager"] = True
@@ -170,6 +170,11 @@ def vllm_command(served: Served, checkpoint: Path, *, gpu: bool, port: int) -> l
         args["gpu_memory_utilization"] = LLM_SHARE
     else:
         args["skip_mm_profiling"] = True
+    return api_server(checkpoint, port, args)
+
+
+def api_server(checkpoint: Path, port: int, args: Mapping[str, Any]) -> list[str]:
+    """The command of vLLM's own server on this machine. `args`: its options in the names of `engine_args`."""
     # The module and not the `vllm` command, which is not there where vLLM lies in a folder of PYTHONPATH.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in {"model": checkpoint, "host": "127.0.0.1", "port": port, **args}.items():

@@ -24,6 +24,7 @@ from benchmarks.trace_run import _of_piece
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.vllm_compat import check_args
+from tests.threaded import serving
 from training.checkpoints import make_checkpoint
 
 FOUR = Fleet(4, 1, 8192, (2048, 8192), 6, 8, 30.0)
@@ -106,8 +107,6 @@ class Named(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
-    from tests.threaded import serving
-
     with ExitStack() as stack:
         servers = [ThreadingHTTPServer(("127.0.0.1", 0), Named) for _ in range(3)]
         for server in servers:
