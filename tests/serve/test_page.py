@@ -92,7 +92,8 @@ def test_pictures_with_the_shipped_model(watched: Watched, tight: str, tmp_path:
     expect(page.get_by_role("alert")).to_contain_text("no valid API key")
     expect(page.get_by_label("API key of this server")).to_be_focused()
     page.keyboard.type("not-the-key")
-    page.keyboard.press("Enter")
+    with page.expect_request_finished(lambda request: request.url.endswith("/v1/models")):
+        page.keyboard.press("Enter")
     expect(page.locator("#model")).to_have_text("not known yet")
     opened(watched, tight, key=KEY)
     expect(page.get_by_role("alert")).to_be_hidden()
