@@ -220,14 +220,14 @@ def recorded(asked: argparse.Namespace, run: Sequence[Asked]) -> tuple[Fleet, li
 
 
 def starts_s(rows: Sequence[tuple[float, int, int, int]]) -> list[float]:
-    """How long each replica was starting, first in, first out."""
+    """How long each replica was starting, first in, first out. One that is given up first came last."""
     begun: list[float] = []
     took: list[float] = []
     before = (0, rows[0][2])
     for at_s, starting, running, _ in rows:
         ready = max(0, running - before[1])
         came = starting - before[0] + ready
-        begun += [at_s] * max(0, came)
+        begun = begun + [at_s] * came if came >= 0 else begun[:came]
         took += [at_s - begun.pop(0) for _ in range(min(ready, len(begun)))]
         before = (starting, running)
     return took

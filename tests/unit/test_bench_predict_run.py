@@ -130,6 +130,13 @@ def test_how_long_replicas_took_to_start() -> None:
     assert record_run.changes(rows[:3]) == rows[:3]
 
 
+def test_a_start_that_is_given_up_is_none() -> None:
+    """It was taken for the next one's begin."""
+    rows = [(0.0, 0, 2, 0), (1.0, 1, 2, 0), (20.0, 2, 2, 0), (31.0, 1, 3, 0), (40.0, 0, 3, 1), (50.0, 0, 3, 0)]
+    rows += [(60.0, 1, 3, 0), (89.0, 0, 4, 0)]
+    assert record_run.starts_s(rows) == [30.0, 29.0]
+
+
 def test_a_fake_gpu_takes_the_set_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the replica's own thread. Batches that could not be answered, for what the stand-in lacked, hung a run."""
     monkeypatch.setattr(SetSpeedEncoder, "tokens_per_s", 200.0)
