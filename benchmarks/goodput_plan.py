@@ -22,6 +22,8 @@ SHARED_ENCODER, SHARED_LLM = 0.2, 0.8
 MEMORY_SHARE = 0.3
 """Of a GPU's memory, which vLLM wants to find free; how much it takes is `kv_gib`."""
 GIB = 2**30
+SHARED_GIB = 16
+"""Shared memory of an encoder: `documents.jsonl` at several requests a second has up to 6 GiB in it."""
 LLM_8B = {
     "intermediate_size": 12_288,
     "num_hidden_layers": 36,
@@ -106,6 +108,7 @@ def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, state_folder: Pat
                 "num_gpus": encoder_gpus if fleet.gpu else 0,
                 "num_cpus": 0.1,
                 "decode_workers": fleet.decode_workers,
+                **({"shared_embedding_bytes": SHARED_GIB * GIB} if fleet.gpu else {}),
             },
             "llm": {
                 "num_gpus": llm_gpus if fleet.gpu else 0,

@@ -18,6 +18,7 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deployments.affinity import Affinity, Begun, Call
+from deployments.grpc_calls import GrpcCalls
 from deployments.metrics import Count, Counts
 
 HELD = "held_digests"
@@ -35,6 +36,7 @@ class AffinityRouter(RequestRouter):
         # By replica and request. Several calls of one request share its id: they may end in another order than is told
         # here, which is no matter once all have ended.
         self._under_way: defaultdict[tuple[ReplicaID, str], list[Begun]] = defaultdict(list)
+        self._by_grpc = GrpcCalls()
         self._counts = Counts()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -46,7 +48,8 @@ class AffinityRouter(RequestRouter):
         self._use(list(self.curr_replicas.values()))
 
     def _use(self, replicas: list[RunningReplica]) -> None:
-        self._names = {replica.replica_id.unique_id: replica for replica in replicas}
+        before, self._names = self._names, {replica.replica_id.unique_id: replica for replica in replicas}
+        self._by_grpc.taken_away(replica for name, replica in before.items() if name not in self._names)
         self._affinity.set_replicas(self._names)
         self._reported = {name: held for name, held in self._reported.items() if name in self._names}
         for name, replica in self._names.items():
@@ -119,4 +122,6 @@ class AffinityRouter(RequestRouter):
             del self._under_way[replica_id, internal_request_id]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Of no interest: the call was counted when the replica was chosen."""
+        """It was counted when the replica was chosen; of one by gRPC nobody else tells that its host is lost."""
+        if not pending_request.metadata._by_reference:
+            self._by_grpc.begun(replica_id, result)

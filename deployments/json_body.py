@@ -13,7 +13,8 @@ MAX_JSON_VALUES = 1_000_000
 
 def json_object(data: bytes) -> Body:
     """Raises ApiError 413 for too many values, 400 for what is no JSON object."""
-    num_values = sum(map(data.count, (b",", b"[", b"{")))
+    # No shorter body has so many, and an image's takes a while to look through.
+    num_values = 0 if len(data) <= MAX_JSON_VALUES else sum(map(data.count, (b",", b"[", b"{")))
     if num_values > MAX_JSON_VALUES:
         told = f"the request body has about {num_values} JSON values, the limit is {MAX_JSON_VALUES}"
         raise ApiError(413, told, code="body_too_large")

@@ -156,6 +156,7 @@ def deploy(
     *,
     replicas: int = 1,
     encoders: int | None = None,
+    llms: int | None = None,
     ingress: dict[str, object] | None = None,
     drain_s: float = 20.0,
     others_on: str | None = None,
@@ -165,7 +166,7 @@ def deploy(
 
     `encoder` and `ingress`: settings of `encoder_replica` and `ingress` that differ.
     `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but
-    the encoders run on, of which there is one a node then.
+    the encoders run on, of which there is one a node then. `llms`: so many, one a node, wherever the others are.
     """
     from ray import serve
 
@@ -204,9 +205,10 @@ def deploy(
         **light,
         **apart,
     )(ControlledEncoder).bind(config)
-    llm = serve.deployment(name="LLM", num_replicas=replicas, request_router_config=routing(config.llm), **others)(
-        StandInLLM
-    ).bind(config, vision.width, vision.spatial_merge_size)
+    of_llm = others if llms is None else light | {"max_replicas_per_node": 1}
+    llm = serve.deployment(
+        name="LLM", num_replicas=llms or replicas, request_router_config=routing(config.llm), **of_llm
+    )(StandInLLM).bind(config, vision.width, vision.spatial_merge_size)
     door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(WatchedIngress)
     serve.run(door.bind(config, encoder_app, llm), name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)

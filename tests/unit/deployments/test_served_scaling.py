@@ -131,7 +131,7 @@ def test_encoders_follow_what_waits_and_gpus_are_shared(scaled: ServedApp, strea
     with ThreadPoolExecutor(2) as pool:
         before = pool.submit(keep_asking, scaled, held)  # else the encoder may be gone before it is held
         try:
-            until(lambda: running()[0] >= 1, "an encoder")
+            until(lambda: measured(scaled), "an encoder that knows its speed")
             assert len(scaled.encoders("hold")) == 1
         finally:
             held.set()
@@ -148,6 +148,12 @@ def told(scaled: ServedApp) -> dict[str, Any]:
     answer = httpx.get(f"{scaled.url}/cluster", timeout=START_S)
     assert answer.status_code == 200, answer.text
     return {found["name"]: found for found in answer.json()["deployments"]}
+
+
+def measured(scaled: ServedApp) -> bool:
+    """Without it nothing says how many encoders there should be."""
+    reports = [replica["report"] for replica in told(scaled)["Encoder"]["replicas"]]
+    return any(report and report["tokens_per_s"] > 0 for report in reports)
 
 
 def keep_asking(scaled: ServedApp, enough: threading.Event) -> list[int]:

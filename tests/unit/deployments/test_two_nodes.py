@@ -1,4 +1,5 @@
-"""A node is lost and no request fails; a client that hangs up behind HAProxy is noticed as one behind Serve's own."""
+"""A node is lost and no request fails, or falls silent and its answers end; a client that hangs up behind HAProxy is
+noticed as one behind Serve's own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,22 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LIMIT_S = 800
+SILENT_S = 40.0
+"""Until answers of a silent host end, at most; Ray misses it after 3 to 6 s here."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_answers_of_a_silent_host_end(checkpoints: dict[str, Path]) -> None:
+    """With an error event each, as soon as Ray knows that the host is lost; the others go on."""
+    program = [sys.executable, "-m", "tests.unit.deployments.silent_host", str(checkpoints["qwen3_vl"])]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {told["error"]["code"] for told in found["told"]} == {"replica_lost"}
+    assert max(found["after_s"]) < SILENT_S
+    assert found["goes_on"] > 0
+    assert found["then"] == 200
 
 
 @pytest.mark.chaos
