@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deployments.embedding_header import WrongEmbeddingError
 from deployments.lending import Held
+from deployments.replica_errors import TransferFailedError
 from deployments.wire import NOWHERE, EncodedImage, ImageRefused, SharedEmbedding
 
 Image = EncodedImage | SharedEmbedding | ImageRefused
@@ -39,10 +40,6 @@ class Way(Enum):
 def encoded_here(image: Image) -> bool:
     """Whether the language model replica has encoded it by itself."""
     return isinstance(image, EncodedImage) and image.timings.local
-
-
-class TransferFailedError(RuntimeError):
-    """An embedding could not be had where it was said to lie. The request can be tried again."""
 
 
 class NotEncodedError(RuntimeError):

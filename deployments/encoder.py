@@ -25,7 +25,7 @@ from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.fair_line import place_of
-from deployments.gpu_jobs import Encoded, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.gpu_jobs import Encoded, WorkerEvents
 from deployments.gpu_worker import GpuWorker
 from deployments.lending import Lender
 from deployments.log_buffers import log_buffers_kept
@@ -34,6 +34,7 @@ from deployments.nixl_memory import NixlMemory
 from deployments.pace import WorkUnderWay
 from deployments.packets import host_name
 from deployments.remote_lending import RemoteLending, TrialAnswer
+from deployments.replica_errors import IdentityChangedError, QueueFullError, WorkerEndedError
 from deployments.replica_report import Report, encoder_report, replica_name
 from deployments.scaling_policy import (
     ARRIVING_TOKENS_PER_S,
@@ -60,10 +61,6 @@ logger = logging.getLogger("ray.serve")
 HAND_OFF_IMAGES = 32
 HAND_OFF_CALLS = 16  # times the images no more than the replica takes at once, or Serve warns
 HAND_OFF_WAIT_S = 0.001
-
-
-class IdentityChangedError(RuntimeError):
-    """The job's digest was made for other weights or numerics; ask for the identity again."""
 
 
 async def batching_task_alive(batched: object) -> bool:

@@ -12,12 +12,16 @@ from ray.exceptions import ObjectLostError, RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.admission import Shed
-from deployments.arrived import TransferFailedError
-from deployments.encoder import IdentityChangedError
 from deployments.encoder_watch import NoEncoderError
 from deployments.errors import ApiError
-from deployments.gpu_jobs import DeviceMemoryError, QueueFullError, WorkerEndedError
 from deployments.metrics import Count, Counts
+from deployments.replica_errors import (
+    DeviceMemoryError,
+    IdentityChangedError,
+    QueueFullError,
+    TransferFailedError,
+    WorkerEndedError,
+)
 
 logger = logging.getLogger("ray.serve")
 

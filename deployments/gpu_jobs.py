@@ -18,22 +18,6 @@ from encoder.preprocess import Pixels
 from encoder.run_counts import Ran, RunCounts
 
 
-class QueueFullError(RuntimeError):
-    """The tokens that wait for the GPU have reached their bound."""
-
-
-class WorkerEndedError(RuntimeError):
-    """The thread that owned the GPU has ended; nothing is encoded here any more."""
-
-
-class DeviceSickError(WorkerEndedError):
-    """The device has failed for good."""
-
-
-class DeviceMemoryError(RuntimeError):
-    """The device had no memory left for an image, though it was tried alone."""
-
-
 @dataclass(frozen=True)
 class Encoded:
     """What a job's future gives."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from deployments.device_health import DeviceHealth, Fault
-from deployments.gpu_jobs import DeviceMemoryError, DeviceSickError, Encoded, Job, WorkerEndedError, WorkerEvents
+from deployments.gpu_jobs import Encoded, Job, WorkerEvents
+from deployments.replica_errors import DeviceMemoryError, DeviceSickError, WorkerEndedError
 from encoder.device_errors import out_of_memory
 from encoder.pipeline import UnderWay
 from encoder.staging import Room

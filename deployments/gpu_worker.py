@@ -17,9 +17,10 @@ from functools import partial
 from deployments.answers import Answers
 from deployments.device_health import Fault
 from deployments.fair_line import WINDOW, FairLine
-from deployments.gpu_jobs import DeviceSickError, Encoded, Job, QueueFullError, Sign, WorkerEndedError, WorkerEvents
+from deployments.gpu_jobs import Encoded, Job, Sign, WorkerEvents
 from deployments.gpu_outcomes import Outcomes
 from deployments.pace import BusySpeed
+from deployments.replica_errors import DeviceSickError, QueueFullError, WorkerEndedError
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.image_size import num_tokens

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError, Way, encoded_here
+from deployments.arrived import Arrived, Image, NotEncodedError, Way, encoded_here
 from deployments.engine_link import EngineLink, Loaded
 from deployments.engine_table import Place
 from deployments.landing import Landing
 from deployments.lending import Borrowed, GoneError, Held
 from deployments.metrics import Count, Counts
 from deployments.remote_trial import RemoteWay
+from deployments.replica_errors import TransferFailedError
 from deployments.unsent import Missing, Unsent
 from deployments.wire import NOWHERE, EncodedImage, ImageRefused, SharedEmbedding
 

@@ -25,7 +25,6 @@ from deployments.body import read_body
 from deployments.cluster_view import ClusterView
 from deployments.deadline import TIMEOUT_HEADER, Deadline
 from deployments.door import Client, Door
-from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError, error_head_and_body
 from deployments.failures import OutdatedError, ReplicaLostError
 from deployments.image_jobs import request_images
@@ -36,6 +35,7 @@ from deployments.media_keys import new_key
 from deployments.metrics import AdmissionMetrics, Distribution, Distributions
 from deployments.page_routes import Page, json_answer
 from deployments.proportion import IN_FLIGHT_TOKENS, LINE_TOKENS, UNACCEPTED_REQUESTS, IngressLoad
+from deployments.replica_errors import IdentityChangedError
 from deployments.replicas import Answer, Replicas
 from deployments.server_timing import metric
 from deployments.tracing import Stage

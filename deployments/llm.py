@@ -20,7 +20,7 @@ from pydantic import JsonValue
 
 from configs.schema import AppConfig
 from deployments import asgi, tracing, vllm_compat
-from deployments.arrived import Arrived, Image, NotEncodedError, TransferFailedError
+from deployments.arrived import Arrived, Image, NotEncodedError
 from deployments.checkpoint import local_model
 from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
@@ -34,6 +34,7 @@ from deployments.nixl_memory import NixlMemory
 from deployments.orphans import guard_children
 from deployments.packets import host_name
 from deployments.remote_trial import RemoteWay
+from deployments.replica_errors import TransferFailedError
 from deployments.replica_report import Report, llm_report, replica_name
 from deployments.server_timing import server_timing
 from deployments.tracing import Stage

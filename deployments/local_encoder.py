@@ -24,12 +24,12 @@ from deployments import vllm_compat
 from deployments.admission import Shed
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
-from deployments.encoder import IdentityChangedError, warm_encoder
+from deployments.encoder import warm_encoder
 from deployments.errors import ApiError
-from deployments.gpu_jobs import DeviceMemoryError, WorkerEndedError
 from deployments.gpu_worker import GpuWorker
 from deployments.log_buffers import log_buffers_kept
 from deployments.metrics import Count, Counts, Tier
+from deployments.replica_errors import DeviceMemoryError, IdentityChangedError, WorkerEndedError
 from deployments.replica_report import replica_name
 from deployments.wire import EncodedImage, EncodeTimings, ImageJob, ImageRefused
 from encoder.cache import EmbeddingCache

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 KEY_PREFIX = "vitray:"
 

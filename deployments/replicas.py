@@ -16,12 +16,12 @@ from typing import Any, NoReturn, TypeVar, cast
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from deployments.affinity import Call
-from deployments.arrived import TransferFailedError
 from deployments.failures import Failures, OutdatedError
 from deployments.grpc_calls import GrpcAnswer
 from deployments.hedging import Begun, Hedging, object_ref
 from deployments.metrics import Count, Counts
 from deployments.own_calls import on_its_own
+from deployments.replica_errors import TransferFailedError
 from deployments.shared_calls import SharedCall, SharedCalls
 from deployments.tower_identity import TowerIdentity
 from deployments.tracing import Stage, stage

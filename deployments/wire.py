@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from encoder.image_size import PixelBounds
 from encoder.run_counts import Ran
 
-_BIT_VIEWS = {
-    "bfloat16": (torch.bfloat16, torch.uint16, np.uint16),
-    "float32": (torch.float32, torch.float32, np.float32),
-}
+if TYPE_CHECKING:  # what only passes these values on does not load it
+    import torch
+
+_BITS = {"bfloat16": np.uint16, "float32": np.float32}
+"""By the embedding's dtype: how numpy can hold it."""
 
 
 class WireError(ValueError):
@@ -92,10 +93,13 @@ class EncodedImage:
         cls, tokens: torch.Tensor, grid_thw: tuple[int, int, int], digest: str, timings: EncodeTimings
     ) -> EncodedImage:
         """From `tokens` `[num_tokens, width]` in host memory."""
+        import torch
+
         dtype = str(tokens.dtype).removeprefix("torch.")
-        if dtype not in _BIT_VIEWS:
-            raise WireError(f"embedding dtype {dtype!r} cannot travel; known: {', '.join(_BIT_VIEWS)}")
-        return cls(digest, grid_thw, dtype, tokens.contiguous().view(_BIT_VIEWS[dtype][1]).numpy(), timings)
+        if dtype not in _BITS:
+            raise WireError(f"embedding dtype {dtype!r} cannot travel; known: {', '.join(_BITS)}")
+        bits = tokens.contiguous().view(torch.uint16 if dtype == "bfloat16" else tokens.dtype)
+        return cls(digest, grid_thw, dtype, bits.numpy(), timings)
 
     def lent_by(self, lender: str) -> SharedEmbedding:
         """What stands for it where it lies in the lender's shared memory."""
@@ -112,13 +116,15 @@ class EncodedImage:
         if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
             raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
         _check(self.dtype, self.bits.shape, self.grid_thw, width=width, merge_size=merge_size)
-        target, _, bits_dtype = _BIT_VIEWS[self.dtype]
-        if self.bits.dtype != bits_dtype:
-            raise WireError(f"embedding bits are {self.bits.dtype}, expected {np.dtype(bits_dtype)} for {self.dtype}")
+        if self.bits.dtype != _BITS[self.dtype]:
+            expected = np.dtype(_BITS[self.dtype])
+            raise WireError(f"embedding bits are {self.bits.dtype}, expected {expected} for {self.dtype}")
+        import torch
+
         with warnings.catch_warnings():
             # Memory of the object store is read-only; vLLM only reads it, and a copy would cost tens of megabytes.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self.bits).view(target)
+            return torch.from_numpy(self.bits).view(_torch_dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class SharedEmbedding:
 
     @property
     def num_bytes(self) -> int:
-        return self.shape[0] * self.shape[1] * np.dtype(_BIT_VIEWS[self.dtype][2]).itemsize
+        return self.shape[0] * self.shape[1] * np.dtype(_BITS[self.dtype]).itemsize
 
     def check(self, *, width: int, merge_size: int) -> None:
         """Raises WireError as `EncodedImage.unpack` does."""
@@ -169,12 +175,18 @@ class SharedEmbedding:
 
 def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
     """`shape` in `dtype`, sharing memory with `flat`, uint8 `[num_bytes]`."""
-    return flat.view(_BIT_VIEWS[dtype][0]).view(shape)
+    return flat.view(_torch_dtype(dtype)).view(shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
 def _check(dtype: object, shape: object, grid: object, *, width: int, merge_size: int) -> None:
-    if not isinstance(dtype, str) or dtype not in _BIT_VIEWS:
-        raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BIT_VIEWS)}")
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
     if not isinstance(grid, tuple) or [type(side) for side in grid] != [int] * 3:
         raise WireError(f"grid_thw {grid!r} is not three integers")
     t, h, w = grid

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from deployments.device_health import OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
-from deployments.gpu_jobs import DeviceMemoryError, DeviceSickError, WorkerEvents
+from deployments.gpu_jobs import WorkerEvents
 from deployments.ingress import MAX_TRIES
+from deployments.replica_errors import DeviceMemoryError, DeviceSickError
 from tests.unit.deployments.test_gpu_worker import WAIT_S, Owned, image, value_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from configs.encoder_config import EncoderConfig
-from deployments.gpu_jobs import Encoded, QueueFullError, WorkerEndedError, WorkerEvents
+from deployments.gpu_jobs import Encoded, WorkerEvents
 from deployments.gpu_worker import GpuWorker
+from deployments.replica_errors import QueueFullError, WorkerEndedError
 from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.packing import Batch

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.arrived import TransferFailedError, Way
+from deployments.arrived import Way
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.engine_link import Loaded, SchedulerEnd, WorkerEnd
 from deployments.engine_memory import EngineMemory
 from deployments.incoming import Incoming
 from deployments.lending import Lender
 from deployments.metrics import Count
+from deployments.replica_errors import TransferFailedError
 from deployments.wire import EncodedImage, ImageRefused, SharedEmbedding, WireError
 from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.test_lending import TIMINGS, WIDTH, digest, encoded

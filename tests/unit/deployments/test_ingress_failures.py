@@ -14,10 +14,9 @@ from starlette.requests import Request
 from deployments import ingress as ingress_module
 from deployments import replicas as replicas_module
 from deployments.affinity import Call
-from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
-from deployments.gpu_jobs import QueueFullError, WorkerEndedError
 from deployments.ingress import MAX_TRIES
+from deployments.replica_errors import IdentityChangedError, QueueFullError, WorkerEndedError
 from deployments.wire import NotEncoded
 from tests.unit.deployments.stand_ins import (
     IMAGE,

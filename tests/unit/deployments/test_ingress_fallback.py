@@ -13,7 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments import encoder_watch
 from deployments import ingress as ingress_module
-from deployments.encoder import IdentityChangedError
+from deployments.replica_errors import IdentityChangedError
 from deployments.wire import HttpRequest, ImageJob, ImagePlace, NotEncoded
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import IMAGE, RETRY_AFTER_S, Method, Pieces, StandIns, always, chat, told

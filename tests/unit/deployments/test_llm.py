@@ -20,8 +20,8 @@ from starlette.routing import Route
 from configs.schema import AppConfig
 from deployments import llm as llm_module
 from deployments import vllm_compat
-from deployments.arrived import TransferFailedError
 from deployments.media_keys import new_key
+from deployments.replica_errors import TransferFailedError
 from deployments.vllm_compat import AsgiApp
 from deployments.wire import (
     Accepted,

@@ -17,12 +17,11 @@ import pytest
 from configs.schema import AppConfig
 from deployments import local_encoder
 from deployments.decode import DecodePool
-from deployments.encoder import IdentityChangedError
 from deployments.errors import ApiError
-from deployments.gpu_jobs import DeviceMemoryError, DeviceSickError
 from deployments.gpu_worker import GpuWorker
 from deployments.local_encoder import LocalEncoder, Tower, load_tower
 from deployments.metrics import Count, Counts
+from deployments.replica_errors import DeviceMemoryError, DeviceSickError, IdentityChangedError
 from deployments.wire import Accepted, EncodedImage, EncodeTimings, ImageJob, ImageRefused, ResponseHead
 from encoder import Encoder
 from encoder.identity import EncoderIdentity

@@ -8,7 +8,6 @@ from contextlib import closing
 
 import pytest
 
-from deployments.arrived import TransferFailedError
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.encoder import EncoderReplica
 from deployments.lending import Lender
@@ -16,6 +15,7 @@ from deployments.metrics import Count
 from deployments.nixl_memory import NotInstalledError
 from deployments.remote_lending import RemoteLending
 from deployments.remote_memory import RemoteMemory
+from deployments.replica_errors import TransferFailedError
 from deployments.wire import Accepted, EncodedImage, ImageJob, ImageRefused, SharedEmbedding
 from tests.unit.deployments.fake_remote_memory import FakeMemory, FakeNetwork
 from tests.unit.deployments.samples import IDENTITY, png

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.arrived import TransferFailedError, Way
+from deployments.arrived import Way
 from deployments.embedding_header import HEADER_BYTES
 from deployments.embedding_shelf import EmbeddingShelf
 from deployments.engine_memory import EngineMemory
@@ -20,6 +20,7 @@ from deployments.nixl_memory import NotInstalledError
 from deployments.remote_lending import RemoteLender, RemoteLending, TrialAnswer
 from deployments.remote_memory import RemoteMemory
 from deployments.remote_trial import AGAIN_S, FAILURES, Chosen, RemoteWay
+from deployments.replica_errors import TransferFailedError
 from deployments.wire import SharedEmbedding
 from tests.unit.deployments.fake_remote_memory import FakeMemory, FakeNetwork
 from tests.unit.deployments.samples import at_once

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from deployments.arrived import TransferFailedError
 from deployments.media_keys import connector_class
 from deployments.metrics import Count
+from deployments.replica_errors import TransferFailedError
 from deployments.unsent import MissingError, Unsent, unless_missing
 from deployments.vllm_compat import AsgiApp, first_token_clock
 from deployments.wire import NOWHERE, Accepted, ImageJob, NotEncoded, ResponseHead, SharedEmbedding
