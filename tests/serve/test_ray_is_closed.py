@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 
+import grpc  # type: ignore[import-untyped]
 import httpx
 import psutil
 import pytest
+from ray.serve.generated.serve_pb2 import ASGIRequest
+from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
 from tests.serve.application import ServedApplication
 from tests.serve.processes import family, title
@@ -75,3 +79,18 @@ def test_no_server_of_rays_client_is_up(application: ServedApplication) -> None:
 def test_only_serve_answers_on_the_servers_port(application: ServedApplication, qwen3: str) -> None:
     port = httpx.URL(qwen3).port
     assert {address for address, found in listening(application, "ray::ProxyActor") if found == port} == {"127.0.0.1"}
+
+
+def test_replicas_ask_each_other_for_a_token(application: ServedApplication) -> None:
+    """What reaches them by gRPC they unpickle; the ingress and the language model are called like this."""
+    codes = []
+    request = ASGIRequest(pickled_request_metadata=pickle.dumps(None))
+    for _, port in listening(application, "qwen3:LLM"):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                ASGIServiceStub(channel).HandleRequest(request, timeout=2)
+                codes.append(grpc.StatusCode.OK)
+            except grpc.RpcError as error:
+                codes.append(error.code())
+    assert grpc.StatusCode.UNAUTHENTICATED in codes
+    assert grpc.StatusCode.OK not in codes

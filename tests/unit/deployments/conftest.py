@@ -172,7 +172,8 @@ def deploy(
 
     from deployments.app import routing
     from encoder.vision_config import VisionConfig
-    from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM, WatchedIngress
+    from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM
+    from tests.unit.deployments.watched import WatchedIngress
 
     config = AppConfig.model_validate(
         {

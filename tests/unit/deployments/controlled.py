@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,13 +28,11 @@ from deployments import encoder as encoder_module
 from deployments.encoder import EncoderReplica
 from deployments.engine_stats import EngineStats
 from deployments.incoming import Incoming
-from deployments.ingress import Ingress
 from deployments.lending import Lender
-from deployments.listening import serve_host
 from deployments.llm import LLM
 from deployments.local_encoder import LocalEncoder
 from deployments.media_keys import KeyStore, connector_class
-from deployments.metrics import Count, Counts, Distributions, Tier
+from deployments.metrics import Counts, Distributions
 from deployments.packets import host_name
 from deployments.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.wire import EncodedImage, ImageJob, ImageRefused, SharedEmbedding
@@ -43,6 +40,7 @@ from encoder.decoded import Decoded
 from encoder.encoder import Encoder
 from encoder.pipeline import Launched
 from encoder.preprocess import Pixels
+from tests.unit.deployments.watched import RecordedCounts
 
 GATE_WAIT_S = 60
 EVENT_EVERY_S = 0.1
@@ -67,18 +65,6 @@ class GatedEncoder(Encoder):
             raise GatedEncoder.fault
         GatedEncoder.num_encoded += len(pixels)
         return super().launch_batches(pixels)
-
-
-class RecordedCounts(Counts):
-    """Counts as ever, and remembers: Ray exports a metric some time after it was counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded = {count.name: 0 for count in Count}
-
-    def add(self, count: Count, number: int = 1, *, reason: str | None = None, tier: Tier | None = None) -> None:
-        super().add(count, number, reason=reason, tier=tier)
-        self.recorded[count.name] += number
 
 
 class ControlledEncoder(EncoderReplica):
@@ -155,30 +141,6 @@ class ControlledEncoder(EncoderReplica):
         self._worker.submit(Pixels(np.zeros((3, 32, 32), np.uint8), (1, 2, 2)))
         await asyncio.to_thread(self._worker._thread.join, GATE_WAIT_S)
         return await self.health()
-
-
-def _embedding_came_by(*_: object) -> None:
-    raise AssertionError("an embedding was unpacked in the ingress")
-
-
-class WatchedIngress(Ingress):
-    """Cannot hold an embedding: the process fails to unpickle one."""
-
-    def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
-        EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
-        super().__init__(config, encoder, llm)
-        recorded = RecordedCounts()
-        self._replicas._counts = self._replicas.failures._counts = recorded
-        if self._replicas._hedging is not None:
-            self._replicas._hedging._counts = recorded
-
-    def listens_on(self) -> str | None:
-        return serve_host()
-
-    def counts(self) -> dict[str, int]:
-        counts = self._replicas._counts
-        assert isinstance(counts, RecordedCounts)
-        return counts.recorded
 
 
 class StandInLLM(LLM):

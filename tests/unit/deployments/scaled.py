@@ -15,7 +15,8 @@ from ray.serve import Application
 from configs.schema import AppConfig
 from deployments.app import routing
 from encoder.vision_config import VisionConfig
-from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM, WatchedIngress
+from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM
+from tests.unit.deployments.watched import WatchedIngress
 
 
 class BusyLLM(StandInLLM):

@@ -39,7 +39,8 @@ def url(cluster: Cluster, checkpoints: dict[str, Path], keys: Path) -> Iterator[
     from ray import serve
 
     from encoder.vision_config import VisionConfig
-    from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM, WatchedIngress
+    from tests.unit.deployments.controlled import ControlledEncoder, StandInLLM
+    from tests.unit.deployments.watched import WatchedIngress
 
     config = AppConfig.model_validate(
         {
