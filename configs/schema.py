@@ -210,6 +210,9 @@ class IngressConfig(Options):
     max_whereabouts: Annotated[int, Field(ge=0)] = 65_536
     """Of so many embeddings an ingress replica remembers where in an encoder's memory they lie: the next request with
     the same image asks no encoder. 0: encoders are always asked."""
+    by_grpc: bool = True
+    """Whether requests go to language models by Serve's gRPC where they can: half the time of a call by Ray. It listens
+    on ports of the system's choice; false where nodes do not reach each other on those."""
     low_detail_max_pixels: PositiveInt = 512 * 512
     """What `"detail": "low"` resizes an image to at most; "high" and "auto" take the checkpoint's bounds."""
     max_requests_waiting: PositiveInt = 512

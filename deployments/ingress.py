@@ -75,6 +75,7 @@ class Ingress:
             hedge_after_s=self._limits.hedge_after_s,
             fallback_after_s=config.llm.fallback_after_s if config.llm.fallback == "local" else None,
             max_whereabouts=self._limits.max_whereabouts,
+            by_grpc=self._limits.by_grpc,
         )
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
         self._page = Page(there=self._limits.page)

@@ -51,6 +51,7 @@ class Count(Enum):
     WHEREABOUTS_OUTDATED = (
         "Requests whose encoders were asked after all: an embedding had gone from where it was, and vLLM needed it."
     )
+    CALLS_BY_GRPC = "Requests that went to a language model by gRPC; the others went by Ray, which carries references."
     HEDGES = "Images that were sent to a second encoder because the first was slow."
     HEDGES_WON = "Those of them that the second encoder had ready first."
     TRIES_AGAIN = "Requests that were tried again because a replica was lost while it worked on them."

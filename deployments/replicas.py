@@ -72,17 +72,18 @@ class Replicas:
         hedge_after_s: float | None = None,
         max_whereabouts: int = 0,
         fallback_after_s: float | None = None,
+        by_grpc: bool = True,
     ) -> None:
         """`overloaded_retry_s` estimates when there is room again; `retry_after_s` is for what is not up.
 
         `hedge_after_s`: an image that takes longer is sent to a second encoder. `max_whereabouts`: of how many
         embeddings it is remembered where they lie. `fallback_after_s`: where no encoder is there for so long, language
-        models encode by themselves; None where they cannot.
+        models encode by themselves; None where they cannot. `by_grpc`: where no reference goes with a request.
         """
         # By reference: values go from replica to replica through the object store, whatever Serve's default is.
         self._encode = encoder.options(method_name="encode", _by_reference=True)
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
-        self._llm_by_grpc = llm.options(method_name="handle", stream=True, _by_reference=False)
+        self._by_grpc = llm.options(method_name="handle", stream=True, _by_reference=False) if by_grpc else None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
         self._pulls: deque[bool] = deque(maxlen=PULLS_REMEMBERED)
@@ -157,10 +158,10 @@ class Replicas:
         coming = iter(refs)
         given = [next(coming) if isinstance(one, SharedCall) else one for one in encodings]
         label = Call(conversation, 1, attempt).label()
-        if refs:
+        if refs or self._by_grpc is None:  # references go by Ray alone
             return cast(Answer, self._llm.options(session_id=label).remote(request, places, given))
-        # References go by Ray alone. Where there are none, gRPC takes half the time.
-        return GrpcAnswer(self._llm_by_grpc.options(session_id=label).remote(request, places, given))
+        self._counts.add(Count.CALLS_BY_GRPC)
+        return GrpcAnswer(self._by_grpc.options(session_id=label).remote(request, places, given))
 
     def _no_more_early(self, there: asyncio.Future[Any]) -> None:
         self._early.discard(there)

@@ -38,7 +38,8 @@ FORBIDDEN_IMPORTS = {
     "deployments": ("tests", "examples", "benchmarks"),
     "training": ("deployments", "ray", "vllm"),
 }
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # where they are not called as what they are imported as
+# Where they are not called as what they are imported as.
+DISTRIBUTIONS = {"PIL": "pillow", "grpc": "grpcio", "yaml": "pyyaml"}
 # [gpu] or [cpu] brings vllm, and vllm or [test] transformers; triton comes with torch for CUDA, and the attention
 # packages are asked for by name.
 EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "opentelemetry", "nixl"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from deployments.metrics import Count, Counts
 from deployments.shared_calls import SharedCall
 from tests.unit.deployments.conftest import Cluster, ServedApp, deploy, until
 from tests.unit.deployments.samples import png
-from tests.unit.deployments.test_served_images import ask_all, chat
+from tests.unit.deployments.test_served_images import ask, ask_all, chat
 
 AFTER_S = 0.01
 
@@ -171,9 +172,27 @@ def test_one_who_leaves_does_not_end_the_race_for_the_other() -> None:
 def hedged(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp]:
     from ray import serve
 
-    ingress = {"hedge_after_s": 0.3}
+    ingress = {"hedge_after_s": 0.3, "by_grpc": False}
     yield deploy(cluster, checkpoints["qwen3_vl"], "hedged", encoders=2, ingress=ingress, max_queued_tokens=10_000)
     serve.delete("hedged")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+def test_ray_alone_brings_the_same_answers(hedged: ServedApp, app: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gRPC does: of text, and of a picture that is asked about again."""
+    monkeypatch.undo()
+    text = {"messages": [{"role": "user", "content": "Hello"}]}
+    body = chat(png(96, 64, (5, 5, 5)))
+    before = app.ingress("counts")["CALLS_BY_GRPC"]
+    by_ray, by_grpc = (
+        [answer.json()["images"] for answer in map(partial(ask, asked), (text, body, body))] for asked in (hedged, app)
+    )
+    assert by_ray[0] == by_grpc[0] == []
+    for one, other in zip(by_ray[1:], by_grpc[1:], strict=True):
+        assert one[0]["norm"] == pytest.approx(other[0]["norm"], rel=1e-4)
+    assert app.ingress("counts")["CALLS_BY_GRPC"] - before == 2, "the first look at the picture is one of an encoder"
+    assert hedged.ingress("counts")["CALLS_BY_GRPC"] == 0
 
 
 @pytest.mark.slow
