@@ -84,7 +84,7 @@ async def fall_silent(app: ServedApp, node: Any) -> dict[str, Any]:
 
 def main(checkpoint: Path) -> dict[str, Any]:
     common: dict[str, Any] = {"object_store_memory": 150 * 2**20, "include_dashboard": False}
-    health = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 1000, "failure_threshold": 3}
+    health = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3}
     common["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
     spans = SpanReceiver()
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})

@@ -16,15 +16,18 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent.parent
 LIMIT_S = 800
 SILENT_S = 40.0
-"""Until answers of a silent host end, at most; Ray misses it after 3 to 6 s here."""
+"""Until answers of a silent host end, at most; Ray misses it after 9 to 12 s here."""
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_answers_of_a_silent_host_end(checkpoints: dict[str, Path]) -> None:
     """With an error event each, as soon as Ray knows that the host is lost; the others go on."""
     program = [sys.executable, "-m", "tests.unit.deployments.silent_host", str(checkpoints["qwen3_vl"])]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    environment = os.environ | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # 5, and a loaded machine ends it
+    done = subprocess.run(
+        program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {told["error"]["code"] for told in found["told"]} == {"replica_lost"}
