@@ -18,13 +18,9 @@ from typing import Any
 
 import httpx
 import psutil
-import ray
-from ray import serve
-from ray.cluster_utils import Cluster as Nodes
 
-from tests.unit.deployments.conftest import START_S, Cluster, ServedApp, deploy, free_port
-from tests.unit.deployments.span_receiver import SpanReceiver
-from tests.unit.deployments.two_nodes import OTHERS
+from tests.unit.deployments.conftest import START_S, ServedApp, deploy
+from tests.unit.deployments.two_nodes import OTHERS, two_nodes
 
 STREAMS = 6
 SILENT_S = 60.0
@@ -83,17 +79,9 @@ async def fall_silent(app: ServedApp, node: Any) -> dict[str, Any]:
 
 
 def main(checkpoint: Path) -> dict[str, Any]:
-    common: dict[str, Any] = {"object_store_memory": 150 * 2**20, "include_dashboard": False}
     health = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3}
-    common["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
-    spans = SpanReceiver()
-    nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})
-    try:
-        other = nodes.add_node(num_cpus=2, object_store_memory=150 * 2**20)
-        ray.init(address=nodes.address, log_to_driver=False)
-        port = free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        app = deploy(Cluster(port, 0, spans), checkpoint, "nodes", encoders=1, llms=2, others_on=OTHERS)
+    with two_nodes(**health) as (_, other, cluster):
+        app = deploy(cluster, checkpoint, "nodes", encoders=1, llms=2, others_on=OTHERS)
         stopped = processes(other)
         try:
             return asyncio.run(fall_silent(app, other))
@@ -101,10 +89,6 @@ def main(checkpoint: Path) -> dict[str, Any]:
             for process in stopped:
                 if process.is_running():
                     process.kill()
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-        spans.close()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,17 +20,24 @@ SILENT_S = 40.0
 """Until answers of a silent host end, at most; Ray misses it after 9 to 12 s here."""
 
 
+def told_by(program: str, checkpoint: Path, **variables: str) -> dict[str, Any]:
+    """The last line that the program prints, with these variables in its environment."""
+    command = [sys.executable, "-m", f"tests.unit.deployments.{program}", str(checkpoint)]
+    environment = os.environ | variables
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_answers_of_a_silent_host_end(checkpoints: dict[str, Path]) -> None:
     """With an error event each, as soon as Ray knows that the host is lost; the others go on."""
-    program = [sys.executable, "-m", "tests.unit.deployments.silent_host", str(checkpoints["qwen3_vl"])]
-    environment = os.environ | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # 5, and a loaded machine ends it
-    done = subprocess.run(
-        program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    patience = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}  # 5 s are too few for the proxy of a loaded machine
+    found = told_by("silent_host", checkpoints["qwen3_vl"], **patience)
     assert {told["error"]["code"] for told in found["told"]} == {"replica_lost"}
     assert max(found["after_s"]) < SILENT_S
     assert found["goes_on"] > 0
@@ -39,9 +47,8 @@ def test_answers_of_a_silent_host_end(checkpoints: dict[str, Path]) -> None:
 @pytest.mark.chaos
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_lost_node_costs_no_request(checkpoints: dict[str, Path]) -> None:
-    program = [sys.executable, "-m", "tests.unit.deployments.two_nodes", str(checkpoints["qwen3_vl"])]
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of sockets must be short
-    environment = os.environ | {
+    behind_haproxy = {
         "RAY_TMPDIR": folder,
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy/haproxy.cfg",
@@ -50,13 +57,9 @@ def test_a_lost_node_costs_no_request(checkpoints: dict[str, Path]) -> None:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
     }
     try:
-        done = subprocess.run(
-            program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        found = told_by("two_nodes", checkpoints["qwen3_vl"], **behind_haproxy)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
     assert (found["failures"], found["wrong"]) == ([], [])
     assert found["answered"] > 0
     assert found["proxies"] > 0

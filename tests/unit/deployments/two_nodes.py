@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,12 @@ def hang_up(app: ServedApp) -> None:
     until(lambda: app.llm("state")["disconnects"] == before + 1, "the end of the stream")
 
 
-def main(checkpoint: Path) -> dict[str, Any]:
+@contextmanager
+def two_nodes(**health: int) -> Iterator[tuple[Nodes, Any, Cluster]]:
+    """A Ray and a Serve of two nodes, with the node that is not the head; its proxy is on the head, which alone has
+    OTHERS. `health`: Ray's settings of how the head looks after nodes, without their prefix."""
     common: dict[str, Any] = {"object_store_memory": 150 * 2**20, "include_dashboard": False}
-    # What the head does not hear of for 3 s is lost.
-    common["_system_config"] = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000} | {
-        "health_check_failure_threshold": 3
-    }
+    common["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
     spans = SpanReceiver()
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})
     try:
@@ -59,8 +61,18 @@ def main(checkpoint: Path) -> dict[str, Any]:
         ray.init(address=nodes.address, log_to_driver=False)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield nodes, other, Cluster(port, 0, spans)
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+        spans.close()
+
+
+def main(checkpoint: Path) -> dict[str, Any]:
+    # What the head does not hear of for 3 s is lost.
+    with two_nodes(initial_delay_ms=1000, period_ms=1000, failure_threshold=3) as (nodes, other, cluster):
         app = deploy(
-            Cluster(port, 0, spans),
+            cluster,
             checkpoint,
             "nodes",
             encoders=2,
@@ -86,10 +98,6 @@ def main(checkpoint: Path) -> dict[str, Any]:
             "encoders": len(before),
             "longest_s": max(load.times_s),
         }
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-        spans.close()
 
 
 if __name__ == "__main__":
