@@ -1,11 +1,11 @@
 """Encoders behind Ray Serve and HTTP, as fast as they go: `python benchmarks/bench_encoders.py --gpus 1,2`.
 
-The application's own ingress, routing and encoder replicas, one GPU each; a stand-in for vLLM takes every embedding
-and answers at once (`benchmarks/stand_in_app.py`). Clients send JPEG files, none twice, with a fixed number under way:
-photos of one size, and with `--trace` a trace's requests too, as fast as they go. Beside it the library alone on one
-GPU, from photos of that size in a process of its own (`bench_decode.py`), so that what Serve and HTTP cost shows, and
-how near to linear more encoders are. The last line on stdout is JSON. Needs Ray; `--tiny` runs without a GPU, on a
-small model.
+The application's own ingress, routing and encoder replicas, one GPU each, behind Serve's HAProxy; a stand-in for vLLM
+takes every embedding and answers at once (`benchmarks/stand_in_app.py`). Clients send JPEG files, none twice, with a
+fixed number under way: photos of one size, and with `--trace` a trace's requests too, as fast as they go. Beside it the
+library alone on one GPU, from photos of that size in a process of its own (`bench_decode.py`), so that what Serve and
+HTTP cost shows, and how near to linear more encoders are. The last line on stdout is JSON. Needs Ray with HAProxy;
+`--tiny` runs without a GPU, on a small model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.trace_client import session
 from benchmarks.trace_images import make_images
 from benchmarks.trace_requests import read_trace
+from deployments.haproxy import environment
 
 NAME = "encoders"
 REQUEST_S = 120.0
@@ -174,6 +176,15 @@ def measured(
     return {"encoders": encoders, "kind": kind, "images_per_s": images_per_s, "failed": lost}
 
 
+def compare(rows: Sequence[dict[str, Any]], library_kind: str, library_images_per_s: float | None) -> None:
+    """Into each row: its share of the library's, and of as many times what one encoder does, where those are known."""
+    one = {row["kind"]: row["images_per_s"] for row in rows if row["encoders"] == 1}
+    for row in rows:
+        alone = library_images_per_s if row["kind"] == library_kind else None
+        row["over_library"] = row["images_per_s"] / (alone * row["encoders"]) if alone else None
+        row["linear"] = row["images_per_s"] / (one[row["kind"]] * row["encoders"]) if row["kind"] in one else None
+
+
 def told(row: dict[str, Any]) -> str:
     parts = [f"{row['encoders']} encoders, {row['kind']}: {row['images_per_s']:.1f} images a second"]
     if row["over_library"] is not None:
@@ -195,10 +206,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-seconds", type=float, default=5.0)
     parser.add_argument("--decode-workers", type=int, default=10, help="processes of each encoder, and of the library")
     parser.add_argument("--ingresses", type=int, default=2, help="ingress replicas, and clients, for each encoder")
+    parser.add_argument("--no-library", action="store_true", help="without the library beside it")
+    parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
     parser.add_argument("--tiny", action="store_true", help="a small model, without GPUs")
     parser.add_argument("--out", type=Path, help="write the JSON to this file too")
     parser.add_argument("--commit", help="of the sources, where git is not there to say it")
     return parser.parse_args(arguments)
+
+
+@contextmanager
+def haproxy(folder: Path | None) -> Iterator[None]:
+    """Serve starts its HAProxy with its files in `folder`; None: its own proxy."""
+    kept = dict(os.environ)
+    os.environ.update(environment(folder) if folder else {})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 def _counts(text: str) -> list[int]:
@@ -228,16 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "decode_workers": asked.decode_workers,
         "ingresses_an_encoder": asked.ingresses,
         "in_flight_an_encoder": asked.in_flight,
-        "library": library(asked),
+        "proxy": "Serve's" if asked.serve_proxy else "Serve's HAProxy",
+        "library": None if asked.no_library else library(asked),
         "rows": [],
         **provenance(asked.commit, arguments),
     }
-    alone = report["library"]["files_images_per_s"]
-    tower = report["library"]["tower_images_per_s"]
-    print(f"the library alone: {alone:.1f} images a second from files, the tower {tower:.1f}", flush=True)
+    alone = None
+    if report["library"]:
+        alone, tower = (report["library"][of] for of in ("files_images_per_s", "tower_images_per_s"))
+        print(f"the library alone: {alone:.1f} images a second from files, the tower {tower:.1f}", flush=True)
     failed = 0
     with (
         tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(prefix="vt-", dir="/tmp") as short,
+        haproxy(None if asked.serve_proxy else Path(short)),
         own_serve(num_cpus=64, num_gpus=0 if asked.tiny else max(asked.gpus), request_timeout_s=REQUEST_S) as (
             url,
             deploy,
@@ -252,10 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             deploy(schema(checkpoint, encoders, asked))
             for kind, files in wanted.items():
                 row = measured(kind, files, url, encoders, asked)
-                first = next((one for one in report["rows"] if one["kind"] == kind and one["encoders"] == 1), None)
-                row["linear"] = row["images_per_s"] / (first["images_per_s"] * encoders) if first else None
-                row["over_library"] = row["images_per_s"] / (alone * encoders) if kind == f"{asked.side}²" else None
                 report["rows"].append(row)
+                compare(report["rows"], f"{asked.side}²", alone)
                 failed += row["failed"]
                 print(told(row), flush=True)
                 if asked.out is not None:
