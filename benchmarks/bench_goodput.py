@@ -62,6 +62,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-batched-tokens", type=numbers, default=(8192,), help="of vLLM's: 2048,8192; default 8192"
     )
+    parser.add_argument("--peer-processes", type=numbers, default=(1,), help="API processes of vLLM's: 1,4; default 1")
     parser.add_argument("--ingresses", type=int, default=4)
     parser.add_argument("--decode-workers", type=int, default=8, help="of each encoder (default 8)")
     parser.add_argument("--kv-gib", type=float, default=30.0, help="of each engine (default 30)")
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
-            options.decode_workers, options.kv_gib, gpu=device is not None,
+            options.decode_workers, options.kv_gib, options.peer_processes, gpu=device is not None,
         )  # fmt: skip
     except ValueError as error:
         raise SystemExit(str(error)) from error

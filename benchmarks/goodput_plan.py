@@ -36,6 +36,17 @@ PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 
 
 @dataclass(frozen=True)
+class PeerSet:
+    """vLLM servers that are alike, one on each GPU."""
+
+    name: str
+    batched_tokens: int
+    """`max_num_batched_tokens`."""
+    processes: int
+    """That read requests and write answers, of each server."""
+
+
+@dataclass(frozen=True)
 class Fleet:
     """The GPUs and who has them."""
 
@@ -50,6 +61,8 @@ class Fleet:
     decode_workers: int
     kv_gib: float
     """KV cache of each engine."""
+    peer_processes: tuple[int, ...] = (1,)
+    """API processes of a vLLM server; more than one number: as many sets of servers."""
     gpu: bool = True
     """Without: small models on the CPU, one of each kind."""
 
@@ -67,9 +80,12 @@ class Fleet:
     def shared(self) -> bool:
         return self.gpus == 1
 
-    def peers(self) -> list[tuple[str, int]]:
-        """Name and `max_num_batched_tokens` of each set of vLLM servers."""
-        return [(f"{PEER}-{tokens}", tokens) for tokens in self.peer_batched_tokens]
+    def peers(self) -> list[PeerSet]:
+        return [
+            PeerSet(f"{PEER}-{tokens}" + (f"-{processes}api" if processes > 1 else ""), tokens, processes)
+            for tokens in self.peer_batched_tokens
+            for processes in self.peer_processes
+        ]
 
 
 def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
@@ -133,20 +149,23 @@ def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, state_folder: Pat
     }
 
 
-def vllm_command(fleet: Fleet, checkpoint: Path, *, batched_tokens: int, port: int) -> list[str]:
+def vllm_command(fleet: Fleet, checkpoint: Path, peer: PeerSet, *, port: int) -> list[str]:
     """vLLM's own server with its own tower."""
-    args = engine_args(fleet, batched_tokens) | {"served_model_name": MODEL}
+    args = engine_args(fleet, peer.batched_tokens) | {"served_model_name": MODEL}
     if not fleet.gpu:
         args["skip_mm_profiling"] = True
-    return api_server(checkpoint, port, args)
+    return api_server(checkpoint, port, args, processes=peer.processes)
 
 
 def balancer_config(port: int, ports: Sequence[int]) -> str:
-    """HAProxy's configuration: a request goes to the server that has the fewest."""
+    """HAProxy's configuration: a request goes to the server that has the fewest, and each token on at once, as Serve's
+    HAProxy has it: without `http-no-delay` what is short waits for more, 0.2 s at most.
+    """
     servers = "\n".join(f"  server vllm{number} 127.0.0.1:{one}" for number, one in enumerate(ports))
     return f"""\
 defaults
   mode http
+  option http-no-delay
   timeout connect 10s
   timeout client {REQUEST_TIMEOUT_S}s
   timeout server {REQUEST_TIMEOUT_S}s

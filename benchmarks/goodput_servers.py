@@ -37,10 +37,10 @@ def balanced(ports: Sequence[int], scratch: Path) -> Iterator[int]:
 def peers(fleet: Fleet, checkpoint: Path) -> dict[str, list[Peer]]:
     """vLLM's servers by the name of their set, one on each GPU."""
     found: dict[str, list[Peer]] = {}
-    for name, tokens in fleet.peers():
+    for one in fleet.peers():
         for gpu_number in range(fleet.gpus):
             port = peer_port(sum(map(len, found.values())))
-            command = goodput_plan.vllm_command(fleet, checkpoint, batched_tokens=tokens, port=port)
+            command = goodput_plan.vllm_command(fleet, checkpoint, one, port=port)
             variables = {"CUDA_VISIBLE_DEVICES": str(gpu_number)} if fleet.gpu else {}
-            found.setdefault(name, []).append(Peer(f"{name}-{gpu_number}", command, port, variables))
+            found.setdefault(one.name, []).append(Peer(f"{one.name}-{gpu_number}", command, port, variables))
     return found

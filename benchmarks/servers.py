@@ -84,11 +84,13 @@ class Servers:
             raise
 
     def wait(self, seconds: float) -> dict[str, float]:
-        """Until all answer, or for so many seconds: of each that does, the seconds from the start of all."""
+        """Until all answer, or one has ended, or for so many seconds: of each that answers, the seconds from the start
+        of all.
+        """
         ready: dict[str, float] = {}
 
         async def look(client: httpx.AsyncClient, name: str) -> None:
-            while name not in ready and not self.has_ended(name):
+            while name not in ready and not any(map(self.has_ended, self.urls)):
                 with contextlib.suppress(httpx.TransportError):
                     if (await client.get(f"{self.urls[name]}/health")).status_code == 200:
                         ready[name] = time.monotonic() - self.began
@@ -104,8 +106,9 @@ class Servers:
         return ready
 
     def has_ended(self, name: str) -> bool:
-        peer = self._peers.get(name)
-        return peer is not None and peer.poll() is not None
+        if name in self._peers:
+            return self._peers[name].poll() is not None
+        return self._app is not None and self._app.ended
 
     def last_words(self, name: str) -> str:
         """The last line of a log that tells of an error, for what did not answer."""

@@ -173,10 +173,17 @@ def vllm_command(served: Served, checkpoint: Path, *, gpu: bool, port: int) -> l
     return api_server(checkpoint, port, args)
 
 
-def api_server(checkpoint: Path, port: int, args: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's own server on this machine. `args`: its options in the names of `engine_args`."""
-    # The module and not the `vllm` command, which is not there where vLLM lies in a folder of PYTHONPATH.
+def api_server(checkpoint: Path, port: int, args: Mapping[str, Any], *, processes: int = 1) -> list[str]:
+    """The command of vLLM's own server on this machine.
+
+    Args:
+        args: its options in the names of `engine_args`.
+        processes: that read requests and write answers; vLLM's default is one.
+    """
+    # Modules and not the `vllm` command, which is not there where vLLM lies in a folder of PYTHONPATH.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    if processes > 1:
+        command = [sys.executable, "-m", "benchmarks.vllm_serve", "serve", "--api-server-count", str(processes)]
     for name, value in {"model": checkpoint, "host": "127.0.0.1", "port": port, **args}.items():
         command.append("--" + name.replace("_", "-"))
         if value is not True:

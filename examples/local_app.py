@@ -84,6 +84,11 @@ class LocalApp:
         """There is something to stop."""
         return self._folder is not None
 
+    @property
+    def ended(self) -> bool:
+        """`serve run` is no longer there, by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def start(self) -> None:
         # Not below TMPDIR: Ray puts sockets there, whose paths must stay under 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="vitray-demo-", dir="/tmp"))
@@ -181,7 +186,7 @@ class LocalApp:
     def _progress(self) -> tuple[list[str], list[str]]:
         """Names of what is up, and of what is not yet."""
         assert self._process is not None
-        if self._process.poll() is not None:
+        if self.ended:
             raise StartError(f"`serve run` ended with exit code {self._process.returncode}")
         if self._dashboard is None:
             found = DASHBOARD.search(ANSI.sub("", self.log.read_text(errors="replace")))

