@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import aiohttp
 
 from benchmarks.bench_decode import photos
+from benchmarks.busy import Busy
 from benchmarks.own_serve import own_serve
 from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.trace_client import session
@@ -44,6 +45,18 @@ REQUEST_S = 120.0
 MAX_IMAGES = 16
 TRACE_REQUESTS = 200
 """Of a trace, whose pictures come again and again as other files."""
+PROCESSES = {
+    "encoder": f"ServeReplica:{NAME}:Encoder",
+    "ingress": f"ServeReplica:{NAME}:Ingress",
+    "stand-in": f"ServeReplica:{NAME}:LLM",
+    "proxy": "ProxyActor",
+    "haproxy": "haproxy",
+    "raylet": "raylet",
+    "client": "multiprocessing.spawn",
+}
+"""Whose use of the machine's cores is told, by a part of their command lines."""
+CLIENTS_START_S = 1.0
+"""Until they send."""
 SUFFIX_BYTES = 10
 """Behind a JPEG file's end, where no decoder looks, and every digest does."""
 
@@ -172,8 +185,9 @@ def measured(
         Load(url, files, each, asked.warm_seconds, asked.seconds, (encoders * 100 + number) * 10**9)
         for number in range(clients)
     ]
-    images_per_s, lost = together(loads)
-    return {"encoders": encoders, "kind": kind, "images_per_s": images_per_s, "failed": lost}
+    with Busy(PROCESSES, asked.warm_seconds + CLIENTS_START_S, asked.seconds - CLIENTS_START_S) as busy:
+        images_per_s, lost = together(loads)
+    return {"encoders": encoders, "kind": kind, "images_per_s": images_per_s, "failed": lost, "busy": busy.found}
 
 
 def compare(rows: Sequence[dict[str, Any]], library_kind: str, library_images_per_s: float | None) -> None:
@@ -191,6 +205,9 @@ def told(row: dict[str, Any]) -> str:
         parts.append(f"{row['over_library']:.3f} of the library")
     if row["linear"] is not None:
         parts.append(f"{row['linear']:.3f} of linear")
+    for kind, of in row["busy"].items():
+        thread = f"a thread {of['busiest_thread']:.2f}" if "busiest_thread" in of else f"the idlest {of['idlest']:.2f}"
+        parts.append(f"{kind} {of.get('cores', of.get('busy')):.2f} busy, {thread}")
     return ", ".join([*parts, f"{row['failed']} requests failed"])
 
 
