@@ -25,6 +25,8 @@ PREFIX_BYTES = 4
 """Of a digest, in what replicas publish. Another key with the same prefix costs a call to a replica without it."""
 MAX_PUBLISHED = 1024
 """Digests that a replica publishes, those stored last: Serve sends all replicas' to every router, again and again."""
+HELD = "held_digests"
+"""The entry of a replica's routing stats that holds what `published` makes."""
 REMEMBERED_KEYS = 8192
 Flags = npt.NDArray[np.bool_]
 
@@ -59,18 +61,20 @@ class Call:
     """What it adds to its replica's load until it ends."""
     attempt: int = 0
     """Over 0: tried before, and the replica it went to is the last to try, unless it says that it holds the key."""
+    work: int = 0
+    """What it costs a replica that does not hold the key, in the unit in which replicas tell what they have to do."""
 
     def label(self) -> str:
-        return f"{self.key or ''}:{self.weight}:{self.attempt}"
+        return f"{self.key or ''}:{self.weight}:{self.attempt}:{self.work}"
 
     @classmethod
     def from_label(cls, label: str) -> Call:
         """The call of a label; one without a key for what is no label."""
         key, _, numbers = label.partition(":")
-        weight, _, attempt = numbers.partition(":")
         try:
             int(key[:16] or "0", 16)
-            return cls(key or None, int(weight), int(attempt))
+            weight, attempt, work = map(int, numbers.split(":"))
+            return cls(key or None, weight, attempt, work)
         except ValueError:
             return cls()
 
@@ -143,6 +147,10 @@ class Affinity:
         ranked = self._ranked(call, tiers)
         return [self._names[at] for at in ranked[(gives | does)[ranked]]]
 
+    def ranked(self, call: Call) -> list[str]:
+        """All replicas, the best for the call's key first, whatever they have under way."""
+        return [self._names[at] for at in self._ranked(call, self._tiers(call))]
+
     def passes_by(self, name: str, call: Call) -> bool:
         """Whether the bound keeps the call from a replica that would be better than this one."""
         tiers = self._tiers(call)
@@ -153,13 +161,15 @@ class Affinity:
         better = itertools.takewhile(lambda at: self._names[at] != name, self._ranked(call, tiers).tolist())
         return any(not takes[at] for at in better)
 
-    def begin(self, name: str, call: Call) -> Begun | None:
-        """The call goes there, until `end`; None where the replica may not take it, as `order` says."""
+    def begin(self, name: str, call: Call, *, bounded: bool = True) -> Begun | None:
+        """The call goes there, until `end`; None where the replica is gone or, if `bounded`, may not take it, as
+        `order` says.
+        """
         at = self._index.get(name)
         if at is None:
             return None
         gives, does = self._room(call, self._tiers(call))
-        if len(self._names) > 1 and not (gives[at] or does[at]):
+        if bounded and len(self._names) > 1 and not (gives[at] or does[at]):
             return None
         begun = Begun(name, call.weight, Work.GIVE if gives[at] else Work.DO)
         self._loads[begun.work, at] += call.weight

@@ -5,31 +5,41 @@
 
 A caller names the call by `handle.options(session_id=Call(digest, tokens).label())`; what comes without goes to the
 replica with least to do. Replicas tell what they hold through `record_routing_stats`, which Serve's controller asks for
-and hands to every router. It must not know what is encoded or answered.
+and hands to every router. Before a call of much work some replicas are asked by the router itself, what they have to do
+now: others send to them too. It must not know what is encoded or answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from typing import Any
 
 from ray.serve._private.common import RequestMetadata
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.affinity import Affinity, Begun, Call
+from deployments.affinity import HELD, Affinity, Begun, Call
 from deployments.grpc_calls import GrpcCalls
 from deployments.metrics import Count, Counts
+from deployments.prompt_work import soonest
 
-HELD = "held_digests"
-"""The entry of a replica's routing stats that holds `affinity.published`."""
+ASKED = 3
+"""Replicas that are asked before a call of much work: of all of them, the first by its key."""
+ASK_S = 0.05
+"""Who has not answered by then is not waited for."""
 
 
 class AffinityRouter(RequestRouter):
     """One a handle and process. Serve calls everything here on the router's event loop."""
 
-    def initialize_state(self, *, load_bound: float = 1.25, giving_apart: bool = False, **_: object) -> None:
-        """The arguments are those of `Affinity`."""
+    def initialize_state(
+        self, *, load_bound: float = 1.25, giving_apart: bool = False, ask_from: int | None = None, **_: object
+    ) -> None:
+        """The arguments are those of `Affinity`, and `ask_from`: a call's work from which on replicas are asked; None:
+        never.
+        """
+        self._ask_from = ask_from
         self._affinity = Affinity(load_bound=load_bound, giving_apart=giving_apart)
         self._names: dict[str, RunningReplica] = {}
         self._reported: dict[str, bytes] = {}
@@ -68,7 +78,31 @@ class AffinityRouter(RequestRouter):
                 True  # where all are full, Serve waits before it asks again
             )
             call = Call.from_label(pending_request.metadata.session_id)
-        return [[self._names[name]] for name in self._affinity.order(call)]
+        if not self._asks(call):
+            return [[self._names[name]] for name in self._affinity.order(call)]
+        ranked = self._affinity.ranked(call)
+        soonest_first = await self._asked(call, ranked[:ASKED])
+        if not soonest_first:
+            return [[self._names[name]] for name in self._affinity.order(call)]
+        others = [name for name in ranked if name not in soonest_first]
+        return [[self._names[name]] for name in [*soonest_first, *others] if name in self._names]
+
+    def _asks(self, call: Call) -> bool:
+        """One that was tried before goes where it was not, by what is known here."""
+        return self._ask_from is not None and call.work >= self._ask_from and not call.attempt and len(self._names) > 1
+
+    async def _asked(self, call: Call, names: list[str]) -> list[str]:
+        """Of these replicas those that answer, the best first."""
+        asking = {name: asyncio.ensure_future(routing_stats(self._names[name])) for name in names}
+        try:
+            await asyncio.wait(asking.values(), timeout=ASK_S)
+            told = {name: task.result() for name, task in asking.items() if task.done() and not task.exception()}
+        finally:
+            for task in asking.values():
+                task.cancel()
+        if untold := len(names) - len(told):
+            self._counts.add(Count.CALLS_UNTOLD, untold, reason=self._deployment_id.name)
+        return soonest(call, told)
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None
@@ -92,8 +126,9 @@ class AffinityRouter(RequestRouter):
             return
         call = Call.from_label(pending.metadata.session_id)
         name = replica.replica_id.unique_id
-        spilled = self._affinity.passes_by(name, call)
-        begun = self._affinity.begin(name, call)
+        asks = self._asks(call)
+        spilled = not asks and self._affinity.passes_by(name, call)
+        begun = self._affinity.begin(name, call, bounded=not asks)
         if begun is None:
             return
         if spilled:
@@ -125,3 +160,9 @@ class AffinityRouter(RequestRouter):
         """It was counted when the replica was chosen; of one by gRPC nobody else tells that its host is lost."""
         if not pending_request.metadata._by_reference:
             self._by_grpc.begun(replica_id, result)
+
+
+async def routing_stats(replica: RunningReplica) -> dict[str, Any]:
+    """What the replica tells now, of what Serve's controller asks it every few seconds."""
+    told: dict[str, Any] = await replica._actor_handle.record_routing_stats.remote()
+    return told

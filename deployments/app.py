@@ -92,6 +92,7 @@ def routing(replica: EncoderReplicaConfig | LLMConfig) -> RequestRouterConfig:
             "load_bound": replica.load_bound,
             # An encoder gives what it has cached beside its work; to a language model every answer is work.
             "giving_apart": isinstance(replica, EncoderReplicaConfig),
+            "ask_from": replica.ask_from_tokens if isinstance(replica, LLMConfig) else None,
         },
     )
 

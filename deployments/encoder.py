@@ -19,8 +19,7 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
-from deployments.affinity import published
-from deployments.affinity_router import HELD
+from deployments.affinity import HELD, published
 from deployments.checkpoint import local_model
 from deployments.decode import DecodePool
 from deployments.embedding_shelf import EmbeddingShelf

@@ -50,6 +50,8 @@ SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_TRIES = 5
 """Of a request at which replicas are lost: one that ends every replica it comes to must not end them all."""
 
+BYTES_A_TOKEN = 4
+"""About so many of a request's body for each token of text; images' tokens are known."""
 FIRST_WAIT_S = 0.05
 """Before a request is tried again; each further time twice as long."""
 
@@ -211,6 +213,9 @@ class Ingress:
         What a replica that lives has encoded is in its cache, and is not encoded again.
         """
 
+        visual_tokens = sum(jobs[place.image].num_tokens for place in places)
+        prompt_tokens = visual_tokens + len(request.body) // BYTES_A_TOKEN
+
         async def once(attempt: int) -> Response:
             await visit.again()
             try:
@@ -223,7 +228,9 @@ class Ingress:
             encodings = [self._replicas.encode(job, attempt, seen=at) for job, at in zip(jobs, seen, strict=True)]
 
             def begin() -> Awaitable[Answer]:
-                return self._replicas.answer(request, places, encodings, conversation=conversation, attempt=attempt)
+                return self._replicas.answer(
+                    request, places, encodings, conversation=conversation, attempt=attempt, prompt_tokens=prompt_tokens
+                )
 
             async def begin_in_time() -> Answer:
                 return await self._replicas.hurried(await begin(), jobs, encodings, attempt=attempt, again=begin)

@@ -13,13 +13,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
 from deployments import asgi, tracing, vllm_compat
+from deployments.affinity import Call
 from deployments.arrived import Arrived, Image, NotEncodedError
 from deployments.checkpoint import local_model
 from deployments.engine_stats import EngineStats
@@ -33,6 +34,7 @@ from deployments.metrics import Counts, Distribution, Distributions
 from deployments.nixl_memory import NixlMemory
 from deployments.orphans import guard_children
 from deployments.packets import host_name
+from deployments.prompt_work import PromptWork
 from deployments.remote_trial import RemoteWay
 from deployments.replica_errors import TransferFailedError
 from deployments.replica_report import Report, llm_report, replica_name
@@ -55,6 +57,8 @@ from encoder.identity import EncoderIdentity
 
 logger = logging.getLogger("ray.serve")
 
+Piece = Accepted | NotEncoded | ResponseHead | bytes
+ANY_REPLICA = Call()
 TRIAL_S = 120.0
 """For the first request that the engine loads an embedding for."""
 
@@ -74,6 +78,7 @@ class LLM:
         self._stats = EngineStats()
         self._under_way = 0
         """Requests whose embeddings have arrived."""
+        self._prompts = PromptWork(remembers=False)  # what warms up is no conversation
         with log_buffers_kept():
             self._engine, args = vllm_compat.start_engine(
                 local_model(config.model),
@@ -93,7 +98,9 @@ class LLM:
             await self._warm_up(args.model)  # the first name that it serves under
         if why_not is None:
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
-        self._incoming.prefix_cached = why_not is None and vllm_compat.caches_prefixes(self._engine)
+        caches_prefixes = vllm_compat.caches_prefixes(self._engine)
+        self._incoming.prefix_cached = why_not is None and caches_prefixes
+        self._prompts = PromptWork(remembers=caches_prefixes)
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
                 raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
@@ -136,6 +143,10 @@ class LLM:
             KV_CACHE_USE: load.kv_cache_use,
         }
 
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What routers ask before a long prompt, and Serve every few seconds (`deployments/affinity_router.py`)."""
+        return self._prompts.told()
+
     def report(self) -> Report:
         """What the page's view of the cluster shows of this replica."""
         return llm_report(replica_name(), self.record_autoscaling_stats())
@@ -155,9 +166,24 @@ class LLM:
             self._incoming.shut_down()
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding | ImageJob] = ()
-    ) -> AsyncIterator[Accepted | NotEncoded | ResponseHead | bytes]:
-        """Answers one request: first that its embeddings are within reach, then a ResponseHead, then body chunks.
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        encodings: Sequence[Encoding | ImageJob] = (),
+        call: Call = ANY_REPLICA,
+    ) -> AsyncIterator[Piece]:
+        """Answers one request, as `_handled` does. `call`: as which it came here."""
+        with self._prompts.taken(call) as prompt:
+            async with aclosing(self._handled(request, places, encodings)) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, ResponseHead):
+                        self._prompts.read(prompt)
+                    yield piece
+
+    async def _handled(
+        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding | ImageJob]
+    ) -> AsyncGenerator[Piece, None]:
+        """First that its embeddings are within reach, then a ResponseHead, then body chunks.
 
         `encodings`: what encoders answer or will answer, by reference, or where an embedding lay lately. Where one has
         failed, or is gone and the engine needs it, NotEncoded is all. A job where no encoder is there: the image is
@@ -204,7 +230,7 @@ class LLM:
         embeddings: Arrived,
         clock: vllm_compat.FirstTokenClock,
         accepted: Accepted,
-    ) -> AsyncGenerator[Accepted | NotEncoded | ResponseHead | bytes, None]:
+    ) -> AsyncGenerator[Piece, None]:
         """The answer as `handle` gives it, where the engine gets on without the embeddings that were not sent."""
         taken_up = False
         try:

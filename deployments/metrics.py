@@ -43,6 +43,10 @@ class Count(Enum):
         "Calls that went elsewhere than to where their image or conversation is, or belongs, because that replica had "
         "too much to do; the tag `reason` says which deployment."
     )
+    CALLS_UNTOLD = (
+        "Replicas that did not tell in time what they have to do, before a long prompt was sent; the tag `reason` says "
+        "of which deployment."
+    )
     ENCODINGS_SHARED = "Images for which an ingress had a call to an encoder under way already."
     WHEREABOUTS_KNOWN = (
         "Images for which an ingress asked no encoder, since it knew where the embedding lies, or that vLLM had "
@@ -91,6 +95,7 @@ WITH_REASON = (
     Count.EAGER_RUNS,
     Count.DEVICES_SICK,
     Count.CALLS_SPILLED,
+    Count.CALLS_UNTOLD,
     Count.SHED_TOKENS,
     Count.SHED_REQUESTS,
     Count.EMBEDDINGS_ARRIVED,

@@ -136,12 +136,13 @@ class Replicas:
         *,
         conversation: str | None = None,
         attempt: int = 0,
+        prompt_tokens: int = 0,
     ) -> Answer:
         """Starts the answer: Accepted (or NotEncoded, and nothing more), a head, body chunks.
 
         The language model fetches each encoding by itself as soon as it is there; it is called once every encoder has
         its job, or, where EARLY_CALLS wait there, once every encoder is done with it. `conversation`: what its turns
-        have in common, 64 hex characters.
+        have in common, 64 hex characters. `prompt_tokens`: about so many.
 
         Raises:
             NoEncoderError: encoders were to be called, and none is there.
@@ -157,11 +158,11 @@ class Replicas:
                 there.add_done_callback(self._no_more_early)
         coming = iter(refs)
         given = [next(coming) if isinstance(one, SharedCall) else one for one in encodings]
-        label = Call(conversation, 1, attempt).label()
+        call = Call(conversation, 1, attempt, prompt_tokens)
         if refs or self._by_grpc is None:  # references go by Ray alone
-            return cast(Answer, self._llm.options(session_id=label).remote(request, places, given))
+            return cast(Answer, self._llm.options(session_id=call.label()).remote(request, places, given, call))
         self._counts.add(Count.CALLS_BY_GRPC)
-        return GrpcAnswer(self._by_grpc.options(session_id=label).remote(request, places, given))
+        return GrpcAnswer(self._by_grpc.options(session_id=call.label()).remote(request, places, given, call))
 
     def _no_more_early(self, there: asyncio.Future[Any]) -> None:
         self._early.discard(there)

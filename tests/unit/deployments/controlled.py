@@ -34,6 +34,7 @@ from deployments.local_encoder import LocalEncoder
 from deployments.media_keys import KeyStore, connector_class
 from deployments.metrics import Counts, Distributions
 from deployments.packets import host_name
+from deployments.prompt_work import PromptWork
 from deployments.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.wire import EncodedImage, ImageJob, ImageRefused, SharedEmbedding
 from encoder.decoded import Decoded
@@ -155,6 +156,7 @@ class StandInLLM(LLM):
         self._reads_on = None if config.transfer == "object_store" else host_name()
         self._stats = EngineStats()
         self._under_way = 0
+        self._prompts = PromptWork(remembers=True)
         self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
         self._app = stand_in(self._keys, self)
         self.disconnects = 0

@@ -12,8 +12,10 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from deployments.affinity import Call, published
-from deployments.affinity_router import HELD, AffinityRouter
+from deployments.affinity import HELD, Call, published
+from deployments.affinity_router import AffinityRouter
+from deployments.metrics import Count, Counts
+from deployments.prompt_work import WORK
 
 ENCODER = DeploymentID("Encoder", "vitray")
 KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(40)]
@@ -25,6 +27,9 @@ class Fleet:
     def __init__(self, names: str, **arguments: Any) -> None:
         self.full: set[str] = set()
         self.held: dict[str, bytes] = {}
+        self.told: dict[str, dict[str, Any] | Exception | None] = {}
+        """What replicas answer when they are asked; None: nothing."""
+        self.asked: list[str] = []
         self.router = AffinityRouter(
             ENCODER, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True, initial_backoff_s=0.001
         )
@@ -38,7 +43,17 @@ class Fleet:
         async def queue_len(deadline_s: float) -> int:
             return 10 if name in self.full else 0
 
+        async def routing_stats() -> dict[str, Any]:
+            self.asked.append(name)
+            told = self.told.get(name)
+            if told is None:
+                await asyncio.sleep(60)
+            if isinstance(told, Exception):
+                raise told
+            return told or {}
+
         replica = SimpleNamespace(
+            _actor_handle=SimpleNamespace(record_routing_stats=SimpleNamespace(remote=routing_stats)),
             replica_id=ReplicaID(name, ENCODER),
             max_ongoing_requests=10,
             routing_stats={HELD: self.held[name]} if name in self.held else {},
@@ -157,5 +172,80 @@ def test_what_names_no_call_goes_to_any_replica() -> None:
         found = [await fleet.chosen(Call(), str(number)) for number in range(4)]
         assert sorted(found) == ["a", "a", "b", "b"], "to the one with less to do"
         assert (await fleet.ask("a session of a client's own")).replica_id.unique_id in "ab"
+
+    run(scenario)
+
+
+def busy(tokens: int, *keys: str) -> dict[str, Any]:
+    return {WORK: tokens, HELD: published(keys)}
+
+
+def test_a_long_prompt_goes_where_it_is_read_first_whoever_sent_the_rest() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("abc", ask_from=1000)
+        fleet.told = {"a": busy(9000), "b": busy(500), "c": busy(8000)}
+        found = [await fleet.chosen(Call(key, work=1000), key) for key in KEYS[:8]]
+        assert found == ["b"] * 8, "the bound is over what is sent from here, and does not count"
+        assert sorted(fleet.asked) == sorted("abc" * 8)
+        for key in KEYS[:8]:
+            fleet.end("b", key)
+        assert fleet.load("abc") == [0, 0, 0]
+
+    run(scenario)
+
+
+def test_a_prefix_that_is_there_is_not_read_again() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("abc", ask_from=1000)
+        fleet.told = {"a": busy(4000, KEYS[0]), "b": busy(500), "c": busy(600)}
+        assert await fleet.chosen(Call(KEYS[0], work=3000), "1") == "b", "sooner read anew"
+        assert await fleet.chosen(Call(KEYS[0], work=3600), "2") == "a"
+        assert await fleet.chosen(Call(KEYS[1], work=3600), "3") == "b"
+
+    run(scenario)
+
+
+def test_nobody_is_asked_for_what_is_short_or_tried_before_or_alone() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("ab", ask_from=1000)
+        for number, call in enumerate([Call(KEYS[0], work=999), Call(KEYS[0], work=9999, attempt=1)]):
+            await fleet.chosen(call, str(number))
+        never = Fleet("ab")
+        await never.chosen(Call(KEYS[0], work=10**6))
+        alone = Fleet("a", ask_from=1000)
+        assert await alone.chosen(Call(KEYS[0], work=9999)) == "a"
+        assert fleet.asked == never.asked == alone.asked == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("silent", [None, RuntimeError("gone"), {}])
+def test_who_does_not_tell_is_left_out_and_counted(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[Count, int, str]] = []
+    monkeypatch.setattr(Counts, "add", lambda _, count, number=1, *, reason: counted.append((count, number, reason)))
+
+    async def scenario() -> None:
+        fleet = Fleet("abc", ask_from=1000)
+        fleet.told = {"a": silent, "b": busy(500), "c": silent}
+        assert await fleet.chosen(Call(KEYS[0], work=1000), "1") == "b"
+        fleet.told["b"] = silent
+        began = asyncio.get_running_loop().time()
+        assert await fleet.chosen(Call(KEYS[0], work=1000), "2") in "abc", "as one that nobody is asked for"
+        assert asyncio.get_running_loop().time() - began < 5
+
+    run(scenario)
+    assert counted == ([] if silent == {} else [(Count.CALLS_UNTOLD, 2, "Encoder"), (Count.CALLS_UNTOLD, 3, "Encoder")])
+
+
+def test_where_those_that_told_are_full_another_takes_it() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("abcd", ask_from=1000)
+        fleet.told = {name: busy(500) for name in "abcd"}
+        await fleet.chosen(Call(KEYS[0], work=1000), "1")
+        fleet.full |= set(fleet.asked)
+        for name in fleet.asked:
+            fleet.router.on_new_queue_len_info(ReplicaID(name, ENCODER), 10)
+        (fourth,) = set("abcd") - set(fleet.asked)
+        assert await fleet.chosen(Call(KEYS[0], work=1000), "2") == fourth
 
     run(scenario)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ray.exceptions import RayActorError
 from encoder.encoder import Encoder
 from tests.unit.deployments.conftest import START_S, Cluster, ServedApp, deploy, until
 from tests.unit.deployments.samples import png
-from tests.unit.deployments.test_served_images import added, ask, ask_all, chat
+from tests.unit.deployments.test_served_images import REQUEST_S, added, ask, ask_all, chat
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
@@ -159,6 +160,26 @@ def test_turns_of_a_conversation_go_to_one_language_model(pair: ServedApp) -> No
         assert taker[1] == 3
         taken_by.add(taker[0])
     assert len(taken_by) == 2
+
+
+def reading(pair: ServedApp) -> list[int]:
+    return sorted(stats["work"] for stats in pair.llms("record_routing_stats"))
+
+
+def test_long_prompts_go_to_the_language_model_with_less_to_read(pair: ServedApp) -> None:
+    """Whichever ingress they come to: those do not know of each other. By chance eight are seldom four and four."""
+    until(lambda: reading(pair) == [0, 0], "the end of what was before")
+    long = "word " * 2000
+    chunks: list[Iterator[bytes]] = []
+    with ExitStack() as streams:
+        for number in range(8):
+            body = {"messages": [{"role": "user", "content": f"{number} {long}"}], "stream": True}
+            stream = httpx.stream("POST", f"{pair.url}/v1/chat/completions", json=body, timeout=REQUEST_S)
+            chunks.append(streams.enter_context(stream).iter_bytes())  # kept: one that goes ends its request
+            next(chunks[-1])
+            taken = number + 1
+            assert reading(pair) == [768 * (taken // 2), 768 * (taken - taken // 2)]
+    until(lambda: reading(pair) == [0, 0], "the end of all streams")
 
 
 def test_a_replica_killed_at_work_is_noticed_by_nobody(pair: ServedApp) -> None:
