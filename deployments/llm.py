@@ -176,7 +176,7 @@ class LLM:
         with self._prompts.taken(call) as prompt:
             async with aclosing(self._handled(request, places, encodings)) as pieces:
                 async for piece in pieces:
-                    if isinstance(piece, ResponseHead):
+                    if isinstance(piece, ResponseHead) and piece.status == 200:
                         self._prompts.read(prompt)
                     yield piece
 

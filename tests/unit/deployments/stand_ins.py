@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from configs.schema import AppConfig
+from deployments.affinity import Call
 from deployments.ingress import MAX_TRIES, Ingress
 from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
 from tests.unit.deployments.samples import IDENTITY, png
@@ -116,10 +117,11 @@ class StandIns:
             return Method(self._encode, self.labels["encode"])
         return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object]) -> Pieces:
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object], call: Call) -> Pieces:
         self.requests.append(request)
         self.places.append(places)
         self.given.append(given)
+        assert call.label() == self.labels["handle"][-1], "the replica is told as what it comes"
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
 
 
@@ -139,8 +141,8 @@ class Accepting(StandIns):
         self.jobs.append(job)
         return super()._encode(job)
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object]) -> Pieces:
-        answer = super()._handle(request, places, given)
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object], call: Call) -> Pieces:
+        answer = super()._handle(request, places, given, call)
         if answer._pieces and isinstance(answer._pieces[0], Accepted):
             answer._pieces[0] = self.accepted()
         return answer

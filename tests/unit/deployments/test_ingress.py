@@ -221,6 +221,14 @@ def test_an_encoder_is_called_by_digest_and_by_what_the_image_costs() -> None:
     assert [Call.from_label(label) for label in stand_ins.labels["encode"]] == [Call(job.digest, 4)]
 
 
+def test_a_prompt_is_as_long_as_its_images_each_time_and_a_quarter_of_its_text() -> None:
+    stand_ins = StandIns()
+    chat(stand_ins, IMAGE, IMAGE, {"type": "text", "text": "x" * 4000})
+    (call,) = [Call.from_label(label) for label in stand_ins.labels["handle"]]
+    assert len(stand_ins.encodings) == 1
+    assert 2 * 4 + 1000 <= call.work < 2 * 4 + 1000 + 300, "and of what JSON has around it"
+
+
 def test_turns_of_one_conversation_are_called_alike() -> None:
     """With an image or without; another opening, another image or another salt is another conversation."""
     answer, more = {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}
@@ -255,7 +263,7 @@ def test_what_is_no_conversation_goes_to_any_replica() -> None:
     stand_ins = StandIns()
     asked(stand_ins, "GET", "/v1/models")
     asked(stand_ins, "POST", "/v1/completions", json={"prompt": "x"})
-    assert [Call.from_label(label) for label in stand_ins.labels["handle"]] == [Call(), Call()]
+    assert [Call.from_label(label) for label in stand_ins.labels["handle"]] == [Call(), Call(work=3)]
 
 
 def test_a_whole_answer_has_its_length_once() -> None:

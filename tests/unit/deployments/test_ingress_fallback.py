@@ -13,6 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments import encoder_watch
 from deployments import ingress as ingress_module
+from deployments.affinity import Call
 from deployments.replica_errors import IdentityChangedError
 from deployments.wire import HttpRequest, ImageJob, ImagePlace, NotEncoded
 from tests.unit.deployments.samples import IDENTITY
@@ -69,10 +70,10 @@ class Cluster(StandIns):
     def broadcast(self, _: str) -> Replies:
         return Replies(self._running)
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object]) -> Pieces:
+    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object], call: Call) -> Pieces:
         assert len(given) == len(places), "each image comes from an encoder, or is to be encoded"
         self.jobs.append([one for one in given if isinstance(one, ImageJob)])
-        return super()._handle(request, places, given)
+        return super()._handle(request, places, given, call)
 
 
 def waits() -> Pieces:

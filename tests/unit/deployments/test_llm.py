@@ -20,7 +20,9 @@ from starlette.routing import Route
 from configs.schema import AppConfig
 from deployments import llm as llm_module
 from deployments import vllm_compat
+from deployments.affinity import HELD, Call
 from deployments.media_keys import new_key
+from deployments.prompt_work import RUNNING_TOKENS, WORK
 from deployments.replica_errors import TransferFailedError
 from deployments.vllm_compat import AsgiApp
 from deployments.wire import (
@@ -221,6 +223,7 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vllm_compat, "start_engine", lambda *_, **__: (None, Namespace(model="scenes")))
     monkeypatch.setattr(vllm_compat, "build_application", application)
     monkeypatch.setattr(vllm_compat, "embedding_shape", lambda _: vllm_compat.EmbeddingShape(WIDTH, MERGE))
+    monkeypatch.setattr(vllm_compat, "caches_prefixes", lambda _: True)
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
 
@@ -231,6 +234,33 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(start())
     assert asked == ["scenes"]
+
+
+def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
+    """The wait for its encoders included; what is refused is not remembered."""
+    llm, call = replica(), Call("ab" * 32, work=5000)
+    held = bytes.fromhex("ab" * 4)
+
+    async def scenario() -> None:
+        coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(place(0)), [place(0)], [coming], call))
+        accepted = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0)
+        assert llm.record_routing_stats() == {WORK: 5000, HELD: b""}
+        coming.set_result(ImageRefused("truncated"))
+        await accepted
+        assert (await anext(pieces)).status == 400
+        assert llm.record_routing_stats() == {WORK: 5000, HELD: b""}
+        await pieces.aclose()
+        assert llm.record_routing_stats() == {WORK: 0, HELD: b""}
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(stream=True), [], [], call))
+        assert isinstance(await anext(pieces), Accepted)
+        assert (await anext(pieces)).status == 200
+        assert llm.record_routing_stats() == {WORK: RUNNING_TOKENS, HELD: held}
+        await pieces.aclose()
+        assert llm.record_routing_stats() == {WORK: 0, HELD: held}
+
+    run(scenario())
 
 
 def test_what_the_engine_said_last_is_reported_while_there_is_a_request() -> None:
