@@ -118,7 +118,7 @@ class LLMConfig(Options):
     load_bound: LoadBound = 1.25
     """What a replica has under way, in requests, may be so many times the mean; a conversation whose replica has more
     goes to another, and stays there."""
-    ask_from_tokens: PositiveInt | None = 1024
+    ask_from_tokens: PositiveInt | None = 2048
     """Before a prompt of at least so many tokens, three replicas are asked what they have to read; it goes to the one
     that will have read it first, its prefix cache counted. `null`: by `load_bound` alone, as shorter ones."""
     fallback: Literal["none", "local"] = "none"

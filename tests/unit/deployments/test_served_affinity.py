@@ -169,7 +169,7 @@ def reading(pair: ServedApp) -> list[int]:
 def test_long_prompts_go_to_the_language_model_with_less_to_read(pair: ServedApp) -> None:
     """Whichever ingress they come to: those do not know of each other. By chance eight are seldom four and four."""
     until(lambda: reading(pair) == [0, 0], "the end of what was before")
-    long = "word " * 2000
+    long = "word " * 4000
     chunks: list[Iterator[bytes]] = []
     with ExitStack() as streams:
         for number in range(8):
