@@ -60,7 +60,8 @@ class Call:
     weight: int = 1
     """What it adds to its replica's load until it ends."""
     attempt: int = 0
-    """Over 0: tried before, and the replica it went to is the last to try, unless it says that it holds the key."""
+    """Over 0: tried before, and the replica it went to is the last to try, unless it only has to give what it says that
+    it holds."""
     work: int = 0
     """What it costs a replica that does not hold the key, in the unit in which replicas tell what they have to do."""
 
@@ -206,7 +207,8 @@ class Affinity:
         if last in self._index and (call.attempt or self._may_hold_still(last, reports)):
             tiers[self._index[last]] = AVOIDED if call.attempt else SENT_LAST
         for name in self._holders.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
-            tiers[self._index[name]] = SAYS_SO
+            if name != last or not call.attempt or self._giving_apart:
+                tiers[self._index[name]] = SAYS_SO
         return tiers
 
     def _may_hold_still(self, name: str, reports: int) -> bool:
