@@ -16,7 +16,7 @@ from PIL import Image
 
 from benchmarks import bench_encoders
 from benchmarks.bench_decode import photos
-from benchmarks.bench_encoders import Load, drive, request_body, schema
+from benchmarks.bench_encoders import Load, compare, drive, request_body, schema
 from benchmarks.record import ROOT
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
@@ -83,6 +83,18 @@ def test_the_application_is_one(options: list[str]) -> None:
     config = resolve(AppConfig.model_validate(made["args"]), ClusterFacts(has_gpu=not asked.tiny))
     assert (config.encoder_replica.num_gpus, config.encoder_replica.cache_bytes) == (0 if asked.tiny else 1, 0)
     assert {one["name"]: one["num_replicas"] for one in made["deployments"]} == {"Ingress": 4, "Encoder": 2, "LLM": 2}
+
+
+def test_rows_are_compared_with_one_encoder_in_whatever_order() -> None:
+    rows = [
+        {"encoders": encoders, "kind": kind, "images_per_s": images}
+        for encoders, kind, images in [(4, "512²", 36.0), (2, "photos", 10.0), (1, "512²", 10.0)]
+    ]
+    compare(rows, "512²", 12.0)
+    assert [row["linear"] for row in rows] == [0.9, None, 1.0]
+    assert [row["over_library"] for row in rows] == [0.75, None, pytest.approx(10 / 12)]
+    compare(rows, "512²", None)
+    assert [row["over_library"] for row in rows] == [None, None, None]
 
 
 def test_numbers_of_encoders_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:

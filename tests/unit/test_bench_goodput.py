@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from benchmarks import bench_goodput, goodput_plan
 from benchmarks.bench_goodput import best, parse, slices
 from benchmarks.goodput_plan import Fleet, engine_args, serve_config, vllm_command
 from benchmarks.goodput_servers import balanced, peers
+from benchmarks.servers import Peer, Servers
 from benchmarks.trace_bodies import Bodies
 from benchmarks.trace_images import picture
 from benchmarks.trace_requests import generated
@@ -90,6 +92,25 @@ def test_a_set_of_servers_has_each_gpu_once() -> None:
     for members in found.values():
         assert [peer.environment["CUDA_VISIBLE_DEVICES"] for peer in members] == ["0", "1", "2", "3"]
     assert len({peer.name for members in found.values() for peer in members}) == 8
+
+
+def test_servers_with_several_api_processes_are_sets_of_their_own() -> None:
+    one, four = Fleet(4, 1, 8192, (8192,), 6, 8, 30.0, (1, 4)).peers()
+    assert (one.name, four.name) == ("vllm-8192", "vllm-8192-4api")
+    commands = [" ".join(vllm_command(FOUR, Path("model"), peer, port=1)) for peer in (one, four)]
+    assert ["--api-server-count 4" in command for command in commands] == [False, True]
+    options = [command.partition(" --model ")[2] for command in commands]
+    assert options[0] == options[1] != "", "alike in all else"
+
+
+def test_nobody_is_waited_for_where_one_has_ended(tmp_path: Path) -> None:
+    """Half a machine's time went by before a comparison whose servers had failed to start was given up."""
+    sleeps, ends = ([sys.executable, "-c", code] for code in ("import time; time.sleep(600)", "raise SystemExit(3)"))
+    members = [Peer("sleeps", sleeps, 1), Peer("ends", ends, 2)]
+    with Servers(None, members, gpu=False, logs=tmp_path) as servers:
+        began = time.monotonic()
+        assert servers.wait(120.0) == {}
+        assert time.monotonic() - began < 60
 
 
 class Named(BaseHTTPRequestHandler):
