@@ -185,7 +185,7 @@ def measured(
         Load(url, files, each, asked.warm_seconds, asked.seconds, (encoders * 100 + number) * 10**9)
         for number in range(clients)
     ]
-    with Busy(PROCESSES, asked.warm_seconds + CLIENTS_START_S, asked.seconds - CLIENTS_START_S) as busy:
+    with Busy(PROCESSES, asked.warm_seconds + CLIENTS_START_S, max(asked.seconds - CLIENTS_START_S, 0.5)) as busy:
         images_per_s, lost = together(loads)
     return {"encoders": encoders, "kind": kind, "images_per_s": images_per_s, "failed": lost, "busy": busy.found}
 
