@@ -21,8 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.trace_client import session
 from benchmarks.trace_images import make_images
 from benchmarks.trace_requests import read_trace
-from deployments.haproxy import environment
 
 NAME = "encoders"
 REQUEST_S = 120.0
@@ -205,9 +203,10 @@ def told(row: dict[str, Any]) -> str:
         parts.append(f"{row['over_library']:.3f} of the library")
     if row["linear"] is not None:
         parts.append(f"{row['linear']:.3f} of linear")
-    for kind, of in row["busy"].items():
-        thread = f"a thread {of['busiest_thread']:.2f}" if "busiest_thread" in of else f"the idlest {of['idlest']:.2f}"
-        parts.append(f"{kind} {of.get('cores', of.get('busy')):.2f} busy, {thread}")
+    cores, gpus = {kind: of for kind, of in row["busy"].items() if kind != "gpus"}, row["busy"].get("gpus")
+    parts += [f"{kind} {of['cores']:.2f} cores, a thread {of['busiest_thread']:.2f}" for kind, of in cores.items()]
+    if gpus:
+        parts.append(f"GPUs {gpus['busy']:.2f} busy, the idlest {gpus['idlest']:.2f}")
     return ", ".join([*parts, f"{row['failed']} requests failed"])
 
 
@@ -229,18 +228,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the JSON to this file too")
     parser.add_argument("--commit", help="of the sources, where git is not there to say it")
     return parser.parse_args(arguments)
-
-
-@contextmanager
-def haproxy(folder: Path | None) -> Iterator[None]:
-    """Serve starts its HAProxy with its files in `folder`; None: its own proxy."""
-    kept = dict(os.environ)
-    os.environ.update(environment(folder) if folder else {})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
 
 
 def _counts(text: str) -> list[int]:
@@ -282,12 +269,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     with (
         tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(prefix="vt-", dir="/tmp") as short,
-        haproxy(None if asked.serve_proxy else Path(short)),
-        own_serve(num_cpus=64, num_gpus=0 if asked.tiny else max(asked.gpus), request_timeout_s=REQUEST_S) as (
-            url,
-            deploy,
-        ),
+        own_serve(
+            request_timeout_s=REQUEST_S,
+            haproxy=not asked.serve_proxy,
+            num_cpus=64,
+            num_gpus=0 if asked.tiny else max(asked.gpus),
+        ) as (url, deploy),
     ):
         checkpoint = ROOT / "models" / "scenes-8m"
         if not asked.tiny:

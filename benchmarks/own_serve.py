@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deployments.haproxy import environment
 from examples.local_app import free_port
 
 START_S = 400.0
@@ -30,15 +31,20 @@ def errors_logged(folder: Path) -> str:
 def own_serve(
     *,
     request_timeout_s: float | None = None,
+    haproxy: bool = False,
     **of_ray: Any,  # noqa: ANN401 - whatever Ray takes
 ) -> Iterator[tuple[str, Callable[..., None]]]:
-    """Its address, and what deploys an application to it. `of_ray`: for `ray.init`."""
+    """Its address, and what deploys an application to it. `haproxy`: by Serve's HAProxy, in place of
+    its own proxy; only before anything has imported `ray.serve`. `of_ray`: for `ray.init`.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's and HAProxy's sockets must be short
+    if haproxy:
+        os.environ.update(environment(Path(folder)))
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client
 
-    folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder, **of_ray)
         port = free_port(0, "127.0.0.1")

@@ -62,11 +62,11 @@ class Call:
     attempt: int = 0
     """Over 0: tried before, and the replica it went to is the last to try, unless it only has to give what it says that
     it holds."""
-    work: int = 0
+    cost: int = 0
     """What it costs a replica that does not hold the key, in the unit in which replicas tell what they have to do."""
 
     def label(self) -> str:
-        return f"{self.key or ''}:{self.weight}:{self.attempt}:{self.work}"
+        return f"{self.key or ''}:{self.weight}:{self.attempt}:{self.cost}"
 
     @classmethod
     def from_label(cls, label: str) -> Call:
@@ -74,8 +74,8 @@ class Call:
         key, _, numbers = label.partition(":")
         try:
             int(key[:16] or "0", 16)
-            weight, attempt, work = map(int, numbers.split(":"))
-            return cls(key or None, weight, attempt, work)
+            weight, attempt, cost = map(int, numbers.split(":"))
+            return cls(key or None, weight, attempt, cost)
         except ValueError:
             return cls()
 

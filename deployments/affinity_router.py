@@ -5,8 +5,8 @@
 
 A caller names the call by `handle.options(session_id=Call(digest, tokens).label())`; what comes without goes to the
 replica with least to do. Replicas tell what they hold through `record_routing_stats`, which Serve's controller asks for
-and hands to every router. Before a call of much work some replicas are asked by the router itself, what they have to do
-now: others send to them too. It must not know what is encoded or answered.
+and hands to every router. Before a call that costs much the router itself asks some replicas what they have to do now,
+since others send to them too. It must not know what is encoded or answered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deployments.metrics import Count, Counts
 from deployments.prompt_work import soonest
 
 ASKED = 3
-"""Replicas that are asked before a call of much work: of all of them, the first by its key."""
+"""Replicas that are asked before a call that costs much: of all of them, the first by its key."""
 ASK_S = 0.05
 """Who has not answered by then is not waited for."""
 
@@ -36,7 +36,7 @@ class AffinityRouter(RequestRouter):
     def initialize_state(
         self, *, load_bound: float = 1.25, giving_apart: bool = False, ask_from: int | None = None, **_: object
     ) -> None:
-        """The arguments are those of `Affinity`, and `ask_from`: a call's work from which on replicas are asked; None:
+        """The arguments are those of `Affinity`, and `ask_from`: a call's cost from which on replicas are asked; None:
         never.
         """
         self._ask_from = ask_from
@@ -78,21 +78,17 @@ class AffinityRouter(RequestRouter):
                 True  # where all are full, Serve waits before it asks again
             )
             call = Call.from_label(pending_request.metadata.session_id)
-        if not self._asks(call):
-            return [[self._names[name]] for name in self._affinity.order(call)]
-        ranked = self._affinity.ranked(call)
-        soonest_first = await self._asked(call, ranked[:ASKED])
-        if not soonest_first:
-            return [[self._names[name]] for name in self._affinity.order(call)]
-        others = [name for name in ranked if name not in soonest_first]
-        return [[self._names[name]] for name in [*soonest_first, *others] if name in self._names]
+        names = (await self._asked(call) if self._asks(call) else []) or self._affinity.order(call)
+        return [[self._names[name]] for name in names if name in self._names]
 
     def _asks(self, call: Call) -> bool:
         """One that was tried before goes where it was not, by what is known here."""
-        return self._ask_from is not None and call.work >= self._ask_from and not call.attempt and len(self._names) > 1
+        return self._ask_from is not None and call.cost >= self._ask_from and not call.attempt and len(self._names) > 1
 
-    async def _asked(self, call: Call, names: list[str]) -> list[str]:
-        """Of these replicas those that answer, the best first."""
+    async def _asked(self, call: Call) -> list[str]:
+        """All replicas, those first that answer, by what they say; none where nobody does."""
+        ranked = self._affinity.ranked(call)
+        names = ranked[:ASKED]
         asking = {name: asyncio.ensure_future(routing_stats(self._names[name])) for name in names}
         try:
             await asyncio.wait(asking.values(), timeout=ASK_S)
@@ -102,7 +98,8 @@ class AffinityRouter(RequestRouter):
                 task.cancel()
         if untold := len(names) - len(told):
             self._counts.add(Count.CALLS_UNTOLD, untold, reason=self._deployment_id.name)
-        return soonest(call, told)
+        first = soonest(call, told)
+        return [*first, *(name for name in ranked if name not in first)] if first else []
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None

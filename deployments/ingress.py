@@ -52,6 +52,7 @@ MAX_TRIES = 5
 
 BYTES_A_TOKEN = 4
 """About so many of a request's body for each token of text; images' tokens are known."""
+
 FIRST_WAIT_S = 0.05
 """Before a request is tried again; each further time twice as long."""
 

@@ -49,6 +49,7 @@ from deployments.wire import (
     ImagePlace,
     ImageRefused,
     NotEncoded,
+    Piece,
     ResponseHead,
     SharedEmbedding,
     WireError,
@@ -57,7 +58,6 @@ from encoder.identity import EncoderIdentity
 
 logger = logging.getLogger("ray.serve")
 
-Piece = Accepted | NotEncoded | ResponseHead | bytes
 ANY_REPLICA = Call()
 TRIAL_S = 120.0
 """For the first request that the engine loads an embedding for."""
@@ -78,7 +78,6 @@ class LLM:
         self._stats = EngineStats()
         self._under_way = 0
         """Requests whose embeddings have arrived."""
-        self._prompts = PromptWork(remembers=False)  # what warms up is no conversation
         with log_buffers_kept():
             self._engine, args = vllm_compat.start_engine(
                 local_model(config.model),
@@ -88,6 +87,8 @@ class LLM:
                 link=self._incoming.link.address if why_not is None else None,
                 stats=self._stats,
             )
+            caches_prefixes = vllm_compat.caches_prefixes(self._engine)
+            self._prompts = PromptWork(remembers=caches_prefixes)
             self._guard = guard_children()
             self._keys = KeyStore()
             self._times = Distributions()
@@ -98,9 +99,7 @@ class LLM:
             await self._warm_up(args.model)  # the first name that it serves under
         if why_not is None:
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
-        caches_prefixes = vllm_compat.caches_prefixes(self._engine)
         self._incoming.prefix_cached = why_not is None and caches_prefixes
-        self._prompts = PromptWork(remembers=caches_prefixes)
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
                 raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")

@@ -44,17 +44,17 @@ class PromptWork:
     def taken(self, call: Call) -> Iterator[Taken]:
         """From here on the prompt is to be read; `read` tells that it is."""
         taken = Taken(call)
-        self.tokens += call.work
+        self.tokens += call.cost
         try:
             yield taken
         finally:
-            self.tokens -= RUNNING_TOKENS if taken.is_read else call.work
+            self.tokens -= RUNNING_TOKENS if taken.is_read else call.cost
 
     def read(self, taken: Taken) -> None:
         """The first token is there. Of no effect the second time."""
         if not taken.is_read:
             taken.is_read = True
-            self.tokens += RUNNING_TOKENS - taken.call.work
+            self.tokens += RUNNING_TOKENS - taken.call.cost
             if taken.call.key is not None and self._read.maxsize:
                 self._read.pop(taken.call.key, None)
                 self._read[taken.call.key] = None
@@ -74,6 +74,6 @@ def soonest(call: Call, told: Mapping[str, Mapping[str, Any]]) -> list[str]:
     def tokens(name: str) -> int:
         held = np.frombuffer(told[name].get(HELD, b""), ">u4")
         holds = call.key is not None and int(call.key[: 2 * PREFIX_BYTES], 16) in held
-        return int(told[name][WORK]) + (0 if holds else call.work)
+        return int(told[name][WORK]) + (0 if holds else call.cost)
 
     return sorted((name for name, stats in told.items() if WORK in stats), key=tokens)

@@ -34,8 +34,7 @@ from deployments.wire import (
     ImageJob,
     ImagePlace,
     ImageRefused,
-    NotEncoded,
-    ResponseHead,
+    Piece,
     SharedEmbedding,
 )
 
@@ -43,7 +42,6 @@ EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
 Calling = SharedCall[DeploymentResponse[EncoderAnswer]]
 Encoding = Calling | SharedEmbedding | ImageJob
 """A call to an encoder, or where the embedding was seen lately, or what the language model is to encode by itself."""
-Piece = Accepted | NotEncoded | ResponseHead | bytes
 Answer = DeploymentResponseGenerator[Piece] | GrpcAnswer[Piece]
 Begin = Callable[[], Awaitable[Answer]]
 T = TypeVar("T")

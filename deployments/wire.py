@@ -255,3 +255,7 @@ class ResponseHead:
 
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+Piece = Accepted | NotEncoded | ResponseHead | bytes
+"""Of an answer of a language model replica: first Accepted, or NotEncoded and nothing more, a head, body chunks."""

@@ -258,6 +258,16 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     assert "no such tower" in (tmp_path / "logs" / "vllm.log").read_text()
 
 
+def test_nobody_is_waited_for_where_one_has_ended(tmp_path: Path) -> None:
+    """Half a machine's time went by before a comparison whose servers had failed to start was given up."""
+    sleeps, ends = ([sys.executable, "-c", code] for code in ("import time; time.sleep(600)", "raise SystemExit(3)"))
+    members = [servers.Peer("sleeps", sleeps, 1), servers.Peer("ends", ends, 2)]
+    with servers.Servers(None, members, gpu=False, logs=tmp_path) as started:
+        began = time.monotonic()
+        assert started.wait(120.0) == {}
+        assert time.monotonic() - began < 60
+
+
 def test_a_server_that_answers_is_ready_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "health").write_text("")
     port = servers.peer_port(0)

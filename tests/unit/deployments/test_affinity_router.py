@@ -184,7 +184,7 @@ def test_a_long_prompt_goes_where_it_is_read_first_whoever_sent_the_rest() -> No
     async def scenario() -> None:
         fleet = Fleet("abc", ask_from=1000)
         fleet.told = {"a": busy(9000), "b": busy(500), "c": busy(8000)}
-        found = [await fleet.chosen(Call(key, work=1000), key) for key in KEYS[:8]]
+        found = [await fleet.chosen(Call(key, cost=1000), key) for key in KEYS[:8]]
         assert found == ["b"] * 8, "the bound is over what is sent from here, and does not count"
         assert sorted(fleet.asked) == sorted("abc" * 8)
         for key in KEYS[:8]:
@@ -198,9 +198,9 @@ def test_a_prefix_that_is_there_is_not_read_again() -> None:
     async def scenario() -> None:
         fleet = Fleet("abc", ask_from=1000)
         fleet.told = {"a": busy(4000, KEYS[0]), "b": busy(500), "c": busy(600)}
-        assert await fleet.chosen(Call(KEYS[0], work=3000), "1") == "b", "sooner read anew"
-        assert await fleet.chosen(Call(KEYS[0], work=3600), "2") == "a"
-        assert await fleet.chosen(Call(KEYS[1], work=3600), "3") == "b"
+        assert await fleet.chosen(Call(KEYS[0], cost=3000), "1") == "b", "sooner read anew"
+        assert await fleet.chosen(Call(KEYS[0], cost=3600), "2") == "a"
+        assert await fleet.chosen(Call(KEYS[1], cost=3600), "3") == "b"
 
     run(scenario)
 
@@ -208,12 +208,12 @@ def test_a_prefix_that_is_there_is_not_read_again() -> None:
 def test_nobody_is_asked_for_what_is_short_or_tried_before_or_alone() -> None:
     async def scenario() -> None:
         fleet = Fleet("ab", ask_from=1000)
-        for number, call in enumerate([Call(KEYS[0], work=999), Call(KEYS[0], work=9999, attempt=1)]):
+        for number, call in enumerate([Call(KEYS[0], cost=999), Call(KEYS[0], cost=9999, attempt=1)]):
             await fleet.chosen(call, str(number))
         never = Fleet("ab")
-        await never.chosen(Call(KEYS[0], work=10**6))
+        await never.chosen(Call(KEYS[0], cost=10**6))
         alone = Fleet("a", ask_from=1000)
-        assert await alone.chosen(Call(KEYS[0], work=9999)) == "a"
+        assert await alone.chosen(Call(KEYS[0], cost=9999)) == "a"
         assert fleet.asked == never.asked == alone.asked == []
 
     run(scenario)
@@ -227,10 +227,10 @@ def test_who_does_not_tell_is_left_out_and_counted(silent: Any, monkeypatch: pyt
     async def scenario() -> None:
         fleet = Fleet("abc", ask_from=1000)
         fleet.told = {"a": silent, "b": busy(500), "c": silent}
-        assert await fleet.chosen(Call(KEYS[0], work=1000), "1") == "b"
+        assert await fleet.chosen(Call(KEYS[0], cost=1000), "1") == "b"
         fleet.told["b"] = silent
         began = asyncio.get_running_loop().time()
-        assert await fleet.chosen(Call(KEYS[0], work=1000), "2") in "abc", "as one that nobody is asked for"
+        assert await fleet.chosen(Call(KEYS[0], cost=1000), "2") in "abc", "as one that nobody is asked for"
         assert asyncio.get_running_loop().time() - began < 5
 
     run(scenario)
@@ -241,11 +241,11 @@ def test_where_those_that_told_are_full_another_takes_it() -> None:
     async def scenario() -> None:
         fleet = Fleet("abcd", ask_from=1000)
         fleet.told = {name: busy(500) for name in "abcd"}
-        await fleet.chosen(Call(KEYS[0], work=1000), "1")
+        await fleet.chosen(Call(KEYS[0], cost=1000), "1")
         fleet.full |= set(fleet.asked)
         for name in fleet.asked:
             fleet.router.on_new_queue_len_info(ReplicaID(name, ENCODER), 10)
         (fourth,) = set("abcd") - set(fleet.asked)
-        assert await fleet.chosen(Call(KEYS[0], work=1000), "2") == fourth
+        assert await fleet.chosen(Call(KEYS[0], cost=1000), "2") == fourth
 
     run(scenario)

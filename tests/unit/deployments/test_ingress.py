@@ -226,7 +226,7 @@ def test_a_prompt_is_as_long_as_its_images_each_time_and_a_quarter_of_its_text()
     chat(stand_ins, IMAGE, IMAGE, {"type": "text", "text": "x" * 4000})
     (call,) = [Call.from_label(label) for label in stand_ins.labels["handle"]]
     assert len(stand_ins.encodings) == 1
-    assert 2 * 4 + 1000 <= call.work < 2 * 4 + 1000 + 300, "and of what JSON has around it"
+    assert 2 * 4 + 1000 <= call.cost < 2 * 4 + 1000 + 300, "and of what JSON has around it"
 
 
 def test_turns_of_one_conversation_are_called_alike() -> None:
@@ -263,7 +263,7 @@ def test_what_is_no_conversation_goes_to_any_replica() -> None:
     stand_ins = StandIns()
     asked(stand_ins, "GET", "/v1/models")
     asked(stand_ins, "POST", "/v1/completions", json={"prompt": "x"})
-    assert [Call.from_label(label) for label in stand_ins.labels["handle"]] == [Call(), Call(work=3)]
+    assert [Call.from_label(label) for label in stand_ins.labels["handle"]] == [Call(), Call(cost=3)]
 
 
 def test_a_whole_answer_has_its_length_once() -> None:

@@ -238,7 +238,7 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
 
 def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
     """The wait for its encoders included; what is refused is not remembered."""
-    llm, call = replica(), Call("ab" * 32, work=5000)
+    llm, call = replica(), Call("ab" * 32, cost=5000)
     held = bytes.fromhex("ab" * 4)
 
     async def scenario() -> None:
