@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -43,6 +44,7 @@ from benchmarks.serving_plan import (
     vllm_command,
     vllm_environment,
 )
+from deployments.haproxy import environment
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.5
@@ -92,6 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="without vLLM alone")
     parser.add_argument("--names", help="some of what would be served, such as fusion,fusion-object-store,vllm-graphs")
     parser.add_argument("--tiny", action="store_true", help="a small checkpoint, on the CPU")
+    parser.add_argument("--haproxy", action="store_true", help="Serve's HAProxy in place of its own proxy")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=4, help="of a request")
@@ -207,15 +210,17 @@ def rows(
     return made
 
 
-def started(served: Sequence[Served], checkpoint: Path, scratch: Path, *, gpu: bool, logs: Path) -> Servers:
-    """All of them, side by side. `scratch`: a folder for what encoders keep."""
+def started(
+    served: Sequence[Served], checkpoint: Path, scratch: Path, variables: Mapping[str, str], *, gpu: bool, logs: Path
+) -> Servers:
+    """All of them, side by side. `scratch`: a folder for what encoders keep. `variables`: of our Ray."""
     ours = [one for one in served if one.rung is not None]
     config = serve_config(ours, checkpoint, gpu=gpu, port=own_port(), state_folder=scratch) if ours else None
     peers = [
         Peer(one.name, vllm_command(one, checkpoint, gpu=gpu, port=port), port, vllm_environment(one))
         for one, port in ((one, peer_port(n)) for n, one in enumerate(one for one in served if one.rung is None))
     ]
-    return Servers(config, peers, gpu=gpu, logs=logs)
+    return Servers(config, peers, gpu=gpu, logs=logs, environment=variables)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,6 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tiny": options.tiny,
         "gpu": device,
         "side_by_side": [one.label for one in served],
+        "proxy": "Serve's HAProxy" if options.haproxy else "Serve's",
+        "ray_variables": {name: value for name, value in os.environ.items() if name.startswith("RAY_SERVE_")},
         "shares": {"encoder": ENCODER_SHARE, "llm": LLM_SHARE, "decode_workers": DECODE_WORKERS},
         "engine_args": engine_args(served[0], gpu=device is not None) if served else {},
         "skipped": skipped,
@@ -264,14 +271,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.out is not None:
             save(report, options.out)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(prefix="vt-", dir="/tmp") as short,
+    ):
         checkpoint = Path(folder) / "qwen3_vl"
+        variables = environment(Path(short)) if options.haproxy else {}
         if options.tiny:
             make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
         else:
             make_published("qwen3_vl", checkpoint)
         print(f"the checkpoint is there; starting {', '.join(found)}", flush=True)
-        with started(served, checkpoint, Path(folder) / "state", gpu=device is not None, logs=logs) as servers:
+        with started(
+            served, checkpoint, Path(folder) / "state", variables, gpu=device is not None, logs=logs
+        ) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             urls: dict[str, str] = {}
             # vLLM alone answers at once; an encoder of ours starts with its first picture.
@@ -290,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     skipped.append({"name": one.name, "reason": reason})
                     print(f"left out: {one.name}: {reason}", flush=True)
             for number in range(options.rounds):
+                print(f"round {number + 1} of {options.rounds}", flush=True)
                 bodies = requests(load, number)
                 for name in turned(list(urls), number):
                     if not deadline.over:

@@ -18,7 +18,7 @@ from benchmarks.rungs import LABELS, RUNGS, RungUnavailableError, switches_of
 
 MODEL = "bench"
 """The name under which every one serves, so that all take the same requests."""
-ENCODER_SHARE, LLM_SHARE = 0.02, 0.08
+ENCODER_SHARE, LLM_SHARE = 0.02, 0.06
 DECODE_WORKERS = 4
 REQUEST_TIMEOUT_S = 240
 AGAIN = "fusion"
@@ -58,6 +58,8 @@ class Served:
     llm_graphs: bool = True
     encoder_graphs: bool = False
     """Of vLLM alone: `cudagraph_mm_encoder`."""
+    processes: int = 1
+    """Of vLLM alone: that read requests and write answers."""
     transfer: str = "auto"
     """Of ours: how embeddings go to the language model."""
     whereabouts: bool = True
@@ -84,6 +86,7 @@ def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[l
         made.append(Served("vllm", "vLLM alone, encoder launched", None))
         if gpu:
             made.append(Served("vllm-graphs", "vLLM alone, encoder graphs", None, encoder_graphs=True))
+            made.append(Served("vllm-4api", "vLLM alone, four API processes", None, processes=4))
     return made, skipped
 
 
@@ -170,7 +173,7 @@ def vllm_command(served: Served, checkpoint: Path, *, gpu: bool, port: int) -> l
         args["gpu_memory_utilization"] = LLM_SHARE
     else:
         args["skip_mm_profiling"] = True
-    return api_server(checkpoint, port, args)
+    return api_server(checkpoint, port, args, processes=served.processes)
 
 
 def api_server(checkpoint: Path, port: int, args: Mapping[str, Any], *, processes: int = 1) -> list[str]:

@@ -70,8 +70,9 @@ def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatc
         "fusion-asking",
         "vllm",
         "vllm-graphs",
+        "vllm-4api",
     ]
-    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True]
+    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True, True]
     assert len({one.label for one in served}) == len(served)
     assert skipped == [{"name": "compile", "reason": "the encoder has no switch warp_drive"}]
     without, _ = compared(("eager",), gpu=False, peers=False)
@@ -133,6 +134,9 @@ def test_vllm_alone_is_started_by_its_module_with_its_own_names(tmp_path: Path) 
     assert "True" not in on_cpu
     assert vllm_environment(served["vllm-graphs"]) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     assert vllm_environment(served["vllm"]) == {}
+    several = vllm_command(served["vllm-4api"], tmp_path, gpu=True, port=8200)
+    assert several[1:6] == ["-m", "benchmarks.vllm_serve", "serve", "--api-server-count", "4"]
+    assert several[6:] == vllm_command(served["vllm"], tmp_path, gpu=True, port=8200)[3:]
 
 
 @pytest.mark.slow
