@@ -7,7 +7,6 @@ not know how batches are chosen (`encoder.planning`), which graphs are wanted or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -137,15 +136,7 @@ class EncoderGraphs:
         expected = self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
         self._buffers.load(patches, layout, shape)
         self._buffers.spoil_padding(layout, shape)
-        try:
-            graph, grown = self._record(shape)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            # What compiles, chooses or allocates at the first call of a shape does so now; a capture must not see it.
-            self.runs_before_capture += 1
-            self._forward_in_place(shape)
-            graph, grown = self._record(shape)
+        graph, grown = self._recorded(shape)
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
         graph.replay()
@@ -286,6 +277,22 @@ class EncoderGraphs:
         else:
             forward.run_into(patches, laid_out, out)
 
+    def _recorded(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
+        """As `_record`, after a run where the forward wants one: what chooses or allocates at the first call of a shape
+        does so in it. One that compiles always does: a compiler within a capture leaves the device's random numbers and
+        the pool unusable.
+        """
+        if not self._forward.compiles:
+            try:
+                return self._record(shape)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                pass  # said by the next try, where that fails too
+        self.runs_before_capture += 1
+        self._forward_in_place(shape)
+        return self._record(shape)
+
     def _record(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
         """The graph, and by how many bytes the pool grew."""
         device = self._forward.device
@@ -298,8 +305,10 @@ class EncoderGraphs:
             try:
                 self._forward_in_place(shape)
             except BaseException:
-                with suppress(RuntimeError):  # what went wrong in between is what to tell
+                try:
                     graph.capture_end()
+                except RuntimeError:  # what went wrong in between is what to tell
+                    self._pool = torch.cuda.graph_pool_handle()  # the old one stays with the capture that did not end
                 raise
             graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(self._stream)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ from encoder.graph_inputs import GraphClass, GraphKey, whole
 from encoder.graph_trials import trial_batch
 from encoder.graphs import EncoderGraphs, GraphRefusedError
 from encoder.grid_tables import GridTables, Layout
+from encoder.metadata import TowerMetadata
 from encoder.weights import VisionTower, load_tower
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error
 from tests.parity.reference_towers import Grid, make_reference, random_patches, relative_error
@@ -158,6 +162,26 @@ def test_a_graph_that_differs_is_not_used(forward: TowerForward) -> None:
     with pytest.raises(GraphRefusedError, match="budget 64"):
         strict.capture(whole(64, forward.config))
     assert strict.captured == {}
+
+
+@torch.inference_mode()
+def test_a_capture_that_breaks_off_leaves_the_device_usable(forward: TowerForward) -> None:
+    """After one the pool stayed with it, and random numbers could not be drawn in the whole process."""
+    calls = itertools.count(1)
+
+    def breaking(patches: torch.Tensor, metadata: TowerMetadata) -> torch.Tensor:
+        if next(calls) == 2:  # the first is what the graph is compared with, the second is captured
+            torch.cuda.synchronize()
+        return forward.run(patches, metadata)
+
+    broken = Captured(dataclasses.replace(forward, run=breaking, run_into=None))
+    for budget in (512, 64):
+        broken.graphs.capture(whole(budget, forward.config))
+    assert (len(broken.graphs.captured), broken.graphs.runs_before_capture) == (2, 1)
+    assert torch.randn(8, device=CUDA).isfinite().all()
+    patches, layout = broken.batch([(1, 8, 8)])
+    expected = forward.run(patches, forward.exact_metadata(broken.tables, layout))
+    assert relative_error(broken.replayed(patches, layout), expected) <= TOLERANCE
 
 
 def test_trial_batches_leave_padding_and_use_several_images(tower: VisionTower) -> None:

@@ -237,7 +237,8 @@ def test_compiling_leaves_the_plain_tower_as_it_was(tower: VisionTower) -> None:
     forward = choose_forward(tower, EncoderConfig(compile_mm_encoder=True))
     compiled = forward.run
     assert isinstance(compiled, torch.nn.Module)
-    assert forward.name == "compiled"
+    assert (forward.name, forward.compiles) == ("compiled", True)
+    assert not choose_forward(tower, EncoderConfig()).compiles
     assert [block._compiled_call_impl is not None for block in compiled.blocks] == [True] * len(tower.blocks)  # type: ignore[union-attr]
     assert [block._compiled_call_impl for block in tower.blocks] == [None] * len(tower.blocks)
     ours, theirs = dict(compiled.named_parameters()), dict(tower.named_parameters())
