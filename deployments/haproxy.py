@@ -1,6 +1,5 @@
-"""Serve's other proxy, HAProxy, which hands requests to the ingress replicas directly: what a Ray needs to be told.
-
-It must not know of the application.
+"""The short way through Serve: HAProxy, which hands requests to the ingress replicas directly, in place of Serve's own
+proxy, and replicas that run in Serve's own loop. What a Ray needs to be told; it must not know of the application.
 """
 
 from __future__ import annotations
@@ -21,4 +20,6 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }

@@ -281,7 +281,8 @@ def test_serve_with_the_other_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = str(write_config(tmp_path / "config.yaml"))
     assert vitray("serve", "--config", path).exit_code == 0
     assert vitray("serve", "--config", path, "--haproxy").exit_code == 0
-    assert ["RAY_SERVE_ENABLE_HA_PROXY" in each for each in environment] == [False, True]
+    for name in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"):
+        assert [name in each for each in environment] == [False, True]
     made = Path(environment[1]["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
     assert made.is_dir()
     made.rmdir()

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from deployments import haproxy
+
 ROOT = Path(__file__).parent.parent.parent.parent
 LIMIT_S = 800
 SILENT_S = 40.0
@@ -48,14 +50,8 @@ def test_answers_of_a_silent_host_end(checkpoints: dict[str, Path]) -> None:
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_lost_node_costs_no_request(checkpoints: dict[str, Path]) -> None:
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of sockets must be short
-    behind_haproxy = {
-        "RAY_TMPDIR": folder,
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/haproxy/admin.sock",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": f"{folder}/haproxy",
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/haproxy/server-state",
-    }
+    behind_haproxy = {"RAY_TMPDIR": folder, **haproxy.environment(Path(folder) / "haproxy")}
+    del behind_haproxy["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"]  # the program calls by handles, outside of any loop
     try:
         found = told_by("two_nodes", checkpoints["qwen3_vl"], **behind_haproxy)
     finally:
