@@ -25,6 +25,9 @@ OVER_S = 1200.0
 with age, by a time constant of so much."""
 LEARNING_S = 300.0
 """From the first traffic on: until then the share may fall and not rise."""
+RISE = 1.2
+"""A share may rise so many times a minute at most: where load begins to rise again after what that wants has been
+forgotten, reckoned fleets are late before the real one follows them."""
 LATE_FROM = 0.7
 """Of the target delay: the rest is for what is not reckoned, which is routing, and that work comes image by image."""
 AT_WORK = 0.97
@@ -129,10 +132,12 @@ class BusyShare:
     def _choose(self) -> None:
         since = self._with_traffic - OVER_S
         if self._second < LEARNING_S:
-            self._share = min(FIRST_SHARE, self._chosen.share(since))
+            self._share = min(FIRST_SHARE, self._chosen.not_late(since))
             return
-        fleets = [(held.share(since), held) for held in self._held]
-        self._share, self._chosen = min(fleets, key=lambda fleet: fleet[1].tokens_per_s / fleet[0])
+        for held in self._held:
+            held.share = min(held.not_late(since), held.share * RISE ** (1 / 60))
+        self._chosen = min(self._held, key=lambda held: held.tokens_per_s / held.share)
+        self._share = self._chosen.share
 
     @property
     def share(self) -> float:
@@ -155,6 +160,8 @@ class _HeldFleets:
 
     def __init__(self, hold_s: float, start: int) -> None:
         self.hold_s = hold_s
+        self.share = math.inf
+        """To be used with this hold."""
         self.most_tokens_per_s = 0.0
         """That arrived at any moment of the last `hold_s`, which times 1 / share are to be encoded."""
         self.tokens_per_s = 0.0
@@ -183,8 +190,8 @@ class _HeldFleets:
             if backlog > late_from_s * capacity:
                 self._late_at[number] = now
 
-    def share(self, since: float) -> float:
-        """The largest whose fleet has not been late since then."""
+    def not_late(self, since: float) -> float:
+        """The largest share whose fleet has not been late since then."""
         return next((share for share, at in zip(SHARES, self._late_at, strict=True) if at <= since), SHARES[-1])
 
 

@@ -20,6 +20,7 @@ from deployments.busy_share import (
     LATE_FROM,
     LEARNING_S,
     OVER_S,
+    RISE,
     SETTLED_S,
     SHARES,
     START_S,
@@ -115,7 +116,7 @@ def test_falls_at_once_and_forgets() -> None:
     jolt = [5000.0] * 3
     assert learnt(calm + jolt).share == SHARES[-1]
     assert learnt(calm + jolt + calm).share < STEADY_SHARE
-    assert learnt(calm + jolt + [1000.0] * int(OVER_S + 600)).share > 0.9 * STEADY_SHARE
+    assert learnt(calm + jolt + [1000.0] * int(OVER_S + 1200)).share > 0.9 * STEADY_SHARE
 
 
 def test_what_one_replica_can_do_is_never_late() -> None:
@@ -128,7 +129,7 @@ def test_is_always_one_of_those_there_are(traffic: list[float], speed: float) ->
     found = BusyShare(1.0, 30.0)
     for tokens in traffic:
         found.second(tokens, speed)
-        assert found.share in (*SHARES, FIRST_SHARE)
+        assert SHARES[-1] <= found.share <= SHARES[0]
         assert found.hold_s in [times * 30.0 for times in HOLDS]
         assert found.wanted_tokens_per_s >= 0
 
@@ -168,13 +169,13 @@ class Fleet:
         return max(self._arriving[max(0, now - self._hold + 1) : now + 1], default=0.0) if now >= 0 else 0.0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_fleets_are_reckoned_as_they_are_slowly(seed: int) -> None:
     """The pair that is followed: the largest share of each hold that was not late, and of these the fewest replicas."""
     chance = random.Random(seed)
     traffic = [
         chance.choice([0.0, 200.0, 900.0, 1100.0]) * (chance.choice([3, 5]) if chance.random() < 0.02 else 1)
-        for _ in range(700)
+        for _ in range(420)
     ]
     traffic[0] = 1000.0
     found = learnt(traffic, hold_s=20.0)
@@ -183,20 +184,17 @@ def test_fleets_are_reckoned_as_they_are_slowly(seed: int) -> None:
     for times in HOLDS:
         fleet = Fleet(times * 20.0)
         sizes = [fleet.second(tokens) for tokens in traffic]
-        good = [
-            share
-            for share in SHARES
-            if not any(
-                late and at > with_traffic[-1] - OVER_S
-                for late, at in zip(fleet.late(share, sizes), with_traffic, strict=True)
-            )
-        ]
-        share = max(good, default=SHARES[-1])
+        late = {share: fleet.late(share, sizes) for share in SHARES}
+        share = math.inf
+        for now in range(int(LEARNING_S) - 1, len(traffic)):
+            known = [second for second in range(now + 1) if with_traffic[second] > with_traffic[now] - OVER_S]
+            good = [share for share in SHARES if not any(late[share][second] for second in known)]
+            share = min(max(good, default=SHARES[-1]), share * RISE ** (1 / 60))
         asked_for = [0.0] * round(SETTLED_S) + [most for most, *_ in sizes[: -round(SETTLED_S)]]
         aged = sum(most * math.exp(-age / OVER_S) for age, most in enumerate(reversed(asked_for)))
         pairs.append((aged / share, share, times * 20.0, sizes[-1][0] / share))
     _, share, hold_s, wanted = min(pairs)
-    assert (found.share, found.hold_s) == (share, hold_s)
+    assert (found.share, found.hold_s) == (pytest.approx(share), hold_s)
     assert found.wanted_tokens_per_s == pytest.approx(wanted)
 
 

@@ -215,4 +215,5 @@ def test_a_hold_that_is_learnt_keeps_what_arrived_and_not_what_waited() -> None:
     standing = set(counts[3000:3500])
     assert len(standing) == 1
     assert counts[3500] > max(standing)
-    assert counts[3500 + 121 :] == [*standing] * (500 - 121)
+    assert max(counts[3500 + 121 :]) <= max(standing)
+    assert counts[-1] > 4.0 / 0.95  # of what steady traffic alone would take
