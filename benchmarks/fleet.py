@@ -205,7 +205,7 @@ class Fleet:
         """Samples and reports that are due, as replicas and handles send them."""
         now, look_back = self._now, self._config.look_back_period_s
         if now >= self._next_record:
-            self._next_record = now + look_back / RECORDS_A_LOOK_BACK
+            self._next_record += look_back / RECORDS_A_LOOK_BACK
             recorded = (
                 (self._samples, images),
                 (self._queued_samples, at_handles),

@@ -37,9 +37,9 @@ COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
 BATCH_TOKENS = 4096
 """Of the full batches whose times, attention over each image added, give a replica's speed."""
 STEP_S = 0.1
-OURS = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 5}
+OURS = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 11}
 OUR_SETTINGS: tuple[dict[str, float], ...] = ({}, {"busy_share": 0.7}, {"busy_share": 0.5}, {"busy_share": 0.35})
-"""The same for every trace; the first learns its `busy_share` from what arrives."""
+"""The same for every trace; the first learns from what arrives how busy replicas should be and how long they stay."""
 GPU_HOURS_ALIKE = 1.005
 """What counts as no more GPU-hours."""
 

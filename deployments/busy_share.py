@@ -1,9 +1,10 @@
-"""Which share of their time replicas should be busy, learnt from the traffic: fleets that are only reckoned.
+"""How busy replicas should be, and how long they are kept, learnt from the traffic: fleets that are only reckoned.
 
-Beside the real fleet, one is reckoned for each share that there is to choose from: it gets what really arrives, holds
-as many replicas as the policy would with that share, and has them as late as they start. The largest share whose fleet
-would have been late with next to nothing over the last OVER_S is the one to use: bursts that come again and again cost
-idle replicas, and traffic without bursts does not. It must not know of Ray, nor how many replicas there are.
+Beside the real fleet, one is reckoned for each share and each time to be kept that there are to choose from: it gets
+what really arrives, holds as many replicas as the policy would with those two, and has them as late as they start. Of
+those that would not have been late in the last OVER_S, the one that would have held the fewest replicas is to be used:
+where bursts come again and again it pays to keep what they take, and where load swells to follow it. It must not know
+of Ray, nor how many replicas there are.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-SHARES = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
-FIRST_SHARE = 0.5
+SHARES = tuple(0.95**step for step in range(29))
+"""Of the mean over ARRIVALS_OVER_S, from always busy to a quarter of the time."""
+HOLDS = (0.25, 0.5, 1.0, 2.0, 5.0)
+"""How long replicas are kept, in times of `hold_s`."""
+FIRST_SHARE, FIRST_HOLD = 0.5, 1.0
 """Before anything has been learnt."""
-LATE_SHARE = 0.001
-"""Of the work, that a reckoned fleet may be late with."""
 OVER_S = 1200.0
-"""Traffic counts less with age, by a time constant of so much."""
+"""What was late is forgotten after so many seconds in which something arrived; how many replicas were held counts less
+with age, by a time constant of so much."""
 LEARNING_S = 300.0
 """From the first traffic on: until then the share may fall and not rise."""
-LATE_FROM = 0.5
+RISE = 1.2
+"""A share may rise so many times a minute at most: where load begins to rise again after what that wants has been
+forgotten, reckoned fleets are late before the real one follows them."""
+LATE_FROM = 0.7
 """Of the target delay: the rest is for what is not reckoned, which is routing, and that work comes image by image."""
-AT_WORK = 0.9
+AT_WORK = 0.97
 """Of the replicas that are wanted: others have just failed, or were too few to be worth asking for."""
-KNOWN_AFTER_S = 7.0
-"""From a burst until replicas are asked for: the age of reports."""
 START_S = 30.0
 """Of a replica, where the settings do not say."""
-SETTLED_S = 25.0
+SETTLED_S = 15.0
 """A second's work is taken as known so long after it: all replicas have reported by then."""
 ARRIVALS_OVER_S = 5.0
 """Of the mean that replicas report (`pace.ARRIVALS_OVER_S`)."""
@@ -102,45 +106,93 @@ class BusyShare:
 
     def __init__(self, target_s: float, hold_s: float, start_s: float = 0.0) -> None:
         """`start_s`: what a replica takes to start; 0 where it is not known."""
-        self._target_s = target_s
+        start = max(1, round(start_s or START_S))
+        self._late_from_s = LATE_FROM * target_s
         self._kept = math.exp(-1 / ARRIVALS_OVER_S)
-        self._aged = math.exp(-1 / OVER_S)
         self._arriving = 0.0
         self._second = 0
-        start = max(1, round(start_s or START_S))
-        self._starting = start + round(KNOWN_AFTER_S) + round(4 * ARRIVALS_OVER_S)
-        self._held = _Extreme(max(1, round(hold_s)), most=True)
-        self._ready = _Extreme(start, most=False)
-        self._known: deque[float] = deque([0.0] * round(KNOWN_AFTER_S), maxlen=round(KNOWN_AFTER_S))
-        self._backlogs = [0.0] * len(SHARES)
-        self._late = [0.0] * len(SHARES)
-        self._tokens = 0.0
+        self._with_traffic = 0
+        self._starting = start + round(SETTLED_S) + round(4 * ARRIVALS_OVER_S)
+        self._held = [_HeldFleets(times * hold_s, start) for times in HOLDS]
+        self._share, self._chosen = FIRST_SHARE, self._held[HOLDS.index(FIRST_HOLD)]
 
     def second(self, tokens: float, tokens_per_s: float) -> None:
         """One second in which `tokens` arrived at replicas of such a speed each."""
         if not self._second and not tokens:
             return  # the first traffic begins it
         self._second += 1
+        self._with_traffic += tokens > 0
         self._arriving = self._arriving * self._kept + tokens
-        running = self._known[0]
-        self._known.append(self._ready.of(self._held.of(self._arriving * (1 - self._kept))))
-        if self._second <= self._starting:
+        for held in self._held:
+            running = held.running(self._arriving * (1 - self._kept))
+            if self._second > self._starting:
+                held.work(tokens, tokens_per_s, running, self._late_from_s, self._with_traffic)
+        self._choose()
+
+    def _choose(self) -> None:
+        since = self._with_traffic - OVER_S
+        if self._second < LEARNING_S:
+            self._share = min(FIRST_SHARE, self._chosen.not_late(since))
             return
-        self._tokens = self._tokens * self._aged + tokens
-        for number, share in enumerate(SHARES):
-            capacity = max(AT_WORK * running / share, tokens_per_s)
-            self._backlogs[number] = backlog = max(0.0, self._backlogs[number] + tokens - capacity)
-            late = backlog > LATE_FROM * self._target_s * capacity
-            self._late[number] = self._late[number] * self._aged + (tokens if late else 0.0)
+        for held in self._held:
+            held.share = min(held.not_late(since), held.share * RISE ** (1 / 60))
+        self._chosen = min(self._held, key=lambda held: held.tokens_per_s / held.share)
+        self._share = self._chosen.share
 
     @property
     def share(self) -> float:
         """To be used from now on."""
-        if not self._tokens:
-            return FIRST_SHARE
-        allowed = LATE_SHARE * self._tokens
-        best = next((share for share, late in zip(SHARES, self._late, strict=True) if late <= allowed), SHARES[-1])
-        return best if self._second >= LEARNING_S else min(best, FIRST_SHARE)
+        return self._share
+
+    @property
+    def hold_s(self) -> float:
+        """For which replicas are to be kept from now on."""
+        return self._chosen.hold_s
+
+    @property
+    def wanted_tokens_per_s(self) -> float:
+        """What the replicas together should be able to encode, by all seconds that are known."""
+        return self._chosen.most_tokens_per_s / self._share
+
+
+class _HeldFleets:
+    """Fleets that are kept equally long, one for each share."""
+
+    def __init__(self, hold_s: float, start: int) -> None:
+        self.hold_s = hold_s
+        self.share = math.inf
+        """To be used with this hold."""
+        self.most_tokens_per_s = 0.0
+        """That arrived at any moment of the last `hold_s`, which times 1 / share are to be encoded."""
+        self.tokens_per_s = 0.0
+        """The same, a mean over OVER_S (but for a factor that all have), as it was known."""
+        self._most = _Extreme(max(1, round(hold_s)), most=True)
+        self._known: deque[float] = deque([0.0] * round(SETTLED_S))
+        self._ready = _Extreme(start, most=False)
+        self._aged = math.exp(-1 / OVER_S)
+        self._backlogs = [0.0] * len(SHARES)
+        self._late_at = [-math.inf] * len(SHARES)
+
+    def running(self, arriving: float) -> float:
+        """What replicas that have started by now were asked for to do, tokens a second; `arriving` is not known yet."""
+        asked_for = self._known.popleft()
+        self.most_tokens_per_s = self._most.of(arriving)
+        self._known.append(self.most_tokens_per_s)
+        self.tokens_per_s = self.tokens_per_s * self._aged + asked_for
+        return self._ready.of(asked_for)
+
+    def work(self, tokens: float, tokens_per_s: float, running: float, late_from_s: float, now: int) -> None:
+        """One second, `now`, of each fleet."""
+        backlogs = self._backlogs
+        for number, share in enumerate(SHARES):
+            capacity = max(AT_WORK * running / share, tokens_per_s)
+            backlogs[number] = backlog = max(0.0, backlogs[number] + tokens - capacity)
+            if backlog > late_from_s * capacity:
+                self._late_at[number] = now
+
+    def not_late(self, since: float) -> float:
+        """The largest share whose fleet has not been late since then."""
+        return next((share for share, at in zip(SHARES, self._late_at, strict=True) if at <= since), SHARES[-1])
 
 
 class _Extreme:

@@ -64,7 +64,9 @@ class VisualWork:
     """`policy_function` of the deployment `Encoder`. Its arguments are the fields of ScalingTargets.
 
     The number goes on through Serve's own delays and factors: `upscale_delay_s` and `downscale_delay_s` should be 0,
-    since `hold_s` keeps replicas from coming and going. From zero replicas Serve starts the first by itself.
+    since `hold_s` keeps replicas from coming and going, or what is learnt in its place. From zero replicas Serve starts
+    the first by itself. `look_back_period_s` should be longer than Serve's time between two reports, 10 s: otherwise
+    bursts are seen blurred where learning has to go by them.
     """
 
     def __init__(

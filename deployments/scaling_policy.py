@@ -29,9 +29,10 @@ class ScalingTargets:
     """The backlog is to be cleared within this."""
     busy_share: float | None = None
     """The share of its time that a replica should be busy with what arrives; the rest is for bursts. None: learnt from
-    the traffic (`busy_share.py`)."""
+    the traffic (`busy_share.py`), and with it how long replicas are kept."""
     hold_s: float = 120.0
-    """Replicas are kept for as long as they were needed at any moment of the last so many seconds."""
+    """Replicas are kept for as long as they were needed at any moment of the last so many seconds. Where `busy_share`
+    is learnt, from a quarter of it to five times as long for what arrives, and never longer for what waits."""
     start_s: float = 0.0
     """What a replica takes to start: where set, the backlog has so much longer, and bursts that are over by then ask
     for less."""
@@ -89,8 +90,14 @@ class VisualScaler:
 
     def replicas(self, load: VisualLoad, *, least: int, most: int) -> int:
         """How many to ask for now, from `least` to `most`. Call it with times that do not go back."""
-        need = self.needed(load, least=least, most=most)
-        return min(max(self._hold.settled(load.now_s, need, load.asked_for), least), most)
+        need, kept, hold_s = self.needed(load, least=least, most=most), 0, self.targets.hold_s
+        if self.targets.busy_share is None and self._tokens_per_s is not None:
+            kept = self._in_steps(
+                self._learnt.wanted_tokens_per_s, self._tokens_per_s, load.running, least=0, most=most
+            )
+            hold_s = min(hold_s, self._learnt.hold_s)
+        settled = self._hold.settled(load.now_s, need, load.asked_for, kept=kept, hold_s=hold_s)
+        return min(max(settled, least), most)
 
     def needed(self, load: VisualLoad, *, least: int, most: int, idle: bool = True) -> int:
         """What this moment alone asks for: to keep up with what arrives, and clear what waits within the target.
@@ -107,10 +114,14 @@ class VisualScaler:
         clear_s = targets.start_s + targets.target_encode_delay_s
         share = self._busy_share(load, self._tokens_per_s)
         per_s = load.arriving_tokens_per_s / (share if idle else 1.0) + waiting / clear_s
-        if per_s * targets.target_encode_delay_s < 1:  # less than one token: a mean that fades never gets to nothing
+        return self._in_steps(per_s, self._tokens_per_s, load.running, least=least, most=most)
+
+    def _in_steps(self, per_s: float, tokens_per_s: float, running: int, *, least: int, most: int) -> int:
+        """Replicas for so many tokens a second, no more than are asked for at once."""
+        if per_s * self.targets.target_encode_delay_s < 1:  # less than one: a mean that fades never gets to nothing
             return least
-        need = min(per_s / self._tokens_per_s, most)
-        return min(max(math.ceil(need), least), most, math.ceil(targets.growth * max(1, load.running)))
+        need = math.ceil(min(per_s / tokens_per_s, most))
+        return min(max(need, least), most, math.ceil(self.targets.growth * max(1, running)))
 
     def _busy_share(self, load: VisualLoad, tokens_per_s: float) -> float:
         if self.targets.busy_share is not None:

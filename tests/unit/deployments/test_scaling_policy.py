@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,11 @@ from deployments.scaling_policy import ScalingTargets, VisualLoad, VisualScaler
 
 SPEED = 1000.0
 AMOUNTS = st.floats(0, 1e9)
+
+
+class Sample(NamedTuple):
+    timestamp: float
+    value: float
 
 
 def load(**changes: float | None) -> VisualLoad:
@@ -186,3 +192,28 @@ def test_refuses_what_makes_no_sense(wrong: dict[str, float]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name} is .*; it must be"):
         ScalingTargets(**wrong)
+
+
+def test_a_hold_that_is_learnt_keeps_what_arrived_and_not_what_waited() -> None:
+    """Bursts of 3 s every five minutes, until replicas are kept for longer than that; then one long wait."""
+    scaler = VisualScaler(ScalingTargets(growth=100))
+    given_tokens, asked, counts = 0.0, 8, []
+    for second in range(4000):
+        given_tokens += 16_000.0 if second % 300 < 3 else 4000.0
+        samples = {"a": [Sample(float(second), given_tokens)]}
+        waits = 1e6 if second == 3500 else 0.0
+        found = load(
+            now_s=float(second),
+            running=asked,
+            asked_for=asked,
+            arriving_tokens_per_s=4000.0,
+            backlog_tokens=waits,
+            given=samples,
+        )
+        asked = scaler.replicas(found, least=1, most=100)
+        counts.append(asked)
+    standing = set(counts[3000:3500])
+    assert len(standing) == 1
+    assert counts[3500] > max(standing)
+    assert max(counts[3500 + 121 :]) <= max(standing)
+    assert counts[-1] > 4.0 / 0.95  # of what steady traffic alone would take
