@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.scaling_policy import ScalingTargets, VisualLoad, VisualScaler
+from tests.unit.deployments.test_busy_share import Sample
 
 SPEED = 1000.0
 AMOUNTS = st.floats(0, 1e9)
-
-
-class Sample(NamedTuple):
-    timestamp: float
-    value: float
 
 
 def load(**changes: float | None) -> VisualLoad:
