@@ -37,7 +37,6 @@ from benchmarks.trace_figures import Slo
 from benchmarks.trace_images import make_images
 from benchmarks.trace_requests import Trace, read_trace
 from benchmarks.trace_run import Plan, Server, measure
-from deployments.haproxy import environment
 from encoder.traces import TraceError
 from training.checkpoints import make_checkpoint
 
@@ -168,10 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **provenance(options.commit, arguments),
     }
     logs = options.logs or (options.out.parent if options.out else Path.cwd())
-    with (
-        tempfile.TemporaryDirectory(prefix="vt-") as kept,
-        tempfile.TemporaryDirectory(prefix="vt-", dir="/tmp") as short,
-    ):
+    with tempfile.TemporaryDirectory(prefix="vt-") as kept:
         folder = Path(kept)
         checkpoint = folder / "qwen3_vl"
         if options.tiny:
@@ -183,8 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), state_folder=folder / "state")
         sets = peers(fleet, checkpoint)
         everyone = [peer for one in sets.values() for peer in one]
-        variables = {} if options.serve_proxy else environment(Path(short))
-        with Servers(config, everyone, gpu=fleet.gpu, logs=logs, environment=variables) as servers:
+        with Servers(config, everyone, gpu=fleet.gpu, logs=logs, haproxy=not options.serve_proxy) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             if missing := [name for name in servers.urls if name not in ready]:
                 for name in missing:

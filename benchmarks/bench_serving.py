@@ -44,7 +44,6 @@ from benchmarks.serving_plan import (
     vllm_command,
     vllm_environment,
 )
-from deployments.haproxy import environment
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.5
@@ -211,16 +210,16 @@ def rows(
 
 
 def started(
-    served: Sequence[Served], checkpoint: Path, scratch: Path, variables: Mapping[str, str], *, gpu: bool, logs: Path
+    served: Sequence[Served], checkpoint: Path, scratch: Path, *, gpu: bool, logs: Path, haproxy: bool
 ) -> Servers:
-    """All of them, side by side. `scratch`: a folder for what encoders keep. `variables`: of our Ray."""
+    """All of them, side by side. `scratch`: a folder for what encoders keep."""
     ours = [one for one in served if one.rung is not None]
     config = serve_config(ours, checkpoint, gpu=gpu, port=own_port(), state_folder=scratch) if ours else None
     peers = [
         Peer(one.name, vllm_command(one, checkpoint, gpu=gpu, port=port), port, vllm_environment(one))
         for one, port in ((one, peer_port(n)) for n, one in enumerate(one for one in served if one.rung is None))
     ]
-    return Servers(config, peers, gpu=gpu, logs=logs, environment=variables)
+    return Servers(config, peers, gpu=gpu, logs=logs, haproxy=haproxy)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,20 +270,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.out is not None:
             save(report, options.out)
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(prefix="vt-", dir="/tmp") as short,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "qwen3_vl"
-        variables = environment(Path(short)) if options.haproxy else {}
         if options.tiny:
             make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
         else:
             make_published("qwen3_vl", checkpoint)
         print(f"the checkpoint is there; starting {', '.join(found)}", flush=True)
-        with started(
-            served, checkpoint, Path(folder) / "state", variables, gpu=device is not None, logs=logs
-        ) as servers:
+        state, on_gpu = Path(folder) / "state", device is not None
+        with started(served, checkpoint, state, gpu=on_gpu, logs=logs, haproxy=options.haproxy) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             urls: dict[str, str] = {}
             # vLLM alone answers at once; an encoder of ours starts with its first picture.

@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from benchmarks.record import ROOT
+from deployments.haproxy import environment
 from examples.local_app import LocalApp, free_port
 
 SECONDS_TO_STOP = 15.0
@@ -48,14 +49,14 @@ class Servers:
         *,
         gpu: bool,
         logs: Path,
-        environment: Mapping[str, str] | None = None,
+        haproxy: bool = False,
     ) -> None:
         """Starts them.
 
         Args:
             config: a serve_config, whose applications are at the routes of their names; None without ours.
             logs: a folder, to which `serve.log` and `vllm.log` come in the end.
-            environment: variables for ours.
+            haproxy: ours behind Serve's HAProxy, in place of its own proxy.
         """
         self._logs = logs
         self._scratch = Path(tempfile.mkdtemp(prefix="vitray-bench-", dir="/tmp"))
@@ -66,7 +67,8 @@ class Servers:
         shared = shared_environment(gpu=gpu)
         try:
             if config is not None:
-                self._app = LocalApp(dict(config), {**shared, **(environment or {})})
+                proxy = environment(self._scratch) if haproxy else {}
+                self._app = LocalApp(dict(config), {**shared, **proxy})
                 self._app.start()
                 port = config["http_options"]["port"]
                 names = [one["name"] for one in config["applications"]]
@@ -171,7 +173,7 @@ def shared_environment(*, gpu: bool) -> Mapping[str, str]:
     paths = [str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
     if not gpu:  # where torch's CPU build lies beside media packages built for CUDA
         paths.insert(0, str(ROOT / "deployments" / "import_shim"))
-    environment = {
+    variables = {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -179,10 +181,10 @@ def shared_environment(*, gpu: bool) -> Mapping[str, str]:
         "FLASHINFER_DISABLE_VERSION_CHECK": "1",
     }
     if mode := os.environ.get("RAY_AUTH_MODE"):
-        environment["RAY_AUTH_MODE"] = mode
+        variables["RAY_AUTH_MODE"] = mode
     if not gpu:
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return environment
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return variables
 
 
 def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

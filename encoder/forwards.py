@@ -65,8 +65,11 @@ class TowerForward:
     """As `run`, into memory of the caller's; None where it cannot."""
     agreement: Agreement | None = None
     """Of one in 8 bits with the same in bfloat16, on trial images."""
-    compiles: bool = False
-    """Whether the first call of a shape may compile, which a capture must not see."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the first call of a shape may compile, which a capture must not see."""
+        return self.name == "compiled"
 
     @property
     def reads_borders(self) -> bool:
@@ -138,10 +141,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
     run: Run = _compiled(tower) if config.compile_mm_encoder else tower
     name = "compiled" if config.compile_mm_encoder else "eager"
     tolerance = _tolerance(tower) if tower.device.type == "cuda" else TOLERANCES[tower.dtype]
-    return TowerForward(
-        name, run, tower.config, tower.dtype, tower.device, backend, backend.value,
-        tolerance=tolerance, compiles=config.compile_mm_encoder,
-    )  # fmt: skip
+    return TowerForward(name, run, tower.config, tower.dtype, tower.device, backend, backend.value, tolerance=tolerance)
 
 
 class FusionError(ValueError):

@@ -7,6 +7,7 @@ not know how batches are chosen (`encoder.planning`), which graphs are wanted or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -305,14 +306,20 @@ class EncoderGraphs:
             try:
                 self._forward_in_place(shape)
             except BaseException:
-                try:
-                    graph.capture_end()
-                except RuntimeError:  # what went wrong in between is what to tell
-                    self._pool = torch.cuda.graph_pool_handle()  # the old one stays with the capture that did not end
+                with suppress(RuntimeError):  # what went wrong in between is what to tell
+                    self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         torch.cuda.current_stream(device).wait_stream(self._stream)
         return graph, torch.cuda.memory_reserved(device) - before
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture. The pool stays with one that was broken off, so the next has another."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
     def _milliseconds(self, run: Callable[[], object]) -> float:
         torch.cuda.synchronize(self._forward.device)

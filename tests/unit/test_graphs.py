@@ -94,10 +94,10 @@ def test_what_has_to_run_before_it_can_be_captured_is_run(tower: VisionTower) ->
 def test_what_compiles_is_run_before_every_capture(tower: VisionTower) -> None:
     """A compiler within a capture broke it, and with it the pool and the random numbers of the whole process: graphs of
     a compiled tower were all refused, and whatever was made after them failed."""
-    forward = dataclasses.replace(failing_at(tower, 3), compiles=True)
+    forward = dataclasses.replace(failing_at(tower, 3), name="compiled")
     with pytest.raises(GraphRefusedError, match="operation not permitted"):
         graphs_of(forward).capture(whole(96, tower.config))  # the third call is the capture's, after two runs
-    graphs = graphs_of(dataclasses.replace(forward_of(tower), compiles=True))
+    graphs = graphs_of(dataclasses.replace(forward_of(tower), name="compiled"))
     for budget in (96, 32):
         graphs.capture(whole(budget, tower.config))
     assert (len(graphs.captured), graphs.runs_before_capture) == (2, 2)
