@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
     parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
     parser.add_argument("--encoders", type=int, default=1, help="GPUs with encoders; others have language models")
+    parser.add_argument("--shared", action="store_true", help="the encoder shares one GPU; all have language models")
     parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
                         help="requests for each speed; may come again")  # fmt: skip
     parser.add_argument("--pieces", type=int, default=2, help="in which servers take turns (default 2)")
@@ -150,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
-            options.decode_workers, options.kv_gib, options.peer_processes, gpu=device is not None,
+            options.decode_workers, options.kv_gib, options.peer_processes, options.shared,
+            gpu=device is not None,
         )  # fmt: skip
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -52,7 +52,7 @@ class Fleet:
 
     gpus: int
     encoders: int
-    """Of the GPUs; the others have language models. Of one GPU: 1, and they share it."""
+    """Of the GPUs; the others have language models, unless they share."""
     batched_tokens: int
     """`max_num_batched_tokens` of the application's language models."""
     peer_batched_tokens: tuple[int, ...]
@@ -63,6 +63,8 @@ class Fleet:
     """KV cache of each engine."""
     peer_processes: tuple[int, ...] = (1,)
     """API processes of a vLLM server; more than one number: as many sets of servers."""
+    shared: bool = False
+    """Every GPU has a language model, and an encoder shares one of them; of one GPU always."""
     gpu: bool = True
     """Without: small models on the CPU, one of each kind."""
 
@@ -71,14 +73,16 @@ class Fleet:
             raise ValueError(f"{self.gpus} GPUs; at least one is needed")
         if not 1 <= self.encoders <= max(1, self.gpus - 1):
             raise ValueError(f"{self.encoders} encoders on {self.gpus} GPUs: each side needs one")
+        if self.shares and self.encoders > 1:  # two on one GPU would leave a language model without
+            raise ValueError(f"{self.encoders} encoders that share GPUs with language models; only one can")
+
+    @property
+    def shares(self) -> bool:
+        return self.shared or self.gpus == 1
 
     @property
     def llms(self) -> int:
-        return max(1, self.gpus - self.encoders)
-
-    @property
-    def shared(self) -> bool:
-        return self.gpus == 1
+        return self.gpus if self.shares else self.gpus - self.encoders
 
     def peers(self) -> list[PeerSet]:
         return [
@@ -112,7 +116,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
 def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, state_folder: Path) -> dict[str, Any]:
     """A serve_config of the application, every replica up from the start."""
     encoder: dict[str, Any] = {"state_folder": str(state_folder)} if fleet.gpu else {"warm_grids": []}
-    encoder_gpus, llm_gpus = (SHARED_ENCODER, SHARED_LLM) if fleet.shared else (1, 1)
+    encoder_gpus, llm_gpus = (SHARED_ENCODER, SHARED_LLM) if fleet.shares else (1, 1)
     application = {
         "name": NAME,
         "route_prefix": f"/{NAME}",

@@ -57,8 +57,20 @@ def test_a_fleet_has_both_sides(gpus: int, encoders: int) -> None:
         Fleet(gpus, encoders, 8192, (8192,), 1, 1, 1.0)
 
 
-@pytest.mark.parametrize("fleet", [FOUR, Fleet(1, 1, 2048, (8192,), 1, 1, 12.0)])
-def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, tmp_path: Path) -> None:
+def test_only_one_encoder_shares() -> None:
+    with pytest.raises(ValueError, match="2 encoders that share GPUs with language models; only one can"):
+        Fleet(4, 2, 8192, (8192,), 1, 1, 1.0, shared=True)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "filled"),
+    [
+        (FOUR, 4),
+        (Fleet(1, 1, 2048, (8192,), 1, 1, 12.0), 1),
+        (Fleet(2, 1, 2048, (8192,), 1, 1, 12.0, shared=True), 1.8),
+    ],
+)
+def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, filled: float, tmp_path: Path) -> None:
     checkpoint = make_checkpoint("qwen3_vl", tmp_path / "checkpoint", dtype="bfloat16")
     config = serve_config(fleet, checkpoint, port=8000, state_folder=tmp_path)
     (application,) = config["applications"]
@@ -71,7 +83,7 @@ def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, tmp_path: Path)
     assert isinstance(encoder_gpus, float | int)
     assert isinstance(llm_gpus, float | int)
     taken = encoders * encoder_gpus + replicas["LLM"]["num_replicas"] * llm_gpus
-    assert taken == fleet.gpus
+    assert taken == pytest.approx(filled)
 
 
 def test_both_have_the_same_engine() -> None:
