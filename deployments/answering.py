@@ -63,7 +63,11 @@ async def respond(
         if not isinstance(head, ResponseHead):
             raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
         streamed = dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
-        whole = b"" if streamed else b"".join([chunk async for chunk in answer if isinstance(chunk, bytes)])
+        whole = head.body
+        if head.complete:
+            replicas.ends(answer)
+        elif not streamed:
+            whole = b"".join([whole, *[chunk async for chunk in answer if isinstance(chunk, bytes)]])
     except Exception as error:
         cancel(failed=True)
         raise replicas.failures.explained(error) from error
@@ -72,15 +76,17 @@ async def respond(
         raise
     if stages is not None:
         head.headers.append((b"server-timing", stages.encode()))
-    if not streamed:
+    if streamed:  # the head is held back until there is something to send after it
+        times.add(Distribution.TTFT_MS, (asyncio.get_running_loop().time() - deadline.arrived) * 1e3)
+    if head.complete or not streamed:
         return response(head, whole)
-    # The head is held back until there is something to send after it.
-    times.add(Distribution.TTFT_MS, (asyncio.get_running_loop().time() - deadline.arrived) * 1e3)
 
     async def body() -> AsyncIterator[bytes]:
         complete = False
         try:
             async with asyncio.timeout_at(deadline.at):
+                if whole:
+                    yield whole
                 async for chunk in answer:
                     assert isinstance(chunk, bytes)
                     yield chunk

@@ -79,7 +79,8 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
                 if following is None:
                     messages.put_nowait(None)
                     break
-                message = {"type": BODY, "body": message.get("body", b"") + following.get("body", b"")}
+                body_so_far = message.get("body", b"") + following.get("body", b"")
+                message = {"type": BODY, "body": body_so_far, "more_body": following.get("more_body", False)}
             yield message
         await task
     finally:

@@ -132,6 +132,7 @@ class Ingress:
             headers=[(name, value) for name, value in request.scope["headers"] if name in PASSED_HEADERS],
             body=await read_body(request, max_bytes=self._limits.max_body_bytes),
             root_path=root_path,
+            joined=True,
         )
         if path == "/openapi.json":
             return await self._openapi(inner, deadline)

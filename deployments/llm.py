@@ -34,6 +34,7 @@ from deployments.metrics import Counts, Distribution, Distributions
 from deployments.nixl_memory import NixlMemory
 from deployments.orphans import guard_children
 from deployments.packets import host_name
+from deployments.pieces import after
 from deployments.prompt_work import PromptWork
 from deployments.remote_trial import RemoteWay
 from deployments.replica_errors import TransferFailedError
@@ -216,9 +217,9 @@ class LLM:
                         async for piece in told:
                             yield piece
                     return
-                yield accepted
-                async for piece in pieces:
-                    yield piece
+                async with aclosing(after(accepted, pieces)) as told:
+                    async for piece in told:
+                        yield piece
         finally:
             self._under_way -= 1
             self._incoming.close(embeddings)
@@ -306,8 +307,13 @@ class LLM:
                         timing = server_timing(
                             images, arrived_at_s, arrived, clock.first_token_at_s, embeddings.way.value
                         )
-                        yield ResponseHead(start["status"], [*start["headers"], (b"server-timing", timing.encode())])
+                        head = ResponseHead(start["status"], [*start["headers"], (b"server-timing", timing.encode())])
                         start = None
+                        if request.joined:
+                            whole = not message.get("more_body", False)
+                            yield dataclasses.replace(head, body=message.get("body", b""), complete=whole)
+                            continue
+                        yield head
                     if message.get("body"):
                         yield message["body"]
         finally:

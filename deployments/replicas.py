@@ -56,6 +56,9 @@ PULLS_REMEMBERED = 8
 EARLY_CALLS = 64
 """Answers of one ingress that may wait at language models for encoders: their places are for what can be answered."""
 
+END_S = 30.0
+"""What a replica has to end a call whose answer was whole, before the call is cancelled."""
+
 
 class Replicas:
     """The encoders and the language models of the application."""
@@ -87,6 +90,7 @@ class Replicas:
         self._pulls: deque[bool] = deque(maxlen=PULLS_REMEMBERED)
         self._whereabouts = Whereabouts(max_whereabouts)
         self._early: set[asyncio.Future[Any]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._counts = Counts()
         self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
         self._hedging = None if hedge_after_s is None else Hedging(hedge_after_s, self._counts)
@@ -236,8 +240,26 @@ class Replicas:
             with contextlib.suppress(Exception):  # Serve raises here what made the call fail, which was told already
                 response.cancel()
 
+    def ends(self, answer: Answer) -> None:
+        """All of the answer is there: its end is waited for beside what comes next, since Serve counts the call until
+        then.
+        """
+        task = asyncio.create_task(_to_its_end(answer))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
     def trying_again(self) -> None:
         self._counts.add(Count.TRIES_AGAIN)
+
+
+async def _to_its_end(answer: Answer) -> None:
+    with contextlib.suppress(Exception):  # of an answer that was whole
+        try:
+            async with asyncio.timeout(END_S):
+                async for _ in answer:
+                    pass
+        except TimeoutError:
+            answer.cancel()
 
 
 def _callings(encodings: Sequence[Encoding]) -> list[Calling]:

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from deployments.pieces import following, given_up
+
 Missing = asyncio.Future[str]
 """Done, with a digest, once the engine waits for one of the embeddings."""
 T = TypeVar("T")
@@ -72,7 +74,7 @@ async def unless_missing(
         MissingError: what it waits for.
     """
     taken = asyncio.ensure_future(taken_up.wait())
-    coming = asyncio.ensure_future(_next(pieces))
+    coming = asyncio.ensure_future(following(pieces))
     begun = False
     try:
         while True:
@@ -85,19 +87,12 @@ async def unless_missing(
                 yield first
             elif (piece := coming.result()) is not None:
                 yield piece
-                coming = asyncio.ensure_future(_next(pieces))
+                coming = asyncio.ensure_future(following(pieces))
             else:
                 return
     finally:
         taken.cancel()
-        coming.cancel()
-        await asyncio.wait([coming])
-        if not coming.cancelled():
-            coming.exception()  # told already, or to nobody who is left
-
-
-async def _next(pieces: AsyncGenerator[T, None]) -> T | None:
-    return await anext(pieces, None)
+        await given_up(coming)
 
 
 def _tell(future: Missing, digest: str) -> None:

@@ -215,6 +215,8 @@ class HttpRequest:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     root_path: str = ""
+    joined: bool = False
+    """Whether the answer's head may bring the body's beginning: an ingress of a version before it does not ask."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,10 @@ class ResponseHead:
 
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    body: bytes = b""
+    """What was there of the body when the head was sent, where that was asked for."""
+    complete: bool = False
+    """Whether that is all of it: the end of the answer need not be waited for."""
 
 
 Piece = Accepted | NotEncoded | ResponseHead | bytes

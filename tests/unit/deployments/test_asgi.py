@@ -111,6 +111,7 @@ def test_pieces_sent_while_the_reader_is_busy_come_as_one_in_order() -> None:
         messages = [message async for message in asgi.call(eager, REQUEST)]
         assert [message["type"] for message in messages] == ["http.response.start", "http.response.body"]
         assert messages[1]["body"] == b"".join(b"%d " % number for number in range(100))
+        assert not messages[1]["more_body"]
 
     run(scenario)
 

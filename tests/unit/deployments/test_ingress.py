@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import dataclasses
 import json
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
+from starlette.requests import Request
 
-from deployments import json_body
+from deployments import json_body, replicas
 from deployments.affinity import Call
 from deployments.errors import ApiError, error_head_and_body
 from deployments.json_body import MAX_JSON_VALUES
@@ -20,10 +23,12 @@ from tests.unit.deployments.samples import png
 from tests.unit.deployments.stand_ins import (
     IMAGE,
     JSON_HEAD,
+    SSE_HEAD,
     Pieces,
     StandIns,
     asked,
     chat,
+    ingress_of,
     told,
 )
 
@@ -272,6 +277,41 @@ def test_a_whole_answer_has_its_length_once() -> None:
     response = chat(StandIns(Pieces(head, b'{"a":', b"1}")), "text")
     assert response.headers.get_list("content-length") == ["7"]
     assert response.json() == {"a": 1}
+
+
+@pytest.mark.parametrize("head", [JSON_HEAD, SSE_HEAD])
+def test_the_end_of_an_answer_that_is_whole_is_not_waited_for(
+    head: ResponseHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve counts the call until then, so it is read to its end all the same, or given up."""
+    monkeypatch.setattr(replicas, "END_S", 0.2)
+    ended = asyncio.Event()
+    answer = Pieces(dataclasses.replace(head, body=b"{}", complete=True), ended)
+    stand_ins = StandIns(answer)
+
+    async def scenario() -> None:
+        ingress = ingress_of(stand_ins)
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        response = await asyncio.wait_for(ingress(Request(scope, receive)), 5)
+        assert (response.body, dict(response.headers)["content-length"]) == (b"{}", "2")
+        (ending,) = ingress._replicas._ending
+        assert not ending.done()
+        await asyncio.wait_for(ending, 5)
+        assert not ingress._replicas._ending
+
+    asyncio.run(scenario())
+    assert answer.cancelled
+
+
+def test_the_beginning_that_comes_with_a_head_is_passed_on() -> None:
+    answer = Pieces(dataclasses.replace(SSE_HEAD, body=b"data: 1\n\n"), b"data: 2\n\n")
+    assert chat(StandIns(answer), "text", stream=True).text == "data: 1\n\ndata: 2\n\n"
+    whole = Pieces(dataclasses.replace(JSON_HEAD, body=b'{"a":'), b"1}")
+    assert chat(StandIns(whole), "text").json() == {"a": 1}
 
 
 def test_a_whole_answer_is_not_cancelled() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from configs.schema import AppConfig
+from deployments import asgi, vllm_compat
 from deployments import llm as llm_module
-from deployments import vllm_compat
 from deployments.affinity import HELD, Call
 from deployments.media_keys import new_key
 from deployments.prompt_work import RUNNING_TOKENS, WORK
@@ -188,6 +190,61 @@ def test_the_head_waits_for_the_first_chunk_and_tells_the_time_to_the_first_toke
         assert b"first-token;dur=" in dict(head.headers)[b"server-timing"]
         assert b"".join(cast(list[bytes], chunks)) == b"onetwo"
         assert b"" not in chunks
+
+    run(scenario())
+
+
+def test_an_ingress_that_asks_gets_head_and_body_in_one_piece() -> None:
+    """Each piece is a message to another process. One of a version before does not ask, and would lose the body."""
+
+    async def scenario() -> None:
+        llm = replica()
+        joined = dataclasses.replace(request(), joined=True)
+        accepted, head = [piece async for piece in llm.handle(joined, [])]
+        assert isinstance(accepted, Accepted)
+        assert isinstance(head, ResponseHead)
+        assert head.complete
+        assert json.loads(head.body)["images"] == []
+        _, alone, *chunks = [piece async for piece in llm.handle(request(), [])]
+        assert isinstance(alone, ResponseHead)
+        assert (alone.body, alone.complete) == (b"", False)
+        assert json.loads(b"".join(cast(list[bytes], chunks)))["images"] == []
+
+    run(scenario())
+
+
+def test_a_stream_begins_with_its_head() -> None:
+    async def scenario() -> None:
+        llm = replica()
+        stream = llm.handle(dataclasses.replace(request(stream=True), joined=True), [])
+        _, head, following = await anext(stream), await anext(stream), await anext(stream)
+        assert isinstance(head, ResponseHead)
+        assert head.body.startswith(b"data: ")
+        assert not head.complete
+        assert cast(bytes, following).startswith(b"data: ")
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(scenario())
+
+
+def test_the_engine_has_the_request_while_it_is_told_that_it_is_there() -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+
+        async def slow(scope: object, receive: object, send: object) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        llm, places = replica(), [place(0)]
+        llm._app = cast(AsgiApp, slow)
+        stream = llm.handle(request(*places), places, at_once(encoded()))
+        assert isinstance(await anext(stream), Accepted)
+        await asyncio.wait_for(begun.wait(), 10)
+        with mock.patch.object(asgi, "DISCONNECT_GRACE_S", 0.05):
+            await stream.aclose()  # type: ignore[attr-defined]
+        assert llm.state()["keys"] == 0
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(scenario())
 

@@ -1,0 +1,78 @@
+"""Pieces of an answer, of which the next is made while one is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from deployments.pieces import after
+
+
+def test_the_next_is_made_while_the_first_is_on_its_way() -> None:
+    async def scenario() -> None:
+        made: list[int] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            for number in range(1, 4):
+                made.append(number)
+                yield number
+
+        told = after(0, pieces())
+        assert await anext(told) == 0
+        await asyncio.sleep(0)
+        assert made == [1]
+        assert [piece async for piece in told] == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_follows_where_there_is_nothing() -> None:
+    async def nothing() -> AsyncGenerator[int, None]:
+        for number in ():
+            yield number
+
+    async def scenario() -> None:
+        assert [piece async for piece in after(0, nothing())] == [0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("read", [1, 2])
+def test_what_is_left_early_is_closed_before_it_goes_on(read: int) -> None:
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            try:
+                await asyncio.sleep(0.01 if read > 1 else 60)
+                yield 1
+                await asyncio.sleep(60)
+            finally:
+                ended.append("closed")
+
+        async with aclosing(pieces()) as made, aclosing(after(0, made)) as told:
+            for _ in range(read):
+                await anext(told)
+                await asyncio.sleep(0)
+        assert ended == ["closed"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_first_is_told_after_the_first() -> None:
+    async def broken() -> AsyncGenerator[int, None]:
+        for number in ():
+            yield number
+        raise LookupError("broken")
+
+    async def scenario() -> None:
+        told = after(0, broken())
+        assert await anext(told) == 0
+        with pytest.raises(LookupError, match="broken"):
+            await anext(told)
+
+    asyncio.run(scenario())
