@@ -65,13 +65,19 @@ def test_without_a_comma(url: str) -> None:
         decoded(url)
 
 
-@pytest.mark.parametrize("url", ["data:,", "data:image/png;base64,"])
+@pytest.mark.parametrize("padding", ["=", "==", "====="])
+def test_padding_that_is_too_much_or_too_little_is_taken(padding: str) -> None:
+    assert decoded("data:image/png;base64,QUFB" + padding) == b"AAA"
+    assert decoded("data:image/png;base64,QUE" + padding) == b"AA"
+
+
+@pytest.mark.parametrize("url", ["data:,", "data:image/png;base64,", "data:image/png;base64,="])
 def test_empty(url: str) -> None:
     with pytest.raises(MediaError, match="empty"):
         decoded(url)
 
 
-@pytest.mark.parametrize("payload", ["A", "AAAAA", "A===", "AA-_", "AA AA", "A\u00e9AA", "AA==AA==", "=", "%zz"])
+@pytest.mark.parametrize("payload", ["A", "AAAAA", "A===", "AA-_", "AA AA", "A\u00e9AA", "AA==AA==", "=AA", "%zz"])
 def test_not_base64(payload: str) -> None:
     with pytest.raises(MediaError, match="not valid base64"):
         decoded("data:image/png;base64," + payload)
@@ -100,7 +106,7 @@ def test_too_large_is_decided_before_decoding(url: str, monkeypatch: pytest.Monk
     def must_not_run(*_: object, **__: object) -> bytes:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(data_url.base64, "b64decode", must_not_run)
+    monkeypatch.setattr(data_url.pybase64, "b64decode", must_not_run)
     monkeypatch.setattr(data_url, "unquote_to_bytes", must_not_run)
     with pytest.raises(MediaTooLargeError):
         decoded(url)
