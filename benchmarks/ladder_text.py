@@ -21,6 +21,8 @@ def ladder_table(record: Record) -> str:
         ("TFLOP/s (share of the product's peak)", _rate),
         ("relative error to transformers in float32, the worst image (over transformers' own)", _error),
     ]
+    if any(cell.get("sm_mhz") for row in rows for cell in row["cells"].values()):
+        blocks.append(("the multiprocessors' clock after a run, MHz", _clock))
     for place, (title, shown) in enumerate(blocks):
         cells = [[r["label"], *(_cell(r, n, shown) for n in names)] for r in rows]
         if place == 0:
@@ -69,6 +71,10 @@ def _cell(row: Record, shape: str, shown: Any) -> str:  # noqa: ANN401 # a funct
 def _rate(cell: Record) -> str:
     share = cell.get("peak_share")
     return f"{cell['tflops']:.0f}" + (f" ({share:.0%})" if share is not None else "")
+
+
+def _clock(cell: Record) -> str:
+    return f"{cell['sm_mhz']:.0f}" if cell.get("sm_mhz") else "-"
 
 
 def _error(cell: Record) -> str:

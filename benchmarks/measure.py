@@ -11,6 +11,8 @@ import torch
 
 PEAK_SIDE = 8192
 FEWEST_ROUNDS = 3
+CLOCK_EVERY = 4
+"""Rounds from one reading of the clock to the next: each is a pause, in which a busy device cools."""
 
 
 @dataclass
@@ -37,17 +39,30 @@ class Times:
     low_ms: float
     high_ms: float
     rounds: int
+    sm_mhz: float | None = None
+    """The multiprocessors' clock right after a run, the median; a device that is busy for long slows down."""
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Times:
+    def of(cls, samples: Sequence[float], clocks: Sequence[float] = ()) -> Times:
         ordered = sorted(samples)
         low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
-        return cls(statistics.median(ordered), low, high, len(ordered))
+        clock = statistics.median(clocks) if clocks else None
+        return cls(statistics.median(ordered), low, high, len(ordered), clock)
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def sm_mhz(device: torch.device) -> float | None:
+    """The multiprocessors' clock now; None where there is none, or nvidia-ml-py is not installed."""
+    if device.type != "cuda":
+        return None
+    try:
+        return float(torch.cuda.clock_rate(device))
+    except (ImportError, RuntimeError):
+        return None
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -76,6 +91,7 @@ def interleaved(
         for number in range(warm_ups):
             ways[name](number)
     samples: dict[str, list[float]] = {name: [] for name in names}
+    clocks: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         if deadline.over and number >= FEWEST_ROUNDS:
             break
@@ -83,7 +99,9 @@ def interleaved(
         for name in names[shift:] + names[:shift]:
             run = ways[name]
             samples[name].append(timed(lambda run=run, number=number: run(number), device))  # type: ignore[misc]
-    return {name: Times.of(found) for name, found in samples.items()}
+            if number % CLOCK_EVERY == CLOCK_EVERY - 1 and (clock := sm_mhz(device)) is not None:
+                clocks[name].append(clock)
+    return {name: Times.of(found, clocks[name]) for name, found in samples.items()}
 
 
 def product_tflops(device: torch.device, side: int = PEAK_SIDE) -> float:

@@ -33,8 +33,8 @@ async def respond(
 ) -> Response:
     """The response as the language model replica gives it. A client that leaves cancels what was started.
 
-    Only event streams are passed on piece by piece. Of anything else the length is known at its end, and a client that
-    closes as soon as it has the last byte would seem to have left early.
+    Only event streams are passed on piece by piece, and not those that came whole with their head. Of anything else the
+    length is known at its end, and a client that closes as soon as it has the last byte would seem to have left early.
 
     Args:
         begin: starts the answer.

@@ -173,6 +173,22 @@ def test_rounds_take_turns_and_stop_at_the_deadline() -> None:
     assert times["a"].rounds == measure.FEWEST_ROUNDS
 
 
+def test_the_clock_is_read_every_few_rounds_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = iter([1980.0, 1500.0, 1700.0, 1600.0])
+    monkeypatch.setattr(measure, "sm_mhz", lambda device: next(read))
+    deadline = measure.Deadline(60.0)
+    ways = {name: (lambda n: None) for name in "ab"}
+    times = measure.interleaved(ways, rounds=9, warm_ups=0, device=CPU, deadline=deadline)
+    assert {name: one.sm_mhz for name, one in times.items()} == {"a": 1550.0, "b": 1840.0}
+    monkeypatch.undo()
+    assert measure.sm_mhz(CPU) is None
+    cell = {"ms": 1.0, "speedup": 1.0, "tflops": 1.0, "sm_mhz": times["a"].sm_mhz}
+    record = {"model": "m", "dtype": "d", "shapes": [{"name": "x"}], "skipped": []}
+    row = {"name": "a", "label": "a", "cells": {"x": cell}}
+    assert [line.split() for line in ladder_table({**record, "rows": [row]}).splitlines()].count(["a", "1550"]) == 1
+    assert "clock" not in ladder_table({**record, "rows": [{**row, "cells": {"x": {**cell, "sm_mhz": None}}}]})
+
+
 def test_vllms_rows_are_like_the_others() -> None:
     record = {
         "shapes": [{"name": "x", "tflop": 2.0}],
