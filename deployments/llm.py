@@ -1,6 +1,6 @@
 """The language model replica: vLLM with vLLM's own OpenAI application, fed with embeddings instead of images.
 
-It checks every embedding before the engine sees it (a wrong width kills the engine) and streams what vLLM streams. It
+It waits for a request's embeddings, has vLLM answer (`deployments/vllm_answers.py`) and tells what it has to do. It
 must not know how images are fetched, decoded or encoded.
 """
 
@@ -10,12 +10,10 @@ import asyncio
 import dataclasses
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, cast
 
-import torch
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
@@ -30,7 +28,7 @@ from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQU
 from deployments.local_encoder import LocalEncoder, LocalEncoding
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
-from deployments.metrics import Counts, Distribution, Distributions
+from deployments.metrics import Counts
 from deployments.nixl_memory import NixlMemory
 from deployments.orphans import guard_children
 from deployments.packets import host_name
@@ -39,21 +37,18 @@ from deployments.prompt_work import PromptWork
 from deployments.remote_trial import RemoteWay
 from deployments.replica_errors import TransferFailedError
 from deployments.replica_report import Report, llm_report, replica_name
-from deployments.server_timing import server_timing
-from deployments.tracing import Stage
 from deployments.transfer_trial import loads_by_itself
 from deployments.unsent import MissingError, unless_missing
+from deployments.vllm_answers import Arrival, VllmAnswers
 from deployments.wire import (
     Accepted,
     HttpRequest,
     ImageJob,
     ImagePlace,
-    ImageRefused,
     NotEncoded,
     Piece,
     ResponseHead,
     SharedEmbedding,
-    WireError,
 )
 from encoder.identity import EncoderIdentity
 
@@ -91,15 +86,14 @@ class LLM:
             caches_prefixes = vllm_compat.caches_prefixes(self._engine)
             self._prompts = PromptWork(remembers=caches_prefixes)
             self._guard = guard_children()
-            self._keys = KeyStore()
-            self._times = Distributions()
-            self._app = await vllm_compat.build_application(self._engine, args, self._keys)
-            self._shape = vllm_compat.embedding_shape(self._engine)
-            self._lifespan = self._app.router.lifespan_context(self._app)  # type: ignore[attr-defined]
+            keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
+            app = await vllm_compat.build_application(self._engine, args, keys)
+            self._answers = VllmAnswers(app, keys, shape)
+            self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await self._warm_up(args.model)  # the first name that it serves under
         if why_not is None:
-            why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, self._shape)
+            why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, shape)
         self._incoming.prefix_cached = why_not is None and caches_prefixes
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
@@ -111,7 +105,7 @@ class LLM:
         body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         headers = [(b"content-type", b"application/json")]
         request = HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode())
-        async for _ in asgi.call(self._app, request):
+        async for _ in asgi.call(self._answers.app, request):
             pass
 
     async def _answer_trial(self, request: HttpRequest, place: ImagePlace, image: SharedEmbedding) -> int:
@@ -189,8 +183,6 @@ class LLM:
         failed, or is gone and the engine needs it, NotEncoded is all. A job where no encoder is there: the image is
         encoded here.
 
-        The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
-
         Raises:
             TransferFailedError: before anything else, where an embedding is not where it was said to lie; at any time
                 where the engine came to need one that it had done without.
@@ -206,18 +198,17 @@ class LLM:
             yield head
             yield body
             return
-        arrived_at_s, arrived = time.time(), time.perf_counter()
-        clock = vllm_compat.FirstTokenClock()
+        arrival = Arrival.now()
         accepted = Accepted(self._reads_on, embeddings.read_from, self._incoming.pulls)
         self._under_way += 1
         try:
-            async with aclosing(self._answered(request, places, embeddings, clock, arrived_at_s, arrived)) as pieces:
+            async with aclosing(self._answers.answer(request, places, embeddings, arrival)) as pieces:
+                told: AsyncGenerator[Piece, None]
                 if embeddings.unsent:
-                    async with aclosing(self._unless_missing(pieces, embeddings, clock, accepted)) as told:
-                        async for piece in told:
-                            yield piece
-                    return
-                async with aclosing(after(accepted, pieces)) as told:
+                    told = self._unless_missing(pieces, embeddings, arrival, accepted)
+                else:
+                    told = after(accepted, pieces)
+                async with aclosing(told):
                     async for piece in told:
                         yield piece
         finally:
@@ -228,14 +219,14 @@ class LLM:
         self,
         pieces: AsyncGenerator[ResponseHead | bytes, None],
         embeddings: Arrived,
-        clock: vllm_compat.FirstTokenClock,
+        arrival: Arrival,
         accepted: Accepted,
     ) -> AsyncGenerator[Piece, None]:
         """The answer as `handle` gives it, where the engine gets on without the embeddings that were not sent."""
         taken_up = False
         try:
             with self._incoming.watched(embeddings) as missing:
-                async with aclosing(unless_missing(pieces, missing, clock.ticked, accepted)) as told:
+                async with aclosing(unless_missing(pieces, missing, arrival.clock.ticked, accepted)) as told:
                     async for piece in told:
                         if not taken_up:
                             self._incoming.spared(embeddings)
@@ -258,93 +249,6 @@ class LLM:
             coming = iter(here)
             given = [next(coming) if isinstance(one, ImageJob) else one for one in encodings]
             return await self._incoming.arrive(given)
-
-    async def _answered(
-        self,
-        request: HttpRequest,
-        places: Sequence[ImagePlace],
-        embeddings: Arrived,
-        clock: vllm_compat.FirstTokenClock,
-        arrived_at_s: float,
-        arrived: float,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        trace, images = tracing.current(), embeddings.images
-        try:
-            tensors = self._checked(places, embeddings)
-        except ApiError as error:
-            head, body = error_head_and_body(error)
-            yield head
-            yield body
-            return
-        if encoded := [image for image in images if not isinstance(image, ImageRefused)]:
-            transfer_s = arrived_at_s - max(image.timings.ready_at_s for image in encoded)
-            self._times.add(Distribution.TRANSFER_MS, transfer_s * 1e3)
-            tracing.stage(
-                Stage.TRANSFER,
-                transfer_s,
-                ended_s=arrived_at_s,
-                within=trace,
-                attributes={"vitray.bytes": embeddings.num_bytes},
-            )
-        vllm_compat.first_token_clock.set(clock)
-        for place, tokens, grid in tensors:
-            self._keys.put(place.tokens_key, tokens)
-            self._keys.put(place.grid_key, grid)
-        start: vllm_compat.Message | None = None
-        try:
-            async with aclosing(asgi.call(self._app, request)) as messages:  # else it would be closed some time later
-                async for message in messages:
-                    if message["type"] == "http.response.start":
-                        start = message
-                        continue
-                    if start is not None:
-                        if clock.first_token_at_s is not None:
-                            first_token_s = clock.first_token_at_s - arrived
-                            self._times.add(Distribution.FIRST_TOKEN_MS, first_token_s * 1e3)
-                            tracing.stage(
-                                Stage.FIRST_TOKEN, first_token_s, ended_s=arrived_at_s + first_token_s, within=trace
-                            )
-                        timing = server_timing(
-                            images, arrived_at_s, arrived, clock.first_token_at_s, embeddings.way.value
-                        )
-                        head = ResponseHead(start["status"], [*start["headers"], (b"server-timing", timing.encode())])
-                        start = None
-                        if request.joined:
-                            whole = not message.get("more_body", False)
-                            yield dataclasses.replace(head, body=message.get("body", b""), complete=whole)
-                            continue
-                        yield head
-                    if message.get("body"):
-                        yield message["body"]
-        finally:
-            self._keys.withdraw(key for place in places for key in (place.tokens_key, place.grid_key))
-            if clock.first_token_at_s is not None:
-                tracing.stage(Stage.GENERATE, time.perf_counter() - clock.first_token_at_s, within=trace)
-
-    def _checked(
-        self, places: Sequence[ImagePlace], embeddings: Arrived
-    ) -> list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]:
-        """Each place with its embedding `[num_tokens, width]`, without columns where the engine loads it by itself, and
-        its grid `[3]` int64.
-
-        Raises:
-            ApiError: 400 for an image that the encoder refused, 500 for an embedding that does not fit the model.
-        """
-        checked = []
-        width, merge_size = self._shape.width, self._shape.merge_size
-        for place in places:
-            image = embeddings.images[place.image]
-            if isinstance(image, ImageRefused):
-                raise ApiError(400, f"{place.label}: {image.message}", param="messages", code="invalid_image")
-            try:
-                tokens = embeddings.tensor(place.image, image, width=width, merge_size=merge_size)
-            except WireError as error:
-                logger.error("embedding refused: %s", error)
-                raise ApiError(
-                    500, f"{place.label}: its embedding does not fit the model", code="embedding_mismatch"
-                ) from error
-            checked.append((place, tokens, torch.tensor(image.grid_thw, dtype=torch.int64)))
-        return checked
 
 
 async def _at_once(image: Image) -> Image:

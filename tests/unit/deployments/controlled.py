@@ -32,9 +32,10 @@ from deployments.lending import Lender
 from deployments.llm import LLM
 from deployments.local_encoder import LocalEncoder
 from deployments.media_keys import KeyStore, connector_class
-from deployments.metrics import Counts, Distributions
+from deployments.metrics import Counts
 from deployments.packets import host_name
 from deployments.prompt_work import PromptWork
+from deployments.vllm_answers import VllmAnswers
 from deployments.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.wire import EncodedImage, ImageJob, ImageRefused, SharedEmbedding
 from encoder.decoded import Decoded
@@ -144,32 +145,35 @@ class ControlledEncoder(EncoderReplica):
         return await self.health()
 
 
+class SeenAnswers(VllmAnswers):
+    """What it is asked with."""
+
+    calls = 0
+    came: Sequence[str] = ()
+    writeable: Sequence[bool] = ()
+
+    def checked(self, places: Any, embeddings: Any) -> Any:
+        self.calls += 1
+        images = embeddings.images
+        self.came = [type(image).__name__ for image in images]
+        self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
+        return super().checked(places, embeddings)
+
+
 class StandInLLM(LLM):
     """The application's replica around a stand-in for vLLM, which answers with what it was given."""
 
     def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:
         self._engine = cast(Any, SimpleNamespace(shutdown=lambda: None))
-        self._keys = KeyStore()
-        self._times = Distributions()
-        self._shape = EmbeddingShape(width, merge_size)
         self._incoming = Incoming(Counts(), num_workers=0)
         self._reads_on = None if config.transfer == "object_store" else host_name()
         self._stats = EngineStats()
         self._under_way = 0
         self._prompts = PromptWork(remembers=True)
         self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
-        self._app = stand_in(self._keys, self)
+        keys = KeyStore()
+        self._answers = self.seen = SeenAnswers(stand_in(keys, self), keys, EmbeddingShape(width, merge_size))
         self.disconnects = 0
-        self.calls = 0
-        self.came: list[str] = []
-        self.writeable: list[bool] = []
-
-    def _checked(self, places: Any, embeddings: Any) -> Any:
-        self.calls += 1
-        images = embeddings.images
-        self.came = [type(image).__name__ for image in images]
-        self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
-        return super()._checked(places, embeddings)
 
     async def check_health(self) -> None:
         """The stand-in cannot die."""
@@ -177,11 +181,11 @@ class StandInLLM(LLM):
     def state(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
-            "calls": self.calls,
+            "calls": self.seen.calls,
             "disconnects": self.disconnects,
-            "keys": len(self._keys),
-            "came": self.came,
-            "writeable": self.writeable,
+            "keys": len(self.seen.keys),
+            "came": self.seen.came,
+            "writeable": self.seen.writeable,
         }
 
 

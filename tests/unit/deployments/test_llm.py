@@ -100,7 +100,7 @@ def test_an_embedding_that_does_not_fit_never_reaches_the_engine(image: EncodedI
     """It would kill the engine. The client is told which image, and nothing of the inside."""
     llm = replica()
     called: list[object] = []
-    llm._app = cast(AsgiApp, lambda *_: called.append(1))
+    llm._answers.app = cast(AsgiApp, lambda *_: called.append(1))
     head, body = answered(llm, [place(0), place(1, "image 2 of 2")], [encoded(), image])
     assert head.status == 500
     assert body["error"]["code"] == "embedding_mismatch"
@@ -124,7 +124,7 @@ def test_where_an_encoder_failed_the_ingress_is_told_at_once_and_nothing_else(er
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         pieces = llm.handle(request(*places), places, [never, *at_once(error)])
         assert [piece async for piece in pieces] == [NotEncoded(1)]
-        assert (never.cancelled(), llm.calls, llm.state()["keys"]) == (True, 0, 0)
+        assert (never.cancelled(), llm.seen.calls, llm.state()["keys"]) == (True, 0, 0)
 
     run(scenario())
 
@@ -141,7 +141,7 @@ def test_keys_that_nobody_took_are_withdrawn() -> None:
         return JSONResponse({"error": "too long"}, 400)
 
     llm = replica()
-    llm._app = cast(AsgiApp, Starlette(routes=[Route("/v1/chat/completions", refuse, methods=["POST"])]))
+    llm._answers.app = cast(AsgiApp, Starlette(routes=[Route("/v1/chat/completions", refuse, methods=["POST"])]))
     head, _ = answered(llm, [place(0)], [encoded()])
     assert head.status == 400
     assert llm.state()["keys"] == 0
@@ -152,7 +152,7 @@ def test_keys_are_withdrawn_when_the_application_fails() -> None:
         raise LookupError("broken")
 
     llm = replica()
-    llm._app = cast(AsgiApp, fail)
+    llm._answers.app = cast(AsgiApp, fail)
     with pytest.raises(LookupError, match="broken"):
         answered(llm, [place(0)], [encoded()])
     assert llm.state()["keys"] == 0
@@ -183,7 +183,7 @@ def test_the_head_waits_for_the_first_chunk_and_tells_the_time_to_the_first_toke
 
     async def scenario() -> None:
         llm = replica()
-        llm._app = cast(AsgiApp, slow)
+        llm._answers.app = cast(AsgiApp, slow)
         _, head, *chunks = [piece async for piece in llm.handle(request(), [])]
         assert isinstance(head, ResponseHead)
         assert head.headers[0] == (b"x", b"y")
@@ -236,7 +236,7 @@ def test_the_engine_has_the_request_while_it_is_told_that_it_is_there() -> None:
             await asyncio.Event().wait()
 
         llm, places = replica(), [place(0)]
-        llm._app = cast(AsgiApp, slow)
+        llm._answers.app = cast(AsgiApp, slow)
         stream = llm.handle(request(*places), places, at_once(encoded()))
         assert isinstance(await anext(stream), Accepted)
         await asyncio.wait_for(begun.wait(), 10)

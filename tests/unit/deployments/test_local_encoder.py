@@ -338,7 +338,7 @@ def test_without_the_tower_the_language_model_refuses(checkpoint: Path, tower: T
         head, body = pieces(llm, [job(png(), tower.worker.identity, (56, 56))])
         assert isinstance(head, ResponseHead)
         assert (head.status, json.loads(body)["error"]["code"]) == (503, "unavailable")
-        assert llm.calls == 0
+        assert llm.seen.calls == 0
         assert asyncio.run(llm.encoder_identity()) is None
 
 

@@ -60,10 +60,10 @@ class Engine:
         self.left = asyncio.Event()
         self._then, self._at_chunk = then, at_chunk
         app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
-        self.llm._app = cast(AsgiApp, app)
+        self.llm._answers.app = cast(AsgiApp, app)
 
     async def _chat(self, given: Request) -> Response:
-        connector = connector_class(self.llm._keys)()
+        connector = connector_class(self.llm._answers.keys)()
         for part in (await given.json())["messages"][0]["content"]:
             self.came.append(tuple(connector.fetch_image_embedding(part["image_embeds"]["image_embeds"]).shape))
         if self._at_chunk is not None:
