@@ -38,7 +38,8 @@ class Lender:
     """Lends from a shelf, on threads of its own, until it is closed."""
 
     def __init__(self, shelf: EmbeddingShelf, *, unasked: Callable[[str], None] = lambda digest: None) -> None:
-        """`unasked` is told, on some thread, the digest of what a borrower knew to be here: no encoder was asked."""
+        """`unasked` is told, on some thread, the digest of what a borrower knew to be here and has got: no encoder was
+        asked."""
         self.shelf = shelf
         self._unasked = unasked
         self._listening, self.address = packets.listen()
@@ -65,8 +66,11 @@ class Lender:
             packets.send(connection, {"num_bytes": self.shelf.arena.num_bytes}, self.shelf.arena.file)
             while (came := packets.receive(connection)) is not None:
                 if "hold" in came[0]:
-                    start = self._lend(came[0]["hold"], held, unasked=bool(came[0].get("unasked")))
+                    digest = came[0]["hold"]
+                    start = self._lend(digest, held)
                     packets.send(connection, {"start": start})
+                    if start is not None and came[0].get("unasked"):
+                        self._unasked(digest)
                 else:
                     _take_back(came[0]["release"], held)
         except (OSError, ValueError, KeyError):
@@ -75,13 +79,11 @@ class Lender:
             self._connections.discard(connection)
             connection.close()
 
-    def _lend(self, digest: str, held: dict[str, list[Bits]], *, unasked: bool) -> int | None:
+    def _lend(self, digest: str, held: dict[str, list[Bits]]) -> int | None:
         lent = self.shelf.lend(digest)
         if lent is None:
             return None
         held.setdefault(digest, []).append(lent[1])
-        if unasked:
-            self._unasked(digest)
         return lent[0]
 
 
