@@ -20,7 +20,7 @@ class MediaTooLargeError(MediaError):
 
 
 def decode_data_url(url: str, *, max_bytes: int) -> bytes:
-    """The bytes of a `data:` URL (RFC 2397), base64 with its padding, less or more of it, or percent-encoded.
+    """The bytes of a `data:` URL (RFC 2397), base64 with or without its padding, or percent-encoded.
 
     Raises:
         MediaError: malformed. MediaTooLargeError: over `max_bytes`, decided before decoding.
@@ -43,7 +43,6 @@ def decode_data_url(url: str, *, max_bytes: int) -> bytes:
         raise MediaTooLargeError(f"the image has {num_bytes} bytes or more, the limit is {max_bytes}")
     data = unquote_to_bytes(payload) if num_escapes else payload
     if in_base64:
-        data = data.rstrip(b"=")
         try:
             data = pybase64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
         except binascii.Error as error:

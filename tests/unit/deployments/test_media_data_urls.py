@@ -65,19 +65,16 @@ def test_without_a_comma(url: str) -> None:
         decoded(url)
 
 
-@pytest.mark.parametrize("padding", ["=", "==", "====="])
-def test_padding_that_is_too_much_or_too_little_is_taken(padding: str) -> None:
-    assert decoded("data:image/png;base64,QUFB" + padding) == b"AAA"
-    assert decoded("data:image/png;base64,QUE" + padding) == b"AA"
-
-
-@pytest.mark.parametrize("url", ["data:,", "data:image/png;base64,", "data:image/png;base64,="])
+@pytest.mark.parametrize("url", ["data:,", "data:image/png;base64,"])
 def test_empty(url: str) -> None:
     with pytest.raises(MediaError, match="empty"):
         decoded(url)
 
 
-@pytest.mark.parametrize("payload", ["A", "AAAAA", "A===", "AA-_", "AA AA", "A\u00e9AA", "AA==AA==", "=AA", "%zz"])
+@pytest.mark.parametrize(
+    "payload",
+    ["A", "AAAAA", "A===", "AA-_", "AA AA", "A\u00e9AA", "AA==AA==", "=", "=AA", "AAA==", "AAAA=", "AAAA====", "%zz"],
+)
 def test_not_base64(payload: str) -> None:
     with pytest.raises(MediaError, match="not valid base64"):
         decoded("data:image/png;base64," + payload)

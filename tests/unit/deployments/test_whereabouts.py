@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -154,18 +155,20 @@ def test_what_has_gone_is_told_from_what_was_lost_on_the_way(lender_has_gone: bo
 
 def test_the_lender_tells_what_was_known_to_be_there() -> None:
     """So that the encoder's cache keeps what is read, though nobody asks the encoder for it."""
-    shelf, told = EmbeddingShelf(2**20), list[str]()
-    lender = Lender(shelf, unasked=told.append)
+    shelf, told = EmbeddingShelf(2**20), SimpleQueue[str]()
+    lender = Lender(shelf, unasked=told.put)
     try:
         image = encoded(shelf, 1)
         assert shelf.offer(image)
         borrowed = Borrowed(lender.address)
         borrowed.hold(digest(1)).result(10)
-        assert told == []
-        borrowed.hold(digest(1), unasked=True).result(10)  # answered first, and then told
+        assert told.empty()
+        borrowed.hold(digest(1), unasked=True).result(10)
+        assert told.get(timeout=10) == digest(1), "after the borrower has its answer"
         with pytest.raises(GoneError):
             borrowed.hold(digest(2), unasked=True).result(10)
-        assert told == [digest(1)]
+        borrowed.hold(digest(1)).result(10)  # whoever is to be told of the one before was told by now
+        assert told.empty()
         borrowed.close()
     finally:
         lender.close()
