@@ -121,6 +121,9 @@ class LLMConfig(Options):
     ask_from_tokens: PositiveInt | None = 2048
     """Before a prompt of at least so many tokens, three replicas are asked what they have to read; it goes to the one
     that will have read it first, its prefix cache counted. `null`: by `load_bound` alone, as shorter ones."""
+    begin_from_tokens: PositiveInt | None = 1024
+    """vLLM is given a request while its images are still being encoded, and reads the prompt as soon as it can read at
+    least so many tokens, up to the first image that is not there. `null`: once all of them are."""
     fallback: Literal["none", "local"] = "none"
     """Images while no encoder is there. "none": they wait for one, and are a 503 once Serve has given up starting one.
     "local": the replica loads the vision tower beside the language model, at the first such image, and encodes by

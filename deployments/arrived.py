@@ -60,7 +60,9 @@ class Arrived:
     held: dict[int, Held] = field(default_factory=dict)
     """By the image's number."""
     leases: dict[int, str] = field(default_factory=dict)
-    """Likewise, where the engine loads by itself: then all of them or none."""
+    """Likewise, where the engine loads by itself: all of them or none, once everything has arrived."""
+    retired: dict[int, str] = field(default_factory=dict)
+    """Leases that were given while others were on their way, of a request that the engine is not to load for."""
     unsent: set[int] = field(default_factory=set)
     """Images whose embeddings are nowhere near, in the hope that vLLM's prefix cache covers them."""
     prefix_cached: bool = False

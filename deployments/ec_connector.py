@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from deployments.engine_link import ADDRESS_KEY, Loaded, SchedulerEnd, WorkerEnd
+from deployments.engine_link import ADDRESS_KEY, LEAST_TOKENS_KEY, Loaded, SchedulerEnd, WorkerEnd
 from deployments.engine_memory import EngineMemory
 from deployments.engine_table import Place
 
@@ -39,7 +39,8 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        address = vllm_config.ec_transfer_config.get_from_extra_config(ADDRESS_KEY, None)
+        given = vllm_config.ec_transfer_config.get_from_extra_config
+        address, self._least_tokens = given(ADDRESS_KEY, None), given(LEAST_TOKENS_KEY, None)
         self._loads = Loads()
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerEnd(address)
@@ -54,12 +55,26 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
     # Beside the scheduler.
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return self.within_reach(request, num_computed_tokens) != 0
+
+    def within_reach(self, request: Request, num_computed_tokens: int) -> int | None:
+        """How many tokens of its prompt can be computed next; None where nothing is missing.
+
+        Up to the first image that is not there, if those are as many as were asked for; else none, and so everywhere
+        where only `arriving_scheduler` could stop there and is not in use.
+        """
         needed = [
-            digest_of(feature.identifier)
+            feature
             for feature in request.mm_features
             if is_placeholder(feature) and feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         ]
-        return self._scheduler.available(request.request_id, needed)
+        if not needed:
+            return None
+        num_there = self._scheduler.available(request.request_id, [digest_of(each.identifier) for each in needed])
+        if num_there == len(needed):
+            return None
+        reach = needed[num_there].mm_position.offset - num_computed_tokens
+        return 0 if self._least_tokens is None or reach < self._least_tokens or not num_there else reach
 
     def has_cache_item(self, identifier: str) -> bool:
         return self._scheduler.table.has(digest_of(identifier))

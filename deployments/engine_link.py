@@ -23,6 +23,8 @@ logger = logging.getLogger("ray.serve")
 SCHEDULER, WORKER = "scheduler", "worker"
 ADDRESS_KEY = "vitray_link"
 """Of vLLM's `ec_connector_extra_config`: where its connectors call."""
+LEAST_TOKENS_KEY = "vitray_least_tokens"
+"""Likewise: from how many tokens on a prompt is read before all of its embeddings are there."""
 MAP_PATIENCE_S = 60.0
 """For a worker to map and pin an encoder's memory, which is some GiB."""
 
@@ -181,16 +183,16 @@ class SchedulerEnd:
         self._connection = _connect(address, SCHEDULER)
         threading.Thread(target=self._listen, name="engine-link", daemon=True).start()
 
-    def available(self, request: str, digests: Sequence[str]) -> bool:
-        """Whether all of them can be loaded; what cannot is told, once for each request."""
-        if self.table.available(request, digests):
-            return True
-        missed = self._missed.setdefault(request, set())
-        for digest in digests:
-            if digest not in missed and not self.table.has(digest):
-                missed.add(digest)
-                _send_while_there(self._connection, {"missing": digest})
-        return False
+    def available(self, request: str, digests: Sequence[str]) -> int:
+        """How many of them, from the first on, can be loaded; what cannot is told, once for each request."""
+        num_there = self.table.available(request, digests)
+        if num_there < len(digests):
+            missed = self._missed.setdefault(request, set())
+            for digest in digests[num_there:]:
+                if digest not in missed and not self.table.has(digest):
+                    missed.add(digest)
+                    _send_while_there(self._connection, {"missing": digest})
+        return num_there
 
     def finished(self, request: str) -> None:
         self._missed.pop(request, None)

@@ -33,12 +33,14 @@ class EngineStats:
         self._loggers.append(EngineLogger())
         return self._loggers[-1]
 
-    def load(self) -> EngineLoad:
-        """All engines together; of the KV cache the mean share."""
+    def load(self, *, besides: int = 0) -> EngineLoad:
+        """All engines together; of the KV cache the mean share. `besides`: so many requests do not count, those that
+        wait first."""
         loads = [logger.load for logger in self._loggers]
+        running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
         return EngineLoad(
-            sum(load.running for load in loads),
-            sum(load.waiting for load in loads),
+            max(0, running - max(0, besides - waiting)),
+            max(0, waiting - besides),
             fmean(load.kv_cache_use for load in loads) if loads else 0.0,
         )
 

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from deployments.embedding_header import Header
 
@@ -70,15 +71,14 @@ class EngineTable:
             self._entries[digest].withdrawn.add(lease)
             return self._ended(digest)
 
-    def available(self, request: str, digests: Sequence[str]) -> bool:
-        """Whether all of them can be loaded. From then on they stay until `finished(request)`."""
+    def available(self, request: str, digests: Sequence[str]) -> int:
+        """How many of them, from the first on, can be loaded. From then on these stay until `finished(request)`."""
         with self._lock:
-            if not all(digest in self._entries for digest in digests):
-                return False
-            for digest in digests:
+            there = list(takewhile(self._entries.__contains__, digests))
+            for digest in there:
                 self._entries[digest].used_by.add(request)
                 self._needs.setdefault(request, set()).add(digest)
-            return True
+            return len(there)
 
     def has(self, digest: str) -> bool:
         with self._lock:

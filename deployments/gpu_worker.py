@@ -171,12 +171,13 @@ class GpuWorker:
         while self._line:
             encoder.wait_for_room()  # what comes meanwhile is packed with it
             self._drain()
-            self._encode(encoder, self._first_in_line())
+            self._encode(encoder, self._first_in_line(encoder))
 
-    def _first_in_line(self) -> list[Job]:
-        """The first alone where it is to be tried alone, else the first that may be packed together."""
+    def _first_in_line(self, encoder: Encoder) -> list[Job]:
+        """The first alone where it is to be tried alone, else the first that are to be packed together."""
         first = [job for _, job in self._line.take(WINDOW)]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
+        together = together[: encoder.worth_launching([job.num_tokens for job in together], self._queued_tokens)]
         self._put_back(set(first).difference(together))
         # A cancelled job is dropped here, before it costs anything; the others can no longer be cancelled.
         return [job for job in together if job.future.running() or job.future.set_running_or_notify_cancel()]

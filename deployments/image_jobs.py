@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.schema import IngressConfig
 from deployments.chat_images import ImagePart
@@ -15,7 +15,7 @@ from deployments.errors import ApiError
 from deployments.media import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.wire import ImageJob
 from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageError, ImageHeader, PixelBounds, grid_of, header, num_tokens
+from encoder.image_size import Grid, ImageError, ImageHeader, PixelBounds, grid_of, header, num_tokens
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class RequestImages:
     """For every image part of the request, in order, its index into `jobs`."""
     num_tokens: int = 0
     """Visual tokens of all parts together, repeats included: what the language model reads."""
+    grids: list[Grid] = field(default_factory=list)
+    """Of each job, what its embedding's is going to be."""
 
 
 async def request_images(
@@ -52,11 +54,13 @@ async def request_images(
         )
     files = await _fetch_all(parts, fetcher, limits, client)
     jobs: dict[str, ImageJob] = {}
+    grids: dict[str, Grid] = {}
     digests = []
     total_tokens = 0
     for part, data in zip(parts, files, strict=True):
         asked = _bounds_of(part, bounds, limits)
-        size, tokens = _cost(part, data, asked, identity, limits)
+        size, grid = _size(part, data, asked, identity, limits)
+        tokens = num_tokens(grid, identity.rules.merge_size)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
@@ -65,6 +69,7 @@ async def request_images(
         digests.append(digest)
         before = sum(job.num_tokens for job in jobs.values())
         jobs.setdefault(digest, ImageJob(data, asked, digest, identity.fingerprint, size, tokens, before))
+        grids[digest] = grid
     if total_tokens > limits.max_visual_tokens_per_request:
         raise ApiError(
             400,
@@ -72,7 +77,8 @@ async def request_images(
             param="messages",
         )
     order = list(jobs)
-    return RequestImages(list(jobs.values()), [order.index(digest) for digest in digests], total_tokens)
+    job_of_part = [order.index(digest) for digest in digests]
+    return RequestImages(list(jobs.values()), job_of_part, total_tokens, list(grids.values()))
 
 
 async def _fetch_all(
@@ -105,15 +111,14 @@ def _bounds_of(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfi
     return PixelBounds(None if asked.min_pixels is None else min(asked.min_pixels, low), low)
 
 
-def _cost(
+def _size(
     part: ImagePart, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
-) -> tuple[tuple[int, int], int]:
-    """The image's size in pixels and in visual tokens, from its header alone."""
+) -> tuple[tuple[int, int], Grid]:
+    """The image's size in pixels and in patches, from its header alone."""
     try:
         found = header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
         _check_sides(found, limits)
-        grid = grid_of(found.width, found.height, identity.rules, bounds)
-        return (found.width, found.height), num_tokens(grid, identity.rules.merge_size)
+        return (found.width, found.height), grid_of(found.width, found.height, identity.rules, bounds)
     except ImageError as error:
         raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
 

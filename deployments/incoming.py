@@ -79,24 +79,36 @@ class Incoming:
         """The engine does not do what it should; from now on embeddings go with the requests."""
         self._engine_loads = False
 
-    async def arrive(self, encodings: Sequence[Encoding]) -> Arrived:
+    def expecting(self) -> Arrived:
+        """For `arrive`, to which it is passed: nothing has arrived."""
+        return Arrived(prefix_cached=self.prefix_cached and self._engine_loads)
+
+    async def arrive(
+        self, encodings: Sequence[Encoding], arrived: Arrived | None = None, *, one_by_one: bool = False
+    ) -> Arrived:
         """Fetches what encoders answer, each as soon as it is there, and holds what lies in shared memory.
 
-        The first that fails ends the wait for the others.
+        The first that fails ends the wait for the others. `one_by_one`: the engine may load each before the others are
+        there; whether it is to load any is told by `arrived.engine_loads` in the end.
 
         Raises:
             NotEncodedError: an encoder has failed, or an embedding is no more where an earlier request saw it and the
                 engine is not to be asked whether it can do without.
             TransferFailedError: an embedding is not where it was said to lie.
         """
-        arrived = Arrived(prefix_cached=self.prefix_cached and self._engine_loads)
+        arrived = arrived or self.expecting()
         lenders: dict[int, _Lender] = {}
+        one_by_one = one_by_one and self._engine_loads
+
+        async def fetch(number: int, encoding: Encoding) -> Image:
+            image = await self._fetch(number, encoding, arrived, lenders)
+            if one_by_one and number in lenders and lenders[number].in_engine:
+                self._give(number, arrived, lenders)
+            return image
+
         try:
             async with asyncio.TaskGroup() as group:
-                fetched = [
-                    group.create_task(self._fetch(number, encoding, arrived, lenders))
-                    for number, encoding in enumerate(encodings)
-                ]
+                fetched = [group.create_task(fetch(number, encoding)) for number, encoding in enumerate(encodings)]
             arrived.images = [task.result() for task in fetched]
             encoded = sum(not isinstance(image, ImageRefused) for image in arrived.images)
             if (
@@ -104,9 +116,12 @@ class Incoming:
                 and 0 < len(arrived.held) + len(arrived.unsent) == encoded
                 and all(lender.in_engine for lender in lenders.values())
             ):
-                self._give(arrived, lenders)
+                for number in sorted(arrived.held.keys() - arrived.leases.keys()):
+                    self._give(number, arrived, lenders)
             elif arrived.unsent:  # vLLM takes all of a request's embeddings with the request, or none
                 raise NotEncodedError(min(arrived.unsent))
+            else:
+                arrived.retired, arrived.leases = arrived.leases, {}
         except BaseException as failed:
             self.close(arrived)
             error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
@@ -151,8 +166,9 @@ class Incoming:
 
     def close(self, arrived: Arrived) -> None:
         """Gives back what nothing reads any more; what the engine may still read it gives back itself."""
-        for number, held in arrived.held.items():
-            lease = arrived.leases.get(number)
+        while arrived.held:
+            number, held = arrived.held.popitem()
+            lease = arrived.leases.get(number, arrived.retired.get(number))
             if lease is None:
                 held.release()
                 continue
@@ -234,15 +250,14 @@ class Incoming:
             return _Lender(borrowed, in_engine=False)
         return _Lender(borrowed, in_engine=True)
 
-    def _give(self, arrived: Arrived, lenders: dict[int, _Lender]) -> None:
-        for number, held in arrived.held.items():
-            lease = secrets.token_hex(8)
-            place = Place(lease, held.image.lender, held.start, held.header, held.image.timings.ready_at_s)
-            with self._lock:
-                self._by_lease[lease] = held, lenders[number]
-                lenders[number].num_leases += 1
-            arrived.leases[number] = lease
-            self.link.give(place)
+    def _give(self, number: int, arrived: Arrived, lenders: dict[int, _Lender]) -> None:
+        held, lease = arrived.held[number], secrets.token_hex(8)
+        place = Place(lease, held.image.lender, held.start, held.header, held.image.timings.ready_at_s)
+        with self._lock:
+            self._by_lease[lease] = held, lenders[number]
+            lenders[number].num_leases += 1
+        arrived.leases[number] = lease
+        self.link.give(place)
 
     def _lease_ended(self, lease: str) -> None:
         with self._lock:

@@ -184,7 +184,7 @@ class Ingress:
                 self._times.add(Distribution.ADMISSION_MS, admission_ms)
                 tracing.stage(Stage.ADMISSION, admission_ms / 1e3)
             places = [
-                ImagePlace(new_key(), new_key(), job, part.label)
+                ImagePlace(new_key(), new_key(), job, part.label, images.grids[job])
                 for part, job in zip(parts, images.job_of_part, strict=True)
             ]
             for part, place in zip(parts, places, strict=True):

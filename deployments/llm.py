@@ -21,6 +21,7 @@ from deployments import asgi, tracing, vllm_compat
 from deployments.affinity import Call
 from deployments.arrived import Arrived, Image, NotEncodedError
 from deployments.checkpoint import local_model
+from deployments.early import Early
 from deployments.engine_stats import EngineStats
 from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Encoding, Incoming
@@ -62,6 +63,9 @@ TRIAL_S = 120.0
 class LLM:
     """One vLLM engine. Serve calls `handle` for every request that the ingress lets through."""
 
+    _early: Early | None = None
+    """Where vLLM is given requests before all of their embeddings are there."""
+
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
         counts = Counts()
@@ -71,6 +75,7 @@ class LLM:
         self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
         self._reads_on = None if config.transfer == "object_store" else host_name()
         why_not = _why_not_loading(config)
+        begin_from_tokens = None if why_not else _begin_from_tokens(config)
         self._stats = EngineStats()
         self._under_way = 0
         """Requests whose embeddings have arrived."""
@@ -82,6 +87,7 @@ class LLM:
                 cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
                 link=self._incoming.link.address if why_not is None else None,
                 stats=self._stats,
+                begin_from_tokens=begin_from_tokens,
             )
             caches_prefixes = vllm_compat.caches_prefixes(self._engine)
             self._prompts = PromptWork(remembers=caches_prefixes)
@@ -95,6 +101,8 @@ class LLM:
         if why_not is None:
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, shape)
         self._incoming.prefix_cached = why_not is None and caches_prefixes
+        if why_not is None and begin_from_tokens is not None:
+            self._early = Early(self._incoming, self._answers, counts)
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
                 raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
@@ -130,7 +138,8 @@ class LLM:
 
         An engine that is given nothing more says nothing more, not even that what it had was given up.
         """
-        load = self._stats.load() if self._under_way else EngineLoad()
+        besides = self._early.num_begun if self._early else 0
+        load = self._stats.load(besides=besides) if self._under_way else EngineLoad()
         return {
             RUNNING_REQUESTS: float(load.running),
             WAITING_REQUESTS: float(load.waiting),
@@ -188,32 +197,42 @@ class LLM:
                 where the engine came to need one that it had done without.
         """
         request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
+        embeddings, arrival = self._incoming.expecting(), Arrival()
         try:
-            embeddings = await self._arrived(encodings)
-        except NotEncodedError as failed:
-            yield NotEncoded(failed.image)
-            return
-        except ApiError as error:
-            head, body = error_head_and_body(error)
-            yield head
-            yield body
-            return
-        arrival = Arrival.now()
+            try:
+                answer = await self._arrived(request, places, encodings, embeddings, arrival)
+            except NotEncodedError as failed:
+                yield NotEncoded(failed.image)
+                return
+            except ApiError as error:
+                head, body = error_head_and_body(error)
+                yield head
+                yield body
+                return
+            async with aclosing(answer), aclosing(self._told(answer, embeddings, arrival)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._incoming.close(embeddings)
+
+    async def _told(
+        self, answer: AsyncGenerator[ResponseHead | bytes, None], embeddings: Arrived, arrival: Arrival
+    ) -> AsyncGenerator[Piece, None]:
+        """That its embeddings are within reach, and the answer."""
+        arrival.now()
         accepted = Accepted(self._reads_on, embeddings.read_from, self._incoming.pulls)
+        told: AsyncGenerator[Piece, None]
+        if embeddings.unsent:
+            told = self._unless_missing(answer, embeddings, arrival, accepted)
+        else:
+            told = after(accepted, answer)
         self._under_way += 1
         try:
-            async with aclosing(self._answers.answer(request, places, embeddings, arrival)) as pieces:
-                told: AsyncGenerator[Piece, None]
-                if embeddings.unsent:
-                    told = self._unless_missing(pieces, embeddings, arrival, accepted)
-                else:
-                    told = after(accepted, pieces)
-                async with aclosing(told):
-                    async for piece in told:
-                        yield piece
+            async with aclosing(told):
+                async for piece in told:
+                    yield piece
         finally:
             self._under_way -= 1
-            self._incoming.close(embeddings)
 
     async def _unless_missing(
         self,
@@ -237,8 +256,27 @@ class LLM:
                 raise TransferFailedError("the prefix cache has an image's prefix no more") from error
             yield NotEncoded(embeddings.unsent_by_digest[error.digest])
 
-    async def _arrived(self, encodings: Sequence[Encoding | ImageJob]) -> Arrived:
-        """Raises ApiError too: 503 where an image cannot be encoded here."""
+    async def _arrived(
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        encodings: Sequence[Encoding | ImageJob],
+        embeddings: Arrived,
+        arrival: Arrival,
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """The answer, once its embeddings have arrived; where they can be expected, vLLM is at it by then.
+
+        Raises what `Incoming.arrive` does, and ApiError: 503 where an image cannot be encoded here.
+        """
+        if self._early is not None and self._early.suits(places, encodings):
+            begun = self._early.begin(request, places, embeddings, arrival)
+            if await self._early.arrived(begun, places, cast(Sequence[Encoding], encodings), embeddings):
+                return begun.rest()
+        else:
+            await self._arrive(encodings, embeddings)
+        return self._answers.answer(request, places, embeddings, arrival)
+
+    async def _arrive(self, encodings: Sequence[Encoding | ImageJob], embeddings: Arrived) -> None:
         jobs = [one for one in encodings if isinstance(one, ImageJob)]
         encoded_here: AbstractContextManager[list[LocalEncoding]] = nullcontext([])
         if jobs:
@@ -248,7 +286,7 @@ class LLM:
         with encoded_here as here:
             coming = iter(here)
             given = [next(coming) if isinstance(one, ImageJob) else one for one in encodings]
-            return await self._incoming.arrive(given)
+            await self._incoming.arrive(given, embeddings)
 
 
 async def _at_once(image: Image) -> Image:
@@ -264,6 +302,16 @@ def _remote_way(config: AppConfig, counts: Counts) -> RemoteWay:
         always=config.transfer == "nixl",
         host=host_name(),
     )
+
+
+def _begin_from_tokens(config: AppConfig) -> int | None:
+    """None where prompts are not to be read, or cannot be, before all of their embeddings are there."""
+    if config.llm.begin_from_tokens is None:
+        return None
+    if why_not := vllm_compat.why_not_beginning(config.llm.engine_args):
+        logger.warning("vLLM is given requests once all of their images are encoded: %s", why_not)
+        return None
+    return config.llm.begin_from_tokens
 
 
 def _why_not_loading(config: AppConfig) -> str | None:

@@ -77,6 +77,12 @@ class Count(Enum):
         "Embeddings that were neither encoded nor brought to a language model, since vLLM had the prompt up to their "
         "image's end in its prefix cache."
     )
+    PROMPTS_BEGUN = "Requests that vLLM was given while embeddings of theirs were on their way."
+    PROMPTS_BEGUN_IN_VAIN = (
+        "Those of them that vLLM was given again when all had come; the tag `reason` says why: refused (an image was), "
+        "unlike (an embedding was not what its file's header had said), not_loaded (not all could be loaded by the "
+        "engine), unsent (one had gone from where it was)."
+    )
     TRANSFERS_FAILED = (
         "Requests that were tried again because an embedding could not be had from shared memory or by NIXL."
     )
@@ -101,6 +107,7 @@ WITH_REASON = (
     Count.EMBEDDINGS_ARRIVED,
     Count.EMBEDDING_BYTES_ARRIVED,
     Count.REMOTE_WAYS_CHOSEN,
+    Count.PROMPTS_BEGUN_IN_VAIN,
 )
 WITH_TIER = (Count.CACHE_HITS,)
 

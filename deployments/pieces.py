@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -21,6 +21,29 @@ async def after(first: T, pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, 
         yield piece
         async for piece in pieces:
             yield piece
+
+
+class Begun(Generic[T]):
+    """Pieces whose first is under way. Let `rest` or `give_up` follow."""
+
+    def __init__(self, pieces: AsyncGenerator[T, None]) -> None:
+        self._pieces = pieces
+        self._first = asyncio.ensure_future(following(pieces))
+
+    async def rest(self) -> AsyncGenerator[T, None]:
+        """All of the pieces."""
+        try:
+            piece = await self._first
+            while piece is not None:
+                yield piece
+                piece = await following(self._pieces)
+        finally:
+            await self.give_up()
+
+    async def give_up(self) -> None:
+        """Closes them, and waits until nothing runs any more."""
+        await given_up(self._first)
+        await self._pieces.aclose()
 
 
 async def following(pieces: AsyncGenerator[T, None]) -> T | None:

@@ -6,6 +6,7 @@ embeddings come here, nor what is done with the answer.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -31,18 +32,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 
-@dataclass(frozen=True)
+Contents = list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]
+"""Each place with its embedding `[num_tokens, width]`, without columns where the engine loads it by itself, and its
+grid `[3]` int64."""
+
+
+@dataclass
 class Arrival:
     """When a request's embeddings had arrived, and when its first token came."""
 
-    epoch_s: float
-    at_s: float
+    epoch_s: float = 0.0
+    at_s: float = 0.0
     """Of `time.perf_counter()`."""
     clock: vllm_compat.FirstTokenClock = field(default_factory=vllm_compat.FirstTokenClock)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @classmethod
-    def now(cls) -> Arrival:
-        return cls(time.time(), time.perf_counter())
+    def now(self) -> None:
+        self.epoch_s, self.at_s = time.time(), time.perf_counter()
+        self.complete.set()
 
     @property
     def first_token_s(self) -> float | None:
@@ -62,23 +69,29 @@ class VllmAnswers:
         self._times = Distributions()
 
     async def answer(
-        self, request: HttpRequest, places: Sequence[ImagePlace], embeddings: Arrived, arrival: Arrival
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        embeddings: Arrived,
+        arrival: Arrival,
+        *,
+        expected: bool = False,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """A head, then body chunks; the head brings the first of them where `request.joined`.
 
         The head is held back until the first chunk, so that its Server-Timing tells the time to the first token.
+        `expected`: the embeddings are on their way, and the engine loads them by itself.
         """
         trace = tracing.current()
         try:
-            tensors = self.checked(places, embeddings)
+            contents = self.expected(places) if expected else self.checked(places, embeddings)
         except ApiError as error:
             head, body = error_head_and_body(error)
             yield head
             yield body
             return
-        self._note_transfer(embeddings, arrival, trace)
         vllm_compat.first_token_clock.set(arrival.clock)
-        for place, tokens, grid in tensors:
+        for place, tokens, grid in contents:
             self.keys.put(place.tokens_key, tokens)
             self.keys.put(place.grid_key, grid)
         start: vllm_compat.Message | None = None
@@ -89,6 +102,8 @@ class VllmAnswers:
                         start = message
                         continue
                     if start is not None:
+                        await arrival.complete.wait()
+                        self._note_transfer(embeddings, arrival, trace)
                         self._note_first_token(arrival, trace)
                         timing = server_timing(
                             embeddings.images,
@@ -112,11 +127,34 @@ class VllmAnswers:
                 generated_s = time.perf_counter() - arrival.at_s - first_token_s
                 tracing.stage(Stage.GENERATE, generated_s, within=trace)
 
-    def checked(
-        self, places: Sequence[ImagePlace], embeddings: Arrived
-    ) -> list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]:
-        """Each place with its embedding `[num_tokens, width]`, without columns where the engine loads it by itself, and
-        its grid `[3]` int64.
+    def expected(self, places: Sequence[ImagePlace]) -> Contents:
+        """What stands for embeddings that have not come, by the grids that the places tell."""
+        contents = []
+        for place in places:
+            assert place.grid_thw is not None
+            grid = torch.tensor(place.grid_thw, dtype=torch.int64)
+            contents.append((place, torch.empty((int(grid.prod()) // self._shape.merge_size**2, 0)), grid))
+        return contents
+
+    def why_not_as_expected(self, places: Sequence[ImagePlace], embeddings: Arrived) -> str | None:
+        """Of a request that was begun with what was expected: why it cannot go on so; None where it can.
+
+        Raises TransferFailedError where something else lies in an embedding's place.
+        """
+        if any(isinstance(image, ImageRefused) for image in embeddings.images):
+            return "refused"
+        if embeddings.unsent:
+            return "unsent"
+        if not embeddings.engine_loads:
+            return "not_loaded"
+        try:
+            contents = self.checked(places, embeddings)
+        except ApiError:
+            return "unlike"
+        return None if all(place.grid_thw == tuple(grid.tolist()) for place, _, grid in contents) else "unlike"
+
+    def checked(self, places: Sequence[ImagePlace], embeddings: Arrived) -> Contents:
+        """Of embeddings that have come.
 
         Raises:
             ApiError: 400 for an image that the encoder refused, 500 for an embedding that does not fit the model.

@@ -26,7 +26,7 @@ from pydantic import JsonValue
 
 from configs.schema import unknown_key
 from deployments import import_shim
-from deployments.engine_link import ADDRESS_KEY
+from deployments.engine_link import ADDRESS_KEY, LEAST_TOKENS_KEY
 from deployments.engine_stats import EngineStats
 from deployments.media_keys import KeyStore, connector_class
 
@@ -37,6 +37,9 @@ NEWER_RUNNERS_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
 """By which the newer model runner loads embeddings; 0.26 has the runner without it."""
 PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """vLLM's ways of loading weights that take files of pickles, or fall back to them."""
+
+SCHEDULER_METHOD = "_try_schedule_encoder_inputs"
+"""Of vLLM's schedulers (0.26 to 0.33), which `deployments/ec_scheduler.py` goes before."""
 
 _OURS = {
     "model": "the checkpoint is `model` at the top of args",
@@ -66,6 +69,7 @@ LOCATIONS: dict[str, tuple[str, ...]] = {
     "AsyncLLM": ("vllm.v1.engine.async_llm",),
     "MEDIA_CONNECTOR_REGISTRY": ("vllm.multimodal.media",),
     "ECTransferConfig": ("vllm.config",),
+    "Scheduler": ("vllm.v1.core.sched.scheduler",),
     "ECConnectorBase": ("vllm.distributed.ec_transfer.ec_connector.base",),
 }
 
@@ -172,12 +176,14 @@ def start_engine(
     cpu_kv_cache_gib: int | None,
     stats: EngineStats,
     link: str | None = None,
+    begin_from_tokens: int | None = None,
 ) -> tuple[Engine, Namespace]:
     """Loads the model, which takes from 30 s to minutes.
 
     `cpu_kv_cache_gib` is the KV cache of vLLM's CPU backend, None on a GPU. `stats` is told what the engine has to do,
     whether or not vLLM is to log it. `link`: where the engine's connectors call, if the engine is to load embeddings by
-    itself. Returns vLLM's AsyncLLM and the arguments that its application wants.
+    itself; `begin_from_tokens`: from how many tokens on it reads a prompt before all of its embeddings are there, None
+    for not at all. Returns vLLM's AsyncLLM and the arguments that its application wants.
     """
     check_args(engine_args, server_args)
     if cpu_kv_cache_gib is not None:
@@ -210,8 +216,10 @@ def start_engine(
             ec_connector="SharedMemoryConnector",
             ec_connector_module_path="deployments.ec_connector",
             ec_role="ec_consumer",
-            ec_connector_extra_config={ADDRESS_KEY: link},
+            ec_connector_extra_config={ADDRESS_KEY: link, LEAST_TOKENS_KEY: begin_from_tokens},
         )
+        if begin_from_tokens is not None:
+            arguments["scheduler_cls"] = "deployments.ec_scheduler.arriving_scheduler"
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
     engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
     namespace = default_server_args()
@@ -240,6 +248,18 @@ def why_not_loading(engine_args: Mapping[str, JsonValue]) -> str | None:
     # Left to itself, vLLM takes its older runner then; told to take the newer one, its engine would not start.
     if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
         return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
+    return None
+
+
+def why_not_beginning(engine_args: Mapping[str, JsonValue]) -> str | None:
+    """Why an engine that loads embeddings by itself cannot read a prompt before all are there; None where it can."""
+    for taken in ("scheduler_cls", "speculative_config"):
+        if engine_args.get(taken) is not None:
+            return f"llm.engine_args sets {taken!r}"
+    if engine_args.get("enable_chunked_prefill") is False:
+        return "llm.engine_args sets 'enable_chunked_prefill' to false"
+    if not hasattr(lookup("Scheduler"), SCHEDULER_METHOD):
+        return f"this vLLM's scheduler has no {SCHEDULER_METHOD}"
     return None
 
 

@@ -229,6 +229,8 @@ class ImagePlace:
     """Which of the embeddings that come with the request the keys stand for."""
     label: str
     """For error messages: "image 2 of 3"."""
+    grid_thw: tuple[int, int, int] | None = None
+    """What the embedding's is going to be, by the file's header; an ingress of a version before it does not tell."""
 
 
 @dataclass(frozen=True)

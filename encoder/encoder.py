@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,8 @@ from encoder.weights import load_tower, weights_identity
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS_PER_SIDE = 8
+DEEP = 4
+"""Of the largest batches: where so many wait, what counts is how fast all of them are done."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,17 @@ class Encoder:
     def wait_for_room(self) -> None:
         """Blocks while two batches are under way: what has come until then makes the fullest batches."""
         self._pipeline.wait_for_room()
+
+    def worth_launching(self, num_tokens: Sequence[int], waiting: int) -> int:
+        """How many of the first images in line, of `num_tokens` each, to launch together where `waiting` tokens wait.
+
+        As many as are worth a launch, so that the first are there before the last are begun; all where DEEP of the
+        largest batches wait, so that nothing of the device's speed is given away.
+        """
+        enough = self.runner.worthwhile_tokens
+        if enough is None or waiting > DEEP * self.runner.largest_budget:
+            return len(num_tokens)
+        return max(1, sum(total <= enough for total in accumulate(num_tokens)))
 
     @property
     def staging_counts(self) -> StagingCounts:

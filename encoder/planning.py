@@ -13,6 +13,8 @@ from functools import cached_property, lru_cache
 
 from encoder.packing import Batch, pack
 
+WORTHWHILE = 1.08
+"""A batch is worth its launch where a token takes at most so many times what it takes in the best budget."""
 PAIRS_PER_UNIT = 1_000_000
 """Attention work is counted in millions of pairs of patches that attend to each other."""
 
@@ -71,6 +73,14 @@ class CostTable:
             return None
         budget = self._fastest_from[at]
         return None if self.eager(tokens) <= self._replays[budget] else budget
+
+    @cached_property
+    def worthwhile_tokens(self) -> int | None:
+        """The smallest budget that is worth its launch, beyond which more images together gain next to nothing."""
+        if not self.replay_ms:
+            return None
+        most = WORTHWHILE * min(ms / budget for budget, ms in self.replay_ms)
+        return next(budget for budget, ms in self.replay_ms if ms / budget <= most)
 
     @cached_property
     def _replays(self) -> dict[int, float]:

@@ -118,6 +118,17 @@ class TowerRunner:
         if self._tables is not None:
             self._tables.warm(grids)
 
+    @property
+    def worthwhile_tokens(self) -> int | None:
+        """So many tokens together run about as fast as any more would; None where that was not measured."""
+        table = self._capturing.costs.choosing() if self._capturing is not None else None
+        return table.worthwhile_tokens if table is not None and self._config.packing == "cost" else None
+
+    @property
+    def largest_budget(self) -> int:
+        """In tokens."""
+        return max(self._budgets)
+
     def plan(self, grids: Sequence[Grid]) -> list[Batch]:
         """Which images run together, and in which budget; None is an eager run. Every image once, by its index.
 

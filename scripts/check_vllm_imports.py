@@ -31,11 +31,13 @@ MEMBERS = {
             "load_format",
         ),
         "ec_transfer_config",
+        "scheduler_cls",
     ),
     "ECTransferConfig": (
         *("ec_connector", "ec_role", "ec_connector_module_path", "ec_connector_extra_config"),
         "get_from_extra_config",
     ),
+    "Scheduler": ("_try_schedule_encoder_inputs",),
     "ECConnectorBase": (
         *("ensure_cache_available", "has_cache_item", "update_state_after_alloc", "build_connector_meta"),
         *("request_finished", "start_load_caches", "save_caches", "shutdown"),

@@ -10,6 +10,8 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import encoder as package
 from configs.encoder_config import EncoderConfig
 from encoder import Embedding, Encoder
 from encoder.image_size import ImageError, PixelBounds, num_tokens
+from encoder.runner import TowerRunner
 from training.checkpoints import make_checkpoint
 
 ARCHITECTURES = ("qwen3_vl", "qwen2_5_vl")
@@ -37,6 +40,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(params=ARCHITECTURES)
 def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Path:
     return checkpoints[request.param]
+
+
+@pytest.mark.parametrize(
+    ("enough", "waiting", "expected"), [(100, 400, 2), (99, 400, 1), (10, 400, 1), (100, 401, 4), (None, 1, 4)]
+)
+def test_what_is_worth_a_launch_is_launched_unless_much_waits(enough: int | None, waiting: int, expected: int) -> None:
+    encoder = Encoder.__new__(Encoder)
+    encoder.runner = cast(TowerRunner, SimpleNamespace(worthwhile_tokens=enough, largest_budget=100))
+    assert encoder.worth_launching([50, 50, 50, 50], waiting) == expected
+
+
+def test_nothing_is_held_back_where_nothing_was_measured(checkpoint: Path) -> None:
+    encoder = Encoder.from_checkpoint(checkpoint, SMALL_BATCHES)
+    assert encoder.worth_launching([30, 30, 30], 1) == 3
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -25,17 +25,28 @@ def table() -> EngineTable:
 
 def test_a_request_waits_for_all_of_its_embeddings(table: EngineTable) -> None:
     table.give(place("a", 1))
-    assert not table.available("r", [digest(1), digest(2)])
+    assert table.available("r", [digest(1), digest(2)]) == 1
+    assert table.available("r", [digest(2), digest(1)]) == 0
     table.give(place("b", 2))
-    assert table.available("r", [digest(1), digest(2)])
-    assert table.available("text", [])
+    assert table.available("r", [digest(1), digest(2)]) == 2
+    assert table.available("text", []) == 0
 
 
 def test_a_request_that_waited_in_vain_holds_nothing(table: EngineTable) -> None:
     table.give(place("a", 1))
-    assert not table.available("r", [digest(1), digest(2)])
+    assert table.available("r", [digest(2), digest(1)]) == 0
     assert table.withdraw("a") == [Ended("a", 0)]
     assert table.finished("r") == []
+    assert len(table) == 0
+
+
+def test_what_a_request_has_begun_with_stays_while_it_waits_for_the_rest(table: EngineTable) -> None:
+    table.give(place("a", 1))
+    assert table.available("r", [digest(1), digest(2)]) == 1
+    table.load(digest(1))
+    assert table.withdraw("a") == []
+    assert table.available("r", [digest(1), digest(2)]) == 1
+    assert table.finished("r") == [Ended("a", 1)]
     assert len(table) == 0
 
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -40,7 +41,8 @@ def image(value: int, num_tokens: int = 1) -> Pixels:
 
 
 class FakeEncoder:
-    """Takes `at_once` images of a call as a batch. Waits for `gate`; fails for the images in `bad`."""
+    """Takes `at_once` images of a call as a batch. Waits for `gate`; fails for the images in `bad`. `worth` tokens are
+    worth a launch."""
 
     identity = IDENTITY
     resizes = False
@@ -48,7 +50,8 @@ class FakeEncoder:
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
         self.ran: list[list[int]] = []
-        self.at_once = 10**6
+        self.at_once = self.worth = 10**6
+        self.waiting: list[int] = []
         self.threads: set[int] = set()
         self.gate = threading.Event()
         self.gate.set()
@@ -81,6 +84,10 @@ class FakeEncoder:
 
     def wait_for_room(self) -> None:
         self.rooms += 1
+
+    def worth_launching(self, num_tokens: Sequence[int], waiting: int) -> int:
+        self.waiting.append(waiting)
+        return max(1, sum(total <= self.worth for total in accumulate(num_tokens)))
 
     def launch_batches(self, pixels: Sequence[Pixels]) -> Iterator[FakeLaunched]:
         assert pixels, "nothing to encode is not encoded"
@@ -183,6 +190,17 @@ def test_a_small_image_waits_for_one_batch_of_a_large_request(batch: int) -> Non
     assert [value for value in ran if value != 99] == list(range(1, 41)), "each once, and by age"
     owned.worker.stop()
     owned.join()
+
+
+def test_what_is_not_worth_the_wait_is_launched_after_what_is_before_it(owned: Owned) -> None:
+    owned.encoder.worth = 5
+    first = owned.occupy()
+    others = [owned.worker.submit(image(value, num_tokens=2)) for value in range(1, 5)]
+    others += [owned.worker.submit(image(5, num_tokens=50)), owned.worker.submit(image(6))]
+    owned.encoder.gate.set()
+    assert [value_of(future) for future in (first, *others)] == list(range(7))
+    assert owned.encoder.calls == [[0], [1, 2], [3, 4], [5], [6]]
+    assert owned.encoder.waiting[:2] == [1, 60], "with what is under way"
 
 
 def test_speed_is_measured_from_what_was_encoded(owned: Owned) -> None:

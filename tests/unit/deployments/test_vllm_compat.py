@@ -128,7 +128,7 @@ SOURCES = {
     "vllm/engine/arg_utils.py": (
         "class EngineArgs:\n    model: str\n    enable_mm_embeds: bool = False\n    skip_mm_profiling: bool = False\n"
         "    mm_processor_cache_gb: float = 4\n    load_format: str = ''\n    ec_transfer_config: object = None\n"
-        "    served_model_name: str = ''\n"
+        "    served_model_name: str = ''\n    scheduler_cls: object = None\n"
         "class AsyncEngineArgs(EngineArgs): ...\n"
     ),
     "vllm/v1/engine/async_llm.py": (
@@ -148,6 +148,7 @@ SOURCES = {
         "    def request_finished(self, request): ...\n    def start_load_caches(self, cache, **kwargs): ...\n"
         "    def save_caches(self, cache, mm_hash): ...\n    def shutdown(self): ...\n"
     ),
+    "vllm/v1/core/sched/scheduler.py": "class Scheduler:\n    def _try_schedule_encoder_inputs(self): ...\n",
     "vllm/v1/base.py": "class Base:\n    def shutdown(self): ...\n",
     "vllm/multimodal/media/__init__.py": "from .connector import MEDIA_CONNECTOR_REGISTRY\n",
     "vllm/multimodal/media/connector.py": "MEDIA_CONNECTOR_REGISTRY = object()\n",
@@ -188,6 +189,8 @@ def test_the_static_check_passes_a_tree_that_has_everything(tmp_path: Path) -> N
         ("vllm/multimodal/media/connector.py", "MEDIA_CONNECTOR_REGISTRY", "X", "MEDIA_CONNECTOR_REGISTRY is in none"),
         ("vllm/distributed/ec_transfer/ec_connector/base.py", "ensure_cache_available", "wait",
          "ECConnectorBase has no ensure_cache_available"),
+        ("vllm/v1/core/sched/scheduler.py", "_try_schedule", "_schedule",
+         "Scheduler has no _try_schedule_encoder_inputs"),
         ("vllm/envs.py", "VLLM_MEDIA_CONNECTOR", "X", "vllm.envs does not know VLLM_MEDIA_CONNECTOR"),
     ],
 )  # fmt: skip

@@ -1,0 +1,408 @@
+"""A language model replica whose vLLM is given requests while their embeddings are on their way.
+
+The engine is vLLM's own, in this process's charge; the encoders are the test's, so that each embedding comes when the
+test says. Answers are compared with those to the same embeddings given at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import RayActorError
+
+from configs.schema import AppConfig
+from deployments.early import Early
+from deployments.embedding_shelf import EmbeddingShelf
+from deployments.lending import Lender
+from deployments.llm import LLM
+from deployments.media_keys import new_key
+from deployments.metrics import Count
+from deployments.replica_errors import TransferFailedError
+from deployments.wire import (
+    Accepted,
+    EncodedImage,
+    EncodeTimings,
+    HttpRequest,
+    ImagePlace,
+    ImageRefused,
+    NotEncoded,
+    ResponseHead,
+    SharedEmbedding,
+)
+from tests.unit.deployments.test_incoming import FreeAdded, eventually
+
+PATIENCE_S = 120.0
+LOOK_S = 0.3
+"""For what must not happen."""
+SIDES = ((8, 8), (12, 8), (8, 16))
+"""Of the images' grids, in patches."""
+TOLERANCE = 1e-3
+"""Of a log-probability: a prompt that is read in parts is added up in another order."""
+
+Coming = asyncio.Future[SharedEmbedding | EncodedImage | ImageRefused]
+
+
+@dataclass
+class Replica:
+    llm: LLM
+    early: Early
+    counts: FreeAdded
+    shelf: EmbeddingShelf
+    lender: Lender
+    width: int
+    merge: int
+    loop: asyncio.AbstractEventLoop
+    num_made: int = 0
+
+    def run(self, scenario: Coroutine[Any, Any, None]) -> None:
+        self.counts.added.clear()
+        self.loop.run_until_complete(asyncio.wait_for(scenario, PATIENCE_S))
+
+    def images(self) -> list[EncodedImage]:
+        """New ones, in the encoder's memory."""
+        made = []
+        for h, w in SIDES:
+            self.num_made += 1
+            rows = h * w // self.merge**2
+            tokens = self.shelf.room(rows, self.width, torch.float32)
+            assert tokens is not None
+            tokens.copy_(torch.randn(rows, self.width, generator=torch.Generator().manual_seed(self.num_made)))
+            timings = EncodeTimings(1.0, 2.0, 3.0, time.time(), cached=False)
+            made.append(EncodedImage.pack(tokens, (1, h, w), f"{self.num_made:064x}", timings))
+            assert self.shelf.offer(made[-1])
+        return made
+
+    def lent(self, image: EncodedImage) -> SharedEmbedding:
+        return image.lent_by(self.lender.address)
+
+    def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ImagePlace]]:
+        """Each with a salt of its own, by which it finds nothing in the prefix cache."""
+        places = [ImagePlace(new_key(), new_key(), n, f"image {n}", image.grid_thw) for n, image in enumerate(images)]
+        content: list[object] = []
+        for place, image in zip(places, images, strict=True):
+            keys = {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key}
+            content += [
+                {"type": "text", "text": "And this one?"},
+                {"type": "image_embeds", "image_embeds": keys, "uuid": image.digest},
+            ]
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 4,
+            "temperature": 0,
+            "logprobs": True,
+            "cache_salt": new_key(),
+            **fields,
+        }
+        headers = [(b"content-type", b"application/json")]
+        return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode()), places
+
+    async def told(self, images: list[EncodedImage], encodings: list[Awaitable[Any]], **fields: object) -> list[object]:
+        request, places = self.request(images, **fields)
+        return [piece async for piece in self.llm.handle(request, places, encodings)]
+
+    @property
+    def num_loaded(self) -> int:
+        return self.llm._incoming.num_loaded
+
+    def nothing_is_left(self) -> bool:
+        return (
+            len(self.llm._incoming) == len(self.llm._answers.keys) == self.early.num_begun == 0
+            and self.llm._under_way == 0
+        )
+
+    def in_vain(self) -> dict[str | None, int]:
+        return {why: number for (which, why), number in self.counts.added.items() if which is IN_VAIN}
+
+
+IN_VAIN = Count.PROMPTS_BEGUN_IN_VAIN
+
+
+@pytest.fixture(scope="module")
+def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
+    config = AppConfig.model_validate(
+        {
+            "model": str(checkpoints["qwen3"]),
+            "transfer": "shared_memory",
+            "llm": {
+                "num_gpus": 0,
+                "begin_from_tokens": 8,
+                "engine_args": {
+                    "served_model_name": ["tiny"],
+                    "dtype": "float32",
+                    "max_model_len": 2048,
+                    "max_num_seqs": 4,
+                    "enforce_eager": True,
+                    "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+                    "num_gpu_blocks_override": 512,
+                },
+            },
+        }
+    )
+    loop = asyncio.new_event_loop()
+    llm = LLM.__new__(LLM)
+    loop.run_until_complete(llm.__init__(config))  # type: ignore[func-returns-value, misc]
+    assert llm._early is not None
+    counts = FreeAdded()
+    llm._early._counts = llm._incoming._counts = counts
+    shape = llm._answers._shape
+    shelf = EmbeddingShelf(2**22)
+    lender = Lender(shelf)
+    try:
+        yield Replica(llm, llm._early, counts, shelf, lender, shape.width, shape.merge_size, loop)
+    finally:
+        lender.close()
+        llm.__del__()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def coming(loop: asyncio.AbstractEventLoop, number: int) -> list[Coming]:
+    return [loop.create_future() for _ in range(number)]
+
+
+def answered(pieces: list[object]) -> tuple[int, list[tuple[str, float]]]:
+    """The status, and each token with its log-probability."""
+    accepted, head, *chunks = pieces
+    assert isinstance(accepted, Accepted)
+    assert isinstance(head, ResponseHead)
+    body = json.loads(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))
+    tokens = body["choices"][0]["logprobs"]["content"] if head.status == 200 else []
+    return head.status, [(each["token"], each["logprob"]) for each in tokens]
+
+
+async def at_once(replica: Replica, images: list[EncodedImage]) -> list[tuple[str, float]]:
+    """The answer without anything of this."""
+    replica.llm._early = None
+    try:
+        futures = coming(replica.loop, len(images))
+        for future, image in zip(futures, images, strict=True):
+            future.set_result(replica.lent(image))
+        status, tokens = answered(await replica.told(images, list(futures)))
+    finally:
+        replica.llm._early = replica.early
+    assert status == 200
+    return tokens
+
+
+def same(tokens: list[tuple[str, float]], expected: list[tuple[str, float]]) -> None:
+    assert [token for token, _ in tokens] == [token for token, _ in expected]
+    assert [value for _, value in tokens] == pytest.approx([value for _, value in expected], abs=TOLERANCE)
+
+
+def test_a_prompt_is_read_as_its_images_come_and_the_answer_is_the_same(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        before = replica.num_loaded
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        for number, (future, image) in enumerate(zip(futures, images, strict=True)):
+            await asyncio.sleep(LOOK_S)
+            assert replica.num_loaded == before + number, "what is not there cannot be read"
+            assert not answer.done()
+            future.set_result(replica.lent(image))
+            await eventually(lambda number=number: replica.num_loaded == before + number + 1)  # type: ignore[misc]
+        status, tokens = answered(await answer)
+        assert status == 200
+        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 1
+        assert replica.in_vain() == {}
+        same(tokens, await at_once(replica, images))
+        await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+def test_images_that_come_in_another_order_are_read_in_the_prompts(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        before = replica.num_loaded
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures), stream=False))
+        for number in (2, 1):
+            futures[number].set_result(replica.lent(images[number]))
+            await asyncio.sleep(LOOK_S)
+            assert replica.num_loaded == before
+        futures[0].set_result(replica.lent(images[0]))
+        _, tokens = answered(await answer)
+        same(tokens, await at_once(replica, images))
+        await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+def test_others_are_answered_while_one_waits(replica: Replica) -> None:
+    async def scenario() -> None:
+        waiting, others = replica.images(), replica.images()
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(waiting, list(futures)))
+        futures[0].set_result(replica.lent(waiting[0]))
+        before = replica.num_loaded
+        await eventually(lambda: replica.num_loaded > before)
+        assert replica.early.num_begun == 1
+        await at_once(replica, others)
+        assert not answer.done()
+        for number in (1, 2):
+            futures[number].set_result(replica.lent(waiting[number]))
+        assert answered(await answer)[0] == 200
+
+    replica.run(scenario())
+
+
+def test_what_waits_for_encoders_is_no_reason_for_more_language_models(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        answers = [asyncio.ensure_future(replica.told(images, list(futures))) for _ in range(2)]
+        replica.llm._under_way += 1
+        await eventually(lambda: sum(replica.llm._stats._loggers[0].load.__dict__.values()) >= 2)
+        stats = replica.llm.record_autoscaling_stats()
+        assert (stats["engine_running_requests"], stats["engine_waiting_requests"]) == (0, 0)
+        replica.llm._under_way -= 1
+        for future, image in zip(futures, images, strict=True):
+            future.set_result(replica.lent(image))
+        for pieces in await asyncio.gather(*answers):
+            assert answered(pieces)[0] == 200
+
+    replica.run(scenario())
+
+
+def test_an_image_that_is_refused_is_told_and_the_engine_goes_on(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        futures[0].set_result(replica.lent(images[0]))
+        before = replica.num_loaded
+        await eventually(lambda: replica.num_loaded > before)
+        futures[1].set_result(replica.lent(images[1]))
+        futures[2].set_result(ImageRefused("the image is broken"))
+        pieces = await answer
+        assert answered(pieces)[0] == 400
+        assert b"image 2: the image is broken" in b"".join(one for one in pieces if isinstance(one, bytes))
+        assert replica.in_vain() == {"refused": 1}
+        await eventually(replica.nothing_is_left)
+        await at_once(replica, replica.images())
+
+    replica.run(scenario())
+
+
+def test_an_encoder_that_fails_is_told_and_nothing_is_left(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        futures[0].set_result(replica.lent(images[0]))
+        before = replica.num_loaded
+        await eventually(lambda: replica.num_loaded > before)
+        futures[2].set_exception(RayActorError())
+        assert await answer == [NotEncoded(2)]
+        futures[1].cancel()
+        await eventually(replica.nothing_is_left)
+        await at_once(replica, images)
+
+    replica.run(scenario())
+
+
+@pytest.mark.parametrize(("which", "why"), [(2, "not_loaded"), (0, "not_loaded")])
+def test_what_comes_through_the_object_store_goes_with_the_request(replica: Replica, which: int, why: str) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        await asyncio.sleep(LOOK_S)
+        for number, (future, image) in enumerate(zip(futures, images, strict=True)):
+            future.set_result(image if number == which else replica.lent(image))
+        status, tokens = answered(await answer)
+        assert status == 200
+        assert replica.in_vain() == {why: 1}
+        await eventually(replica.nothing_is_left)
+        same(tokens, await at_once(replica, images))
+
+    replica.run(scenario())
+
+
+def test_an_embedding_that_is_not_what_its_file_said_is_answered_as_what_it_is(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        request, places = replica.request(images)
+        places[1] = ImagePlace(places[1].tokens_key, places[1].grid_key, 1, "image 1", (1, 4, 4))
+        for future, image in zip(futures, images, strict=True):
+            future.set_result(replica.lent(image))
+        pieces = [piece async for piece in replica.llm.handle(request, places, list(futures))]
+        status, tokens = answered(pieces)
+        assert status == 200
+        assert replica.in_vain() == {"unlike": 1}
+        same(tokens, await at_once(replica, images))
+
+    replica.run(scenario())
+
+
+def test_an_embedding_that_has_gone_is_asked_for_again(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        futures[0].set_result(replica.lent(images[0]))
+        futures[1].set_result(EncodedImage.lent_by(images[1], "\0nobody"))
+        with pytest.raises(TransferFailedError):
+            await replica.told(images, list(futures))
+        await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+def test_a_client_that_leaves_before_its_images_come_leaves_nothing(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        futures[0].set_result(replica.lent(images[0]))
+        before = replica.num_loaded
+        await eventually(lambda: replica.num_loaded > before)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        await eventually(replica.nothing_is_left)
+        await at_once(replica, images)
+        load = replica.llm._stats.load()
+        assert (load.running, load.waiting) == (0, 0)
+
+    replica.run(scenario())
+
+
+def test_what_vllm_refuses_is_told_once_all_has_come(replica: Replica) -> None:
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        answer = asyncio.ensure_future(replica.told(images, list(futures), max_tokens=100_000))
+        await asyncio.sleep(LOOK_S)
+        for future, image in zip(futures, images, strict=True):
+            future.set_result(replica.lent(image))
+        assert answered(await answer)[0] == 400
+        await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+def test_where_a_place_does_not_say_what_comes_all_is_waited_for(replica: Replica) -> None:
+    """As of an ingress of a version before it."""
+
+    async def scenario() -> None:
+        images = replica.images()
+        futures = coming(replica.loop, 3)
+        request, places = replica.request(images)
+        places = [ImagePlace(place.tokens_key, place.grid_key, place.image, place.label) for place in places]
+        for future, image in zip(futures, images, strict=True):
+            future.set_result(replica.lent(image))
+        assert answered([piece async for piece in replica.llm.handle(request, places, list(futures))])[0] == 200
+        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 0
+
+    replica.run(scenario())
