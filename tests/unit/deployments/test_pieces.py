@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from deployments.pieces import after
+from deployments.pieces import Begun, after
 
 
 def test_the_next_is_made_while_the_first_is_on_its_way() -> None:
@@ -74,5 +74,63 @@ def test_what_fails_first_is_told_after_the_first() -> None:
         assert await anext(told) == 0
         with pytest.raises(LookupError, match="broken"):
             await anext(told)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
+    async def scenario() -> None:
+        made: list[int] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            for number in range(3):
+                made.append(number)
+                yield number
+
+        begun = Begun(pieces())
+        await asyncio.sleep(0.01)
+        assert made == [0]
+        assert [piece async for piece in begun.rest()] == [0, 1, 2]
+        await begun.give_up()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> None:
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            try:
+                yield 1
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                ended.append("closed")
+
+        begun = Begun(pieces())
+        await asyncio.sleep(0.01)
+        if reads:
+            async with aclosing(begun.rest()) as rest:
+                assert await anext(rest) == 1
+        else:
+            await begun.give_up()
+        assert ended == ["closed"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_else() -> None:
+    async def broken() -> AsyncGenerator[int, None]:
+        for number in ():
+            yield number
+        raise LookupError("broken")
+
+    async def scenario() -> None:
+        with pytest.raises(LookupError, match="broken"):
+            await anext(Begun(broken()).rest())
+        await Begun(broken()).give_up()
 
     asyncio.run(scenario())

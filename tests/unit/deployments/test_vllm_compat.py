@@ -103,6 +103,9 @@ def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
     adapter.record_sleep_state(0, 0)
     adapter.log()
     assert stats.load() == EngineLoad(5, 3, pytest.approx(0.3))
+    assert stats.load(besides=2) == EngineLoad(5, 1, pytest.approx(0.3))
+    assert stats.load(besides=4) == EngineLoad(4, 0, pytest.approx(0.3)), "one of them is being read"
+    assert stats.load(besides=9) == EngineLoad(0, 0, pytest.approx(0.3))
 
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +225,24 @@ def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
 def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, Any], told: str) -> None:
     assert told in (vllm_compat.why_not_loading(engine_args) or "")
     assert vllm_compat.why_not_loading({"tensor_parallel_size": 2}) is None
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "told"),
+    [
+        ({"scheduler_cls": "their.own"}, "scheduler_cls"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
+    ],
+)
+def test_an_engine_that_cannot_read_a_prompt_before_all_is_there(engine_args: dict[str, Any], told: str) -> None:
+    assert told in (vllm_compat.why_not_beginning(engine_args) or "")
+    assert vllm_compat.why_not_beginning({"enable_chunked_prefill": True}) is None
+
+
+def test_a_scheduler_that_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_compat, "SCHEDULER_METHOD", "_renamed")
+    assert "no _renamed" in (vllm_compat.why_not_beginning({}) or "")
 
 
 def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not_load(

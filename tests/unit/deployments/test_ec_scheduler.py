@@ -1,0 +1,125 @@
+"""vLLM's scheduler with the connector asked before it: how far a prompt is read while embeddings are on their way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments import vllm_compat
+from tests.unit.deployments.test_ec_connector import Engine, engine, feature, request
+
+__all__ = ["engine"]  # a fixture
+
+LEAST = 8
+MISSING, LATER = "f" * 64, "e" * 64
+
+
+class OwnScheduler:
+    """As far as vLLM's goes: takes whatever it is told, and has the tower run for `to_encode`."""
+
+    to_encode: tuple[int, ...] = ()
+
+    def __init__(self, connector: Any) -> None:
+        self.ec_connector = connector
+
+    def _try_schedule_encoder_inputs(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int, budget: int, shift_computed_tokens: int = 0
+    ) -> tuple[list[int], int, int, int]:
+        return list(self.to_encode), num_new_tokens, budget, shift_computed_tokens
+
+
+def reading(connector: Any) -> Any:
+    from deployments.ec_scheduler import arriving
+
+    return arriving(OwnScheduler)(connector)
+
+
+@pytest.mark.parametrize(
+    ("least", "reach"), [(LEAST, 10), (10, 10), (11, 0), (None, 0)], ids=["more", "enough", "too few", "not at all"]
+)
+def test_a_prompt_is_within_reach_up_to_the_first_image_that_is_not_there(
+    engine: Engine, least: int | None, reach: int
+) -> None:
+    (image,), arrived = engine.given(1)
+    engine.scheduler._least_tokens = least
+    asked = request(feature(image, 2), feature(MISSING, 10), feature(image, 20))
+    assert engine.scheduler.within_reach(asked, 0) == reach
+    assert engine.scheduler.ensure_cache_available(asked, 0) == (reach > 0)
+    assert engine.scheduler.within_reach(request(feature(image, 2), feature(image, 20)), 0) is None
+    assert engine.scheduler.within_reach(request(), 0) is None
+    engine.incoming.close(arrived)
+
+
+def test_nothing_is_within_reach_before_the_first_image_or_in_the_middle_of_one(engine: Engine) -> None:
+    """Text alone is not worth a step of the engine; of an image in part there is nothing to be read."""
+    (image,), arrived = engine.given(1)
+    engine.scheduler._least_tokens = 1
+    assert engine.scheduler.within_reach(request(feature(MISSING, 500), feature(image, 600)), 0) == 0
+    assert engine.scheduler.within_reach(request(feature(MISSING, 4), feature(image, 60)), 6) == 0
+    assert engine.scheduler.within_reach(request(feature(MISSING, 0), feature(image, 60)), 6) is None
+    engine.incoming.close(arrived)
+
+
+def test_a_step_reads_no_further_than_what_has_arrived(engine: Engine) -> None:
+    (image, other), arrived = engine.given(1, 2)
+    engine.scheduler._least_tokens = LEAST
+    scheduler = reading(engine.scheduler)
+    asked = request(feature(image, 0), feature(other, 10), feature(MISSING, 20))
+    assert scheduler._try_schedule_encoder_inputs(asked, 0, 100, 7, shift_computed_tokens=0) == ([], 20, 7, 0)
+    assert scheduler._try_schedule_encoder_inputs(asked, 0, 5, 7) == ([], 5, 7, 0), "a step's own bound"
+    assert scheduler._try_schedule_encoder_inputs(asked, 15, 100, 7) == ([], 0, 7, 0), "too little to be worth it"
+    assert scheduler._try_schedule_encoder_inputs(asked, 26, 1, 7) == ([], 1, 7, 0), "the answer's own tokens"
+    engine.incoming.close(arrived)
+
+
+def test_what_a_prompt_was_begun_with_stays_until_it_ends(engine: Engine) -> None:
+    (image,), arrived = engine.given(1)
+    engine.scheduler._least_tokens = 1
+    asked = request(feature(image, 0), feature(MISSING, 10))
+    assert engine.scheduler.within_reach(asked, 0) == 10
+    engine.incoming.close(arrived)
+    assert engine.scheduler.has_cache_item(image.digest)
+    engine.scheduler.request_finished(asked)
+    assert not engine.scheduler.has_cache_item(image.digest)
+
+
+def test_an_image_without_pixels_is_never_encoded_in_the_engine(engine: Engine) -> None:
+    """It could only come to that by a fault; then the engine ends rather than answer without the image."""
+    (image,), arrived = engine.given(1)
+    scheduler = reading(engine.scheduler)
+    scheduler.to_encode = (1,)
+    brought = feature(LATER, 10, width=4)
+    assert scheduler._try_schedule_encoder_inputs(request(feature(image, 0), brought), 0, 9, 7)[0] == [1]
+    with pytest.raises(RuntimeError, match="has no pixels"):
+        scheduler._try_schedule_encoder_inputs(request(brought, feature(image, 10)), 0, 9, 7)
+    engine.incoming.close(arrived)
+
+
+def test_with_another_connector_it_is_vllms_own() -> None:
+    vllm_compat.lookup("ECConnectorBase")
+    scheduler = reading(SimpleNamespace())
+    assert scheduler._try_schedule_encoder_inputs(request(), 0, 9, 7) == ([], 9, 7, 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_it_is_the_scheduler_that_vllm_would_have_taken(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_compat.lookup("Scheduler")
+    from vllm.config import SchedulerConfig
+
+    from deployments import ec_scheduler
+
+    config = SchedulerConfig.default_factory(
+        async_scheduling=asynchronous, scheduler_cls="deployments.ec_scheduler.arriving_scheduler"
+    )
+    made: list[Any] = []
+    monkeypatch.setattr(
+        ec_scheduler, "arriving", lambda base: lambda *args, **kwargs: made.append((base, args, kwargs))
+    )
+    vllm_config = SimpleNamespace(scheduler_config=config)
+    config.get_scheduler_cls()(vllm_config, log_stats=True)  # type: ignore[call-arg]
+    ((base, args, kwargs),) = made
+    assert base.__name__ == ("AsyncScheduler" if asynchronous else "Scheduler")
+    assert (args, kwargs) == ((vllm_config,), {"log_stats": True})
+    assert config.scheduler_cls == "deployments.ec_scheduler.arriving_scheduler"
