@@ -30,10 +30,10 @@ class Early:
         """Requests that vLLM has while something of theirs has not come."""
 
     def suits(self, places: Sequence[ImagePlace], encodings: Sequence[Encoding | ImageJob]) -> bool:
-        """Whether all of a request's embeddings are to come to where the engine can load them from, and it is known
-        what they are going to be."""
+        """Whether some of a request's embeddings have to be waited for, all are to come to where the engine can load
+        them from, and it is known what they are going to be. What lies in shared memory already is there too soon."""
         return (
-            len(encodings) > 0
+            not all(isinstance(one, SharedEmbedding) for one in encodings)
             and not any(isinstance(one, ImageJob) or _nowhere(one) for one in encodings)
             and all(place.grid_thw is not None for place in places)
         )

@@ -392,6 +392,24 @@ def test_what_vllm_refuses_is_told_once_all_has_come(replica: Replica) -> None:
     replica.run(scenario())
 
 
+def test_what_lies_in_shared_memory_is_not_waited_for(replica: Replica) -> None:
+    """To begin without it would take longer than to have it."""
+
+    async def scenario() -> None:
+        images = replica.images()
+        request, places = replica.request(images)
+        lent = [replica.lent(image) for image in images]
+        assert answered([piece async for piece in replica.llm.handle(request, places, lent)])[0] == 200
+        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 0
+        coming_one = [*lent[:2], *coming(replica.loop, 1)]
+        request, places = replica.request(images)
+        coming_one[2].set_result(lent[2])
+        assert answered([piece async for piece in replica.llm.handle(request, places, coming_one)])[0] == 200
+        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 1
+
+    replica.run(scenario())
+
+
 def test_where_a_place_does_not_say_what_comes_all_is_waited_for(replica: Replica) -> None:
     """As of an ingress of a version before it."""
 
