@@ -44,6 +44,8 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         self._loads = Loads()
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerEnd(address)
+            self._in_parts: set[str] = set()
+            self._most_in_parts = max(1, vllm_config.scheduler_config.max_num_seqs // 2)
         else:
             self._dtype = vllm_config.model_config.dtype
             self._memory = EngineMemory(_device())
@@ -61,7 +63,8 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         """How many tokens of its prompt can be computed next; None where nothing is missing.
 
         Up to the first image that is not there, if those are as many as were asked for; else none, and so everywhere
-        where only `arriving_scheduler` could stop there and is not in use.
+        where only `arriving_scheduler` could stop there and is not in use. Half of the requests that run at once may be
+        read in parts, so that encoders that are stuck hold up nobody whose images are there.
         """
         needed = [
             feature
@@ -70,11 +73,18 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         ]
         if not needed:
             return None
-        num_there = self._scheduler.available(request.request_id, [digest_of(each.identifier) for each in needed])
+        name = request.request_id
+        num_there = self._scheduler.available(name, [digest_of(each.identifier) for each in needed])
         if num_there == len(needed):
+            self._in_parts.discard(name)
             return None
-        reach = needed[num_there].mm_position.offset - num_computed_tokens
-        return 0 if self._least_tokens is None or reach < self._least_tokens or not num_there else reach
+        reach: int = needed[num_there].mm_position.offset - num_computed_tokens
+        if self._least_tokens is None or reach < self._least_tokens or not num_there:
+            return 0
+        if name not in self._in_parts and len(self._in_parts) >= self._most_in_parts:
+            return 0
+        self._in_parts.add(name)
+        return reach
 
     def has_cache_item(self, identifier: str) -> bool:
         return self._scheduler.table.has(digest_of(identifier))
@@ -89,6 +99,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         return loads
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._in_parts.discard(request.request_id)
         self._scheduler.finished(request.request_id)
         return False, None
 

@@ -66,7 +66,11 @@ def engine() -> Iterator[Engine]:
         ec_role="ec_consumer",
         ec_connector_extra_config={ADDRESS_KEY: incoming.link.address},
     )
-    config: Any = SimpleNamespace(ec_transfer_config=transfer, model_config=SimpleNamespace(dtype=torch.float32))
+    config: Any = SimpleNamespace(
+        ec_transfer_config=transfer,
+        model_config=SimpleNamespace(dtype=torch.float32),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+    )
     scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
     worker = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
     assert incoming.engine_started(timeout_s=60)

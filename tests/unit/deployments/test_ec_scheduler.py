@@ -74,6 +74,22 @@ def test_a_step_reads_no_further_than_what_has_arrived(engine: Engine) -> None:
     engine.incoming.close(arrived)
 
 
+def test_half_of_the_requests_may_be_read_in_parts(engine: Engine) -> None:
+    """Four run at once here. Who waits for an encoder that is stuck holds up nobody whose images are there."""
+    (image, other), arrived = engine.given(1, 2)
+    engine.scheduler._least_tokens = 1
+    in_parts = [request(feature(image, 0), feature(MISSING, 10), name=str(number)) for number in range(3)]
+    assert [engine.scheduler.within_reach(each, 0) for each in in_parts] == [10, 10, 0]
+    assert engine.scheduler.within_reach(in_parts[0], 0) == 10
+    assert engine.scheduler.within_reach(request(feature(image, 0), feature(other, 10), name="whole"), 0) is None
+    engine.scheduler.request_finished(in_parts[0])
+    assert [engine.scheduler.within_reach(each, 0) for each in in_parts[1:]] == [10, 10]
+    whole = request(feature(image, 0), feature(other, 10), name="1")
+    assert engine.scheduler.within_reach(whole, 0) is None, "its second image has come"
+    assert engine.scheduler.within_reach(in_parts[0], 0) == 10
+    engine.incoming.close(arrived)
+
+
 def test_what_a_prompt_was_begun_with_stays_until_it_ends(engine: Engine) -> None:
     (image,), arrived = engine.given(1)
     engine.scheduler._least_tokens = 1
