@@ -274,6 +274,8 @@ class LLM:
                 return begun.rest()
         else:
             await self._arrive(encodings, embeddings)
+            if self._early is not None:
+                self._early.came(encodings, embeddings)
         return self._answers.answer(request, places, embeddings, arrival)
 
     async def _arrive(self, encodings: Sequence[Encoding | ImageJob], embeddings: Arrived) -> None:

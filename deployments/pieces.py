@@ -23,7 +23,7 @@ async def after(first: T, pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, 
             yield piece
 
 
-class Begun(Generic[T]):
+class Started(Generic[T]):
     """Pieces whose first is under way. Let `rest` or `give_up` follow."""
 
     def __init__(self, pieces: AsyncGenerator[T, None]) -> None:

@@ -64,6 +64,7 @@ class Replica:
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None:
         self.counts.added.clear()
+        self.early._loaded.clear()
         self.loop.run_until_complete(asyncio.wait_for(scenario, PATIENCE_S))
 
     def images(self) -> list[EncodedImage]:
@@ -161,6 +162,7 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     finally:
         lender.close()
         llm.__del__()
+        llm._engine = None  # type: ignore[assignment]  # ended
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
 
@@ -325,6 +327,24 @@ def test_what_comes_through_the_object_store_goes_with_the_request(replica: Repl
         assert replica.in_vain() == {why: 1}
         await eventually(replica.nothing_is_left)
         same(tokens, await at_once(replica, images))
+
+    replica.run(scenario())
+
+
+def test_where_embeddings_come_otherwise_requests_are_given_to_vllm_once(replica: Replica) -> None:
+    """As where encoders are on other hosts; and begun again when the engine loads what comes."""
+
+    async def scenario() -> None:
+        begun = []
+        for by_the_store in [True] * 3 + [False] * 12:
+            images = replica.images()[:1]
+            before = replica.counts.added[Count.PROMPTS_BEGUN, None]
+            (future,) = coming(replica.loop, 1)
+            future.set_result(images[0] if by_the_store else replica.lent(images[0]))
+            assert answered(await replica.told(images, [future], max_tokens=1))[0] == 200
+            begun.append(replica.counts.added[Count.PROMPTS_BEGUN, None] > before)
+        assert begun == [True] + [False] * 11 + [True] * 3, "3 of 4 have come so"
+        assert replica.in_vain() == {"not_loaded": 1}
 
     replica.run(scenario())
 

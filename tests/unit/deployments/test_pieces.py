@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from deployments.pieces import Begun, after
+from deployments.pieces import Started, after
 
 
 def test_the_next_is_made_while_the_first_is_on_its_way() -> None:
@@ -87,7 +87,7 @@ def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
                 made.append(number)
                 yield number
 
-        begun = Begun(pieces())
+        begun = Started(pieces())
         await asyncio.sleep(0.01)
         assert made == [0]
         assert [piece async for piece in begun.rest()] == [0, 1, 2]
@@ -109,7 +109,7 @@ def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> 
                 await asyncio.sleep(0.01)
                 ended.append("closed")
 
-        begun = Begun(pieces())
+        begun = Started(pieces())
         await asyncio.sleep(0.01)
         if reads:
             async with aclosing(begun.rest()) as rest:
@@ -130,7 +130,7 @@ def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_els
 
     async def scenario() -> None:
         with pytest.raises(LookupError, match="broken"):
-            await anext(Begun(broken()).rest())
-        await Begun(broken()).give_up()
+            await anext(Started(broken()).rest())
+        await Started(broken()).give_up()
 
     asyncio.run(scenario())
