@@ -1,52 +1,46 @@
 """The language model replica: vLLM with vLLM's own OpenAI application, fed with embeddings instead of images.
 
-It waits for a request's embeddings, has vLLM answer (`deployments/vllm_answers.py`) and tells what it has to do. It
-must not know how images are fetched, decoded or encoded.
+It starts the engine, has requests answered (`deployments/llm_requests.py`) and tells what it has to do. It must not
+know how images are fetched, decoded or encoded, nor how embeddings come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, cast
 
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
-from deployments import asgi, tracing, vllm_compat
+from deployments import asgi, vllm_compat
 from deployments.affinity import Call
-from deployments.arrived import Arrived, Image, NotEncodedError
+from deployments.arrived import Image
 from deployments.checkpoint import local_model
 from deployments.early import Early
 from deployments.engine_stats import EngineStats
-from deployments.errors import ApiError, error_head_and_body
 from deployments.incoming import Encoding, Incoming
+from deployments.llm_requests import Requests
 from deployments.llm_scaling import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
-from deployments.local_encoder import LocalEncoder, LocalEncoding
+from deployments.local_encoder import LocalEncoder
 from deployments.log_buffers import log_buffers_kept
 from deployments.media_keys import KeyStore
 from deployments.metrics import Counts
 from deployments.nixl_memory import NixlMemory
 from deployments.orphans import guard_children
 from deployments.packets import host_name
-from deployments.pieces import after
 from deployments.prompt_work import PromptWork
 from deployments.remote_trial import RemoteWay
-from deployments.replica_errors import TransferFailedError
 from deployments.replica_report import Report, llm_report, replica_name
 from deployments.transfer_trial import loads_by_itself
-from deployments.unsent import MissingError, unless_missing
-from deployments.vllm_answers import Arrival, VllmAnswers
+from deployments.vllm_answers import VllmAnswers
 from deployments.wire import (
-    Accepted,
     HttpRequest,
     ImageJob,
     ImagePlace,
-    NotEncoded,
     Piece,
     ResponseHead,
     SharedEmbedding,
@@ -63,9 +57,6 @@ TRIAL_S = 120.0
 class LLM:
     """One vLLM engine. Serve calls `handle` for every request that the ingress lets through."""
 
-    _early: Early | None = None
-    """Where vLLM is given requests before all of their embeddings are there."""
-
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
         counts = Counts()
@@ -73,12 +64,9 @@ class LLM:
         workers = cast(int, engine_args.get("tensor_parallel_size", 1))
         self._incoming = Incoming(counts, num_workers=workers, remote=remote)
         self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
-        self._reads_on = None if config.transfer == "object_store" else host_name()
         why_not = _why_not_loading(config)
         begin_from_tokens = None if why_not else _begin_from_tokens(config)
         self._stats = EngineStats()
-        self._under_way = 0
-        """Requests whose embeddings have arrived."""
         with log_buffers_kept():
             self._engine, args = vllm_compat.start_engine(
                 local_model(config.model),
@@ -95,6 +83,8 @@ class LLM:
             keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
             app = await vllm_compat.build_application(self._engine, args, keys)
             self._answers = VllmAnswers(app, keys, shape)
+            reads_on = None if config.transfer == "object_store" else host_name()
+            self._requests = Requests(self._incoming, self._answers, reads_on=reads_on, local=self._local)
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await self._warm_up(args.model)  # the first name that it serves under
@@ -102,7 +92,7 @@ class LLM:
             why_not = await loads_by_itself(self._incoming, self._answer_trial, args.model, shape)
         self._incoming.prefix_cached = why_not is None and caches_prefixes
         if why_not is None and begin_from_tokens is not None:
-            self._early = Early(self._incoming, self._answers, counts)
+            self._requests.early = Early(self._incoming, self._answers, counts)
         if why_not is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
                 raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
@@ -138,8 +128,8 @@ class LLM:
 
         An engine that is given nothing more says nothing more, not even that what it had was given up.
         """
-        besides = self._early.num_begun if self._early else 0
-        load = self._stats.load(besides=besides) if self._under_way else EngineLoad()
+        requests = self._requests
+        load = self._stats.load(besides=requests.num_begun) if requests.num_under_way else EngineLoad()
         return {
             RUNNING_REQUESTS: float(load.running),
             WAITING_REQUESTS: float(load.waiting),
@@ -175,120 +165,13 @@ class LLM:
         encodings: Sequence[Encoding | ImageJob] = (),
         call: Call = ANY_REPLICA,
     ) -> AsyncIterator[Piece]:
-        """Answers one request, as `_handled` does. `call`: as which it came here."""
+        """Answers one request, as `Requests.answer` does. `call`: as which it came here."""
         with self._prompts.taken(call) as prompt:
-            async with aclosing(self._handled(request, places, encodings)) as pieces:
+            async with aclosing(self._requests.answer(request, places, encodings)) as pieces:
                 async for piece in pieces:
                     if isinstance(piece, ResponseHead) and piece.status == 200:
                         self._prompts.read(prompt)
                     yield piece
-
-    async def _handled(
-        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Encoding | ImageJob]
-    ) -> AsyncGenerator[Piece, None]:
-        """First that its embeddings are within reach, then a ResponseHead, then body chunks.
-
-        `encodings`: what encoders answer or will answer, by reference, or where an embedding lay lately. Where one has
-        failed, or is gone and the engine needs it, NotEncoded is all. A job where no encoder is there: the image is
-        encoded here.
-
-        Raises:
-            TransferFailedError: before anything else, where an embedding is not where it was said to lie; at any time
-                where the engine came to need one that it had done without.
-        """
-        request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
-        embeddings, arrival = self._incoming.expecting(), Arrival()
-        try:
-            try:
-                answer = await self._arrived(request, places, encodings, embeddings, arrival)
-            except NotEncodedError as failed:
-                yield NotEncoded(failed.image)
-                return
-            except ApiError as error:
-                head, body = error_head_and_body(error)
-                yield head
-                yield body
-                return
-            async with aclosing(answer), aclosing(self._told(answer, embeddings, arrival)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self._incoming.close(embeddings)
-
-    async def _told(
-        self, answer: AsyncGenerator[ResponseHead | bytes, None], embeddings: Arrived, arrival: Arrival
-    ) -> AsyncGenerator[Piece, None]:
-        """That its embeddings are within reach, and the answer."""
-        arrival.now()
-        accepted = Accepted(self._reads_on, embeddings.read_from, self._incoming.pulls)
-        told: AsyncGenerator[Piece, None]
-        if embeddings.unsent:
-            told = self._unless_missing(answer, embeddings, arrival, accepted)
-        else:
-            told = after(accepted, answer)
-        self._under_way += 1
-        try:
-            async with aclosing(told):
-                async for piece in told:
-                    yield piece
-        finally:
-            self._under_way -= 1
-
-    async def _unless_missing(
-        self,
-        pieces: AsyncGenerator[ResponseHead | bytes, None],
-        embeddings: Arrived,
-        arrival: Arrival,
-        accepted: Accepted,
-    ) -> AsyncGenerator[Piece, None]:
-        """The answer as `handle` gives it, where the engine gets on without the embeddings that were not sent."""
-        taken_up = False
-        try:
-            with self._incoming.watched(embeddings) as missing:
-                async with aclosing(unless_missing(pieces, missing, arrival.clock.ticked, accepted)) as told:
-                    async for piece in told:
-                        if not taken_up:
-                            self._incoming.spared(embeddings)
-                        taken_up = True
-                        yield piece
-        except MissingError as error:
-            if taken_up:  # vLLM had put the request back, and its prefix has left the cache
-                raise TransferFailedError("the prefix cache has an image's prefix no more") from error
-            yield NotEncoded(embeddings.unsent_by_digest[error.digest])
-
-    async def _arrived(
-        self,
-        request: HttpRequest,
-        places: Sequence[ImagePlace],
-        encodings: Sequence[Encoding | ImageJob],
-        embeddings: Arrived,
-        arrival: Arrival,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """The answer, once its embeddings have arrived; where they can be expected, vLLM is at it by then.
-
-        Raises what `Incoming.arrive` does, and ApiError: 503 where an image cannot be encoded here.
-        """
-        if self._early is not None and self._early.suits(places, encodings):
-            begun = self._early.begin(request, places, embeddings, arrival)
-            if await self._early.arrived(begun, places, cast(Sequence[Encoding], encodings), embeddings):
-                return begun.rest()
-        else:
-            await self._arrive(encodings, embeddings)
-            if self._early is not None:
-                self._early.came(encodings, embeddings)
-        return self._answers.answer(request, places, embeddings, arrival)
-
-    async def _arrive(self, encodings: Sequence[Encoding | ImageJob], embeddings: Arrived) -> None:
-        jobs = [one for one in encodings if isinstance(one, ImageJob)]
-        encoded_here: AbstractContextManager[list[LocalEncoding]] = nullcontext([])
-        if jobs:
-            if self._local is None:
-                raise ApiError(503, "the model is not up; try again", code="unavailable")
-            encoded_here = self._local.encodings(jobs)
-        with encoded_here as here:
-            coming = iter(here)
-            given = [next(coming) if isinstance(one, ImageJob) else one for one in encodings]
-            await self._incoming.arrive(given, embeddings)
 
 
 async def _at_once(image: Image) -> Image:

@@ -117,7 +117,7 @@ class Replica:
     def nothing_is_left(self) -> bool:
         return (
             len(self.llm._incoming) == len(self.llm._answers.keys) == self.early.num_begun == 0
-            and self.llm._under_way == 0
+            and self.llm._requests.num_under_way == 0
         )
 
     def in_vain(self) -> dict[str | None, int]:
@@ -151,14 +151,15 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     loop = asyncio.new_event_loop()
     llm = LLM.__new__(LLM)
     loop.run_until_complete(llm.__init__(config))  # type: ignore[func-returns-value, misc]
-    assert llm._early is not None
+    early = llm._requests.early
+    assert early is not None
     counts = FreeAdded()
-    llm._early._counts = llm._incoming._counts = counts
+    early._counts = llm._incoming._counts = counts
     shape = llm._answers._shape
     shelf = EmbeddingShelf(2**22)
     lender = Lender(shelf)
     try:
-        yield Replica(llm, llm._early, counts, shelf, lender, shape.width, shape.merge_size, loop)
+        yield Replica(llm, early, counts, shelf, lender, shape.width, shape.merge_size, loop)
     finally:
         lender.close()
         llm.__del__()
@@ -183,14 +184,14 @@ def answered(pieces: list[object]) -> tuple[int, list[tuple[str, float]]]:
 
 async def at_once(replica: Replica, images: list[EncodedImage]) -> list[tuple[str, float]]:
     """The answer without anything of this."""
-    replica.llm._early = None
+    replica.llm._requests.early = None
     try:
         futures = coming(replica.loop, len(images))
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         status, tokens = answered(await replica.told(images, list(futures)))
     finally:
-        replica.llm._early = replica.early
+        replica.llm._requests.early = replica.early
     assert status == 200
     return tokens
 
@@ -263,11 +264,11 @@ def test_what_waits_for_encoders_is_no_reason_for_more_language_models(replica: 
         images = replica.images()
         futures = coming(replica.loop, 3)
         answers = [asyncio.ensure_future(replica.told(images, list(futures))) for _ in range(2)]
-        replica.llm._under_way += 1
+        replica.llm._requests.num_under_way += 1
         await eventually(lambda: sum(replica.llm._stats._loggers[0].load.__dict__.values()) >= 2)
         stats = replica.llm.record_autoscaling_stats()
         assert (stats["engine_running_requests"], stats["engine_waiting_requests"]) == (0, 0)
-        replica.llm._under_way -= 1
+        replica.llm._requests.num_under_way -= 1
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         for pieces in await asyncio.gather(*answers):

@@ -30,6 +30,7 @@ from deployments.engine_stats import EngineStats
 from deployments.incoming import Incoming
 from deployments.lending import Lender
 from deployments.llm import LLM
+from deployments.llm_requests import Requests
 from deployments.local_encoder import LocalEncoder
 from deployments.media_keys import KeyStore, connector_class
 from deployments.metrics import Counts
@@ -166,13 +167,13 @@ class StandInLLM(LLM):
     def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:
         self._engine = cast(Any, SimpleNamespace(shutdown=lambda: None))
         self._incoming = Incoming(Counts(), num_workers=0)
-        self._reads_on = None if config.transfer == "object_store" else host_name()
         self._stats = EngineStats()
-        self._under_way = 0
         self._prompts = PromptWork(remembers=True)
         self._local = LocalEncoder(config, Counts()) if config.llm.fallback == "local" else None
         keys = KeyStore()
         self._answers = self.seen = SeenAnswers(stand_in(keys, self), keys, EmbeddingShape(width, merge_size))
+        reads_on = None if config.transfer == "object_store" else host_name()
+        self._requests = Requests(self._incoming, self._answers, reads_on=reads_on, local=self._local)
         self.disconnects = 0
 
     async def check_health(self) -> None:

@@ -282,7 +282,7 @@ def replica(checkpoint: Path, load: Callable[[AppConfig], Tower] | None, identit
         settings = AppConfig(model=str(checkpoint))
     made = StandInLLM(settings, identity.vision.width, identity.vision.spatial_merge_size)
     if load is not None:
-        made._local = LocalEncoder(settings, cast(Counts, Told()), load)
+        made._local = made._requests.local = LocalEncoder(settings, cast(Counts, Told()), load)
     return made
 
 

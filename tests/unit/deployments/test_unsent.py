@@ -109,7 +109,7 @@ def test_what_the_engine_has_no_need_of_is_not_fetched() -> None:
     async def scenario() -> None:
         engine = Engine()
         accepted, head, _ = await engine.answer(nowhere(), nowhere(2.0))
-        assert accepted == Accepted(engine.llm._reads_on, (nowhere(), nowhere(2.0)))
+        assert accepted == Accepted(engine.llm._requests.reads_on, (nowhere(), nowhere(2.0)))
         assert isinstance(head, ResponseHead)
         assert b'way;desc="prefix_cache"' in dict(head.headers)[b"server-timing"]
         assert engine.came == [(6, 0), (6, 0)], "placeholders"
@@ -181,7 +181,7 @@ def test_what_came_with_a_request_may_be_spared_the_next_one() -> None:
         assert isinstance(first, Accepted)
         assert first.read_from == (nowhere(),)
         engine.incoming.prefix_cached = False
-        assert (await engine.answer(*at_once(encoded())))[0] == Accepted(engine.llm._reads_on, (None,))
+        assert (await engine.answer(*at_once(encoded())))[0] == Accepted(engine.llm._requests.reads_on, (None,))
 
     run(scenario())
 
