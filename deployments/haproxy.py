@@ -4,7 +4,12 @@ proxy, and replicas that run in Serve's own loop. What a Ray needs to be told; i
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+CLIENT_TIMEOUT, CLIENT_TIMEOUT_S = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", 60
+"""For the next byte of a request, and for a client that takes nothing of its answer; Serve's own is an hour. Who waits
+for an answer, or for the next token, is not held to it."""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -20,6 +25,7 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        CLIENT_TIMEOUT: os.environ.get(CLIENT_TIMEOUT, str(CLIENT_TIMEOUT_S)),
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }

@@ -283,6 +283,9 @@ def test_serve_with_the_other_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert vitray("serve", "--config", path, "--haproxy").exit_code == 0
     for name in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"):
         assert [name in each for each in environment] == [False, True]
+    assert environment[1][haproxy.CLIENT_TIMEOUT] == "60"
+    monkeypatch.setitem(os.environ, haproxy.CLIENT_TIMEOUT, "7")
+    assert haproxy.environment(tmp_path.parent)[haproxy.CLIENT_TIMEOUT] == "7", "the operator's own"
     made = Path(environment[1]["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
     assert made.is_dir()
     made.rmdir()
