@@ -70,6 +70,7 @@ def _application(
             "encoder_replica": {"num_cpus": 0.01, "decode_workers": 1},
             "llm": {
                 "num_cpus": 0.01,
+                "begin_from_tokens": 16,  # small pictures are read one by one too
                 "engine_args": {
                     "served_model_name": [MODEL],
                     "dtype": dtype,  # of itself vLLM takes bfloat16 for a checkpoint in float32

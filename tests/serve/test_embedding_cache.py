@@ -55,6 +55,14 @@ def test_the_engine_loads_embeddings_by_itself(base_url: str) -> None:
     assert timing(post(base_url, CHAT, body))["way"] == 'desc="engine_loads"'
 
 
+def test_vllm_has_a_request_while_its_images_are_encoded(application: ServedApplication, qwen3: str) -> None:
+    """Once the engine has loaded what came before. The answers are those of vLLM alone: test_parity.py again."""
+    before = application.exported("qwen3", "LLM", Count.PROMPTS_BEGUN)
+    for number in range(8):
+        ask(qwen3, chat(user(*(image(pictures.url(380 + 2 * number + n, 90, 90)) for n in range(2)), text("Compare."))))
+    until(lambda: application.exported("qwen3", "LLM", Count.PROMPTS_BEGUN) >= before + 4)
+
+
 def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedApplication, qwen3: str) -> None:
     """Of a request with the same beginning and a new picture at its end it loads the new one alone; after another
     beginning, both. Before it come so many others that vLLM's cache of embeddings, which does not look at the prompt,
