@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import hashlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,11 @@ def measured(
     return found
 
 
+def takes(trace: Trace, speed: float, num_servers: int) -> float:
+    """Seconds of a slice at one speed: each server has all of it, one after the other."""
+    return num_servers * trace.requests[-1].at_s / speed
+
+
 def best(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
     """The highest goodput that a server reached, and the most requests a second of which GOOD_SHARE were good."""
     mine = [row["servers"][label] for row in rows]
@@ -144,6 +150,7 @@ def best(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     deadline = Deadline(60 * options.minutes - STOP_S)
     device = None if options.tiny else gpu()
     if device is None and not options.tiny:
@@ -221,7 +228,7 @@ def run(
             print(f"the same request again: {report['again_ms']}", flush=True)
         for speeds, parts in options.load:
             for speed, trace in zip(speeds, parts, strict=True):
-                if deadline.over:
+                if deadline.left < takes(trace, speed, len(all_of)):
                     print(f"no time was left for {trace.name} at {speed:g}", flush=True)
                     continue
                 row = measured(trace, speed, all_of, options, pictures)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks import bench_goodput, goodput_plan
-from benchmarks.bench_goodput import best, parse, slices
+from benchmarks.bench_goodput import best, parse, slices, takes
 from benchmarks.goodput_plan import Fleet, engine_args, serve_config, vllm_command
 from benchmarks.goodput_servers import balanced, peers
 from benchmarks.trace_bodies import Bodies
@@ -42,6 +42,12 @@ def test_slices_have_requests_and_pictures_of_their_own() -> None:
     assert len({picture(part.digest, image).tobytes() for part in parts}) == 3
     with pytest.raises(ValueError, match="3 speeds of 14 requests want 42; generated has 40"):
         slices(trace, 3, 14)
+
+
+def test_what_a_speed_takes_is_known_before_it_begins() -> None:
+    """A speed that was begun without the time for it would be cut off, and whatever comes after it left out."""
+    trace = slices(generated(40), 2, 12)[1]
+    assert takes(trace, 2.0, 3) == pytest.approx(1.5 * trace.requests[-1].at_s)
 
 
 @pytest.mark.parametrize("text", ["missing.jsonl:1:10", "1,2", "trace.jsonl:fast:10"])
