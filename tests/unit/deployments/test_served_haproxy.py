@@ -34,7 +34,7 @@ PROGRAM = textwrap.dedent(
 
     with own_serve(haproxy=True, num_cpus=2) as (url, deploy):
         import httpx
-        from tests.unit.deployments.test_haproxy import NAME
+        from tests.unit.deployments.test_served_haproxy import NAME
 
         deploy({"name": "slow", "route_prefix": "/", "import_path": NAME, "args": {"answer_s": ANSWER_S}})
         address = httpx.URL(url).host, httpx.URL(url).port
