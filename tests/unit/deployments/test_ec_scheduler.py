@@ -9,6 +9,7 @@ import pytest
 
 from deployments import vllm_compat
 from tests.unit.deployments.test_ec_connector import Engine, engine, feature, request
+from tests.unit.deployments.test_lending import eventually
 
 __all__ = ["engine"]  # a fixture
 
@@ -96,6 +97,7 @@ def test_what_a_prompt_was_begun_with_stays_until_it_ends(engine: Engine) -> Non
     asked = request(feature(image, 0), feature(MISSING, 10))
     assert engine.scheduler.within_reach(asked, 0) == 10
     engine.incoming.close(arrived)
+    eventually(lambda: bool(engine.scheduler._scheduler.table._entries[image.digest].withdrawn))
     assert engine.scheduler.has_cache_item(image.digest)
     engine.scheduler.request_finished(asked)
     assert not engine.scheduler.has_cache_item(image.digest)
