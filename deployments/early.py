@@ -8,7 +8,7 @@ with what came. It must not know how vLLM answers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from deployments.arrived import Arrived
 from deployments.incoming import Encoding, Incoming
@@ -57,9 +57,7 @@ class Early:
     ) -> Answer:
         """Gives it to vLLM. Let `arrived` follow."""
         self._counts.add(Count.PROMPTS_BEGUN)
-        answer: AsyncGenerator[ResponseHead | bytes, None]
-        answer = self._answers.answer(request, places, embeddings, arrival, expected=True)
-        return Started(answer)
+        return Started(self._answers.answer(request, places, embeddings, arrival, expected=True))
 
     async def arrived(
         self, begun: Answer, places: Sequence[ImagePlace], encodings: Sequence[Encoding], embeddings: Arrived

@@ -69,7 +69,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         needed = [
             feature
             for feature in request.mm_features
-            if is_placeholder(feature) and feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
+            if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens and is_placeholder(feature)
         ]
         if not needed:
             return None

@@ -1,7 +1,8 @@
 """A language model replica whose vLLM is given requests while their embeddings are on their way.
 
 The engine is vLLM's own, in this process's charge; the encoders are the test's, so that each embedding comes when the
-test says. Answers are compared with those to the same embeddings given at once.
+test says. Answers are compared with those to the same embeddings given at once. One file, since all of it asks one
+engine, which takes half a minute to start.
 """
 
 from __future__ import annotations
@@ -110,6 +111,19 @@ class Replica:
         request, places = self.request(images, **fields)
         return [piece async for piece in self.llm.handle(request, places, encodings)]
 
+    def asked(self, images: list[EncodedImage], **fields: object) -> tuple[list[Coming], asyncio.Task[list[object]]]:
+        """What encoders are to answer, and what is told."""
+        futures = coming(self.loop, len(images))
+        return futures, asyncio.ensure_future(self.told(images, list(futures), **fields))
+
+    async def begun(self) -> tuple[list[EncodedImage], list[Coming], asyncio.Task[list[object]]]:
+        """A request whose first image vLLM has, and whose others are on their way."""
+        images, before = self.images(), self.num_loaded
+        futures, answer = self.asked(images)
+        futures[0].set_result(self.lent(images[0]))
+        await eventually(lambda: self.num_loaded > before)
+        return images, futures, answer
+
     @property
     def num_loaded(self) -> int:
         return self.llm._incoming.num_loaded
@@ -205,8 +219,7 @@ def test_a_prompt_is_read_as_its_images_come_and_the_answer_is_the_same(replica:
     async def scenario() -> None:
         images = replica.images()
         before = replica.num_loaded
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        futures, answer = replica.asked(images)
         for number, (future, image) in enumerate(zip(futures, images, strict=True)):
             await asyncio.sleep(LOOK_S)
             assert replica.num_loaded == before + number, "what is not there cannot be read"
@@ -227,8 +240,7 @@ def test_images_that_come_in_another_order_are_read_in_the_prompts(replica: Repl
     async def scenario() -> None:
         images = replica.images()
         before = replica.num_loaded
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures), stream=False))
+        futures, answer = replica.asked(images, stream=False)
         for number in (2, 1):
             futures[number].set_result(replica.lent(images[number]))
             await asyncio.sleep(LOOK_S)
@@ -243,14 +255,9 @@ def test_images_that_come_in_another_order_are_read_in_the_prompts(replica: Repl
 
 def test_others_are_answered_while_one_waits(replica: Replica) -> None:
     async def scenario() -> None:
-        waiting, others = replica.images(), replica.images()
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(waiting, list(futures)))
-        futures[0].set_result(replica.lent(waiting[0]))
-        before = replica.num_loaded
-        await eventually(lambda: replica.num_loaded > before)
+        waiting, futures, answer = await replica.begun()
         assert replica.early.num_begun == 1
-        await at_once(replica, others)
+        await at_once(replica, replica.images())
         assert not answer.done()
         for number in (1, 2):
             futures[number].set_result(replica.lent(waiting[number]))
@@ -279,12 +286,7 @@ def test_what_waits_for_encoders_is_no_reason_for_more_language_models(replica: 
 
 def test_an_image_that_is_refused_is_told_and_the_engine_goes_on(replica: Replica) -> None:
     async def scenario() -> None:
-        images = replica.images()
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures)))
-        futures[0].set_result(replica.lent(images[0]))
-        before = replica.num_loaded
-        await eventually(lambda: replica.num_loaded > before)
+        images, futures, answer = await replica.begun()
         futures[1].set_result(replica.lent(images[1]))
         futures[2].set_result(ImageRefused("the image is broken"))
         pieces = await answer
@@ -299,12 +301,7 @@ def test_an_image_that_is_refused_is_told_and_the_engine_goes_on(replica: Replic
 
 def test_an_encoder_that_fails_is_told_and_nothing_is_left(replica: Replica) -> None:
     async def scenario() -> None:
-        images = replica.images()
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures)))
-        futures[0].set_result(replica.lent(images[0]))
-        before = replica.num_loaded
-        await eventually(lambda: replica.num_loaded > before)
+        images, futures, answer = await replica.begun()
         futures[2].set_exception(RayActorError())
         assert await answer == [NotEncoded(2)]
         futures[1].cancel()
@@ -314,18 +311,17 @@ def test_an_encoder_that_fails_is_told_and_nothing_is_left(replica: Replica) -> 
     replica.run(scenario())
 
 
-@pytest.mark.parametrize(("which", "why"), [(2, "not_loaded"), (0, "not_loaded")])
-def test_what_comes_through_the_object_store_goes_with_the_request(replica: Replica, which: int, why: str) -> None:
+@pytest.mark.parametrize("which", [2, 0])
+def test_what_comes_through_the_object_store_goes_with_the_request(replica: Replica, which: int) -> None:
     async def scenario() -> None:
         images = replica.images()
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures)))
+        futures, answer = replica.asked(images)
         await asyncio.sleep(LOOK_S)
         for number, (future, image) in enumerate(zip(futures, images, strict=True)):
             future.set_result(image if number == which else replica.lent(image))
         status, tokens = answered(await answer)
         assert status == 200
-        assert replica.in_vain() == {why: 1}
+        assert replica.in_vain() == {"not_loaded": 1}
         await eventually(replica.nothing_is_left)
         same(tokens, await at_once(replica, images))
 
@@ -382,12 +378,7 @@ def test_an_embedding_that_has_gone_is_asked_for_again(replica: Replica) -> None
 
 def test_a_client_that_leaves_before_its_images_come_leaves_nothing(replica: Replica) -> None:
     async def scenario() -> None:
-        images = replica.images()
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures)))
-        futures[0].set_result(replica.lent(images[0]))
-        before = replica.num_loaded
-        await eventually(lambda: replica.num_loaded > before)
+        images, _, answer = await replica.begun()
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer
@@ -402,8 +393,7 @@ def test_a_client_that_leaves_before_its_images_come_leaves_nothing(replica: Rep
 def test_what_vllm_refuses_is_told_once_all_has_come(replica: Replica) -> None:
     async def scenario() -> None:
         images = replica.images()
-        futures = coming(replica.loop, 3)
-        answer = asyncio.ensure_future(replica.told(images, list(futures), max_tokens=100_000))
+        futures, answer = replica.asked(images, max_tokens=100_000)
         await asyncio.sleep(LOOK_S)
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
