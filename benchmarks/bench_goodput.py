@@ -1,11 +1,11 @@
 """Goodput of encoders and language models apart against as many vLLM servers: `python benchmarks/bench_goodput.py`.
 
-On the same GPUs, with one checkpoint of Qwen3-VL-8B's shapes and random weights: the application with its encoders and
-language models on GPUs of their own, and a vLLM server with its own tower on each GPU behind HAProxy. All are up at
-once and asked in turn; who is not asked has nothing to do. Traces come in slices of their own for each speed, so that
-no cache knows a picture. One request with a small picture is sent again and again too, for one token, with every cache
-warm: what the way through the server costs. The last line on stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs;
-`--tiny` runs without one, on small models. Exits with 1 where a request failed or the client was late.
+On the same GPUs, or parts of them, with one checkpoint of Qwen3-VL-8B's shapes and random weights: the application with
+its encoders and language models on GPUs of their own, and a vLLM server with its own tower on each GPU behind HAProxy.
+All are up at once and asked in turn; who is not asked has nothing to do. Traces come in slices of their own for each
+speed, so that no cache knows a picture. One request with a small picture is sent again and again too, for one token,
+with every cache warm: what the way through the server costs. The last line on stdout is JSON. Needs Ray with HAProxy,
+vLLM and GPUs; `--tiny` runs without one, on small models. Exits with 1 where a request failed or the client was late.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import bench_serve, goodput_plan, latency_client, trace_figures
+from benchmarks.goodput_options import parse
 from benchmarks.goodput_plan import NAME, Fleet
 from benchmarks.goodput_servers import balanced, peers
+from benchmarks.gpu_parts import cut
 from benchmarks.latency_figures import stages, summary
 from benchmarks.measure import Deadline
 from benchmarks.record import gpu, provenance, save, write
 from benchmarks.servers import Peer, Servers, own_port
 from benchmarks.serving_checkpoint import make_published
 from benchmarks.serving_plan import MODEL
-from benchmarks.trace_figures import Slo
 from benchmarks.trace_images import make_images
-from benchmarks.trace_requests import Trace, read_trace
+from benchmarks.trace_requests import Trace
 from benchmarks.trace_run import Plan, Server, measure
-from encoder.traces import TraceError
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.7
@@ -49,63 +49,6 @@ AGAIN_FIRST = 5
 """Of the requests that are sent again, those that fill caches."""
 GOOD_SHARE = 0.9
 """Of a speed's requests, for the speed to count as kept."""
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
-    parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
-    parser.add_argument("--encoders", type=int, default=1, help="GPUs with encoders; others have language models")
-    parser.add_argument("--shared", action="store_true", help="the encoder shares one GPU; all have language models")
-    parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
-                        help="requests for each speed; may come again")  # fmt: skip
-    parser.add_argument("--pieces", type=int, default=2, help="in which servers take turns (default 2)")
-    parser.add_argument("--batched-tokens", type=int, default=2048, help="of our language models' steps (2048)")
-    parser.add_argument(
-        "--peer-batched-tokens", type=numbers, default=(8192,), help="of vLLM's: 2048,8192; default 8192"
-    )
-    parser.add_argument("--peer-processes", type=numbers, default=(1,), help="API processes of vLLM's: 1,4; default 1")
-    parser.add_argument("--ingresses", type=int, default=4)
-    parser.add_argument("--decode-workers", type=int, default=8, help="of each encoder (default 8)")
-    parser.add_argument("--kv-gib", type=float, default=30.0, help="of each engine (default 30)")
-    parser.add_argument("--ttft-ms", type=float, default=1000.0)
-    parser.add_argument("--tpot-ms", type=float, default=50.0)
-    parser.add_argument("--again", type=int, default=60, help="times that one request is sent again")
-    parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
-    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
-    return parser.parse_args(arguments)
-
-
-def load(text: str) -> tuple[tuple[float, ...], list[Trace]]:
-    """A trace's speeds, times as fast as it says, and a slice of it for each."""
-    try:
-        path, speeds, requests = text.rsplit(":", 2)
-        wanted = tuple(float(speed) for speed in speeds.split(","))
-        return wanted, slices(read_trace(Path(path)), len(wanted), int(requests))
-    except (ValueError, OSError, TraceError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED:REQUESTS: {error}") from error
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
-
-
-def slices(trace: Trace, number: int, requests: int) -> list[Trace]:
-    """So many parts of a trace with requests and pictures of their own. Raises ValueError where it is too short."""
-    if number * requests > len(trace.requests):
-        raise ValueError(
-            f"{number} speeds of {requests} requests want {number * requests}; {trace.name} has {len(trace.requests)}"
-        )
-    made = []
-    for first in range(0, number * requests, requests):
-        rows = trace.requests[first : first + requests]
-        moved = tuple(dataclasses.replace(one, at_s=one.at_s - rows[0].at_s) for one in rows)
-        digest = hashlib.sha256(f"{trace.digest} {first}".encode()).hexdigest()
-        made.append(Trace(trace.name, digest, moved))
-    return made
 
 
 def again(url: str, number: int) -> dict[str, Any]:
@@ -126,11 +69,15 @@ def measured(
     """A trace's slice at one speed."""
     plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0, prepared=True)
     runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True)))
-    slo = Slo(options.ttft_ms, options.tpot_ms)
-    found = bench_serve.report(plan, servers, runs, slo, MAX_LAG_MS)
+    found = bench_serve.report(plan, servers, runs, options.slo[0], MAX_LAG_MS)
     for server in servers:
+        answers = [one.answer for one in runs[server.label].sent]
+        found["servers"][server.label]["goodput_shares"] = {
+            f"{slo.ttft_ms:g}:{slo.tpot_ms:g}": sum(map(slo.met, answers)) / len(answers) for slo in options.slo
+        }
         print(f"{server.label}, {trace.name}, {speed:g} times as fast", flush=True)
         print(trace_figures.text(found["servers"][server.label]), flush=True)
+        print(f"good: {found['servers'][server.label]['goodput_shares']}", flush=True)
     return found
 
 
@@ -159,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
             options.decode_workers, options.kv_gib, options.peer_processes, options.shared,
-            gpu=device is not None,
+            options.parts, gpu=device is not None,
         )  # fmt: skip
     except ValueError as error:
         raise SystemExit(str(error)) from error
@@ -170,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "fleet": dataclasses.asdict(fleet),
         "proxy": "Serve's" if options.serve_proxy else "Serve's HAProxy",
         "cores": os.cpu_count(),
-        "slo": {"ttft_ms": options.ttft_ms, "tpot_ms": options.tpot_ms},
+        "slos": [dataclasses.asdict(one) for one in options.slo],
         "rows": [],
         "again_ms": {},
         **provenance(options.commit, arguments),
@@ -188,7 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), state_folder=folder / "state")
         sets = peers(fleet, checkpoint)
         everyone = [peer for one in sets.values() for peer in one]
-        with Servers(config, everyone, gpu=fleet.gpu, logs=logs, haproxy=not options.serve_proxy) as servers:
+        with (
+            cut(fleet.parts if fleet.gpu else 1, folder),
+            Servers(config, everyone, gpu=fleet.gpu, logs=logs, haproxy=not options.serve_proxy) as servers,
+        ):
             ready = servers.wait(START_SHARE * deadline.left)
             if missing := [name for name in servers.urls if name not in ready]:
                 for name in missing:

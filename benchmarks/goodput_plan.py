@@ -20,7 +20,7 @@ PEER = "vllm"
 SHARED_ENCODER, SHARED_LLM = 0.2, 0.8
 """Of one GPU, where encoder and language model share it."""
 MEMORY_SHARE = 0.3
-"""Of a GPU's memory, which vLLM wants to find free; how much it takes is `kv_gib`."""
+"""Of a GPU's or its part's memory, which vLLM wants to find free; how much it takes is `kv_gib`."""
 GIB = 2**30
 SHARED_GIB = 16
 """Shared memory of an encoder: `documents.jsonl` at several requests a second has up to 6 GiB in it."""
@@ -65,6 +65,8 @@ class Fleet:
     """API processes of a vLLM server; more than one number: as many sets of servers."""
     shared: bool = False
     """Every GPU has a language model, and an encoder shares one of them; of one GPU always."""
+    parts: int = 1
+    """That each GPU is cut into (`benchmarks/gpu_parts.py`); all numbers of GPUs are of parts then."""
     gpu: bool = True
     """Without: small models on the CPU, one of each kind."""
 
@@ -75,6 +77,8 @@ class Fleet:
             raise ValueError(f"{self.encoders} encoders on {self.gpus} GPUs: each side needs one")
         if self.shares and self.encoders > 1:  # two on one GPU would leave a language model without
             raise ValueError(f"{self.encoders} encoders that share GPUs with language models; only one can")
+        if self.parts < 1 or self.gpus % self.parts:
+            raise ValueError(f"{self.gpus} parts are no number of GPUs of {self.parts} parts")
 
     @property
     def shares(self) -> bool:
@@ -101,7 +105,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
         "max_model_len": 32_768,
         "max_num_seqs": 128,
         "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
-        "gpu_memory_utilization": MEMORY_SHARE,
+        "gpu_memory_utilization": MEMORY_SHARE / fleet.parts,
         # Measuring what is free while others take memory goes wrong.
         "kv_cache_memory_bytes": int(fleet.kv_gib * GIB),
         # Graphs of decoding steps and nothing compiled: engines that start side by side would all compile at once.
@@ -116,7 +120,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
 def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, state_folder: Path) -> dict[str, Any]:
     """A serve_config of the application, every replica up from the start."""
     encoder: dict[str, Any] = {"state_folder": str(state_folder)} if fleet.gpu else {"warm_grids": []}
-    encoder_gpus, llm_gpus = (SHARED_ENCODER, SHARED_LLM) if fleet.shares else (1, 1)
+    encoder_gpus, llm_gpus = (SHARED_ENCODER, SHARED_LLM) if fleet.shares else (1 / fleet.parts, 1 / fleet.parts)
     application = {
         "name": NAME,
         "route_prefix": f"/{NAME}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,11 +15,13 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from benchmarks import bench_goodput, goodput_plan
-from benchmarks.bench_goodput import best, parse, slices, takes
+from benchmarks import bench_goodput, goodput_plan, gpu_parts
+from benchmarks.bench_goodput import best, takes
+from benchmarks.goodput_options import parse, slices
 from benchmarks.goodput_plan import Fleet, engine_args, serve_config, vllm_command
 from benchmarks.goodput_servers import balanced, peers
 from benchmarks.trace_bodies import Bodies
+from benchmarks.trace_figures import Slo
 from benchmarks.trace_images import picture
 from benchmarks.trace_requests import generated
 from benchmarks.trace_run import _of_piece
@@ -74,6 +77,7 @@ def test_only_one_encoder_shares() -> None:
         (FOUR, 4),
         (Fleet(1, 1, 2048, (8192,), 1, 1, 12.0), 1),
         (Fleet(2, 1, 2048, (8192,), 1, 1, 12.0, shared=True), 0.2 + 2 * 0.8),
+        (Fleet(4, 1, 2048, (8192,), 1, 1, 12.0, parts=2), 2),
     ],
 )
 def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, filled: float, tmp_path: Path) -> None:
@@ -108,6 +112,74 @@ def test_a_set_of_servers_has_each_gpu_once() -> None:
     for members in found.values():
         assert [peer.environment["CUDA_VISIBLE_DEVICES"] for peer in members] == ["0", "1", "2", "3"]
     assert len({peer.name for members in found.values() for peer in members}) == 8
+
+
+def test_parts_of_a_gpu_are_servers_of_their_own() -> None:
+    fleet = Fleet(4, 1, 2048, (8192,), 1, 1, 12.0, parts=2)
+    (members,) = peers(fleet, Path("model")).values()
+    assert [peer.environment["CUDA_VISIBLE_DEVICES"] for peer in members] == ["0", "0", "1", "1"]
+    assert engine_args(fleet, 8192)["gpu_memory_utilization"] == engine_args(FOUR, 8192)["gpu_memory_utilization"] / 2
+    with pytest.raises(ValueError, match="3 parts are no number of GPUs of 2 parts"):
+        Fleet(3, 1, 2048, (8192,), 1, 1, 12.0, parts=2)
+
+
+PROGRAM = """#!/bin/sh
+if [ "$1" = -d ]; then
+    echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PIPE_DIRECTORY" > "$TOLD"; exit $STARTS
+fi
+cat >> "$TOLD"
+"""
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the program of the Multi-Process Service has been told, by one in its place."""
+    program = tmp_path / "bin" / gpu_parts.PROGRAM
+    program.parent.mkdir()
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    monkeypatch.setenv("STARTS", "0")
+    return tmp_path / "told"
+
+
+def test_parts_are_there_while_something_runs_on_them(control: Path, tmp_path: Path) -> None:
+    before = dict(os.environ)
+    with gpu_parts.cut(2, tmp_path):
+        assert os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+        assert Path(pipe).is_dir()
+        assert control.read_text() == f"50 {pipe}\n"
+    assert control.read_text() == f"50 {pipe}\nquit\n"
+    assert dict(os.environ) == before
+
+
+def test_parts_that_cannot_be_had_are_told(control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTS", "3")
+    with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control ended with 3"), gpu_parts.cut(2, tmp_path):
+        pytest.fail("begun without it")
+    assert control.read_text().count("quit") == 0
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="2 parts of a GPU need nvidia-cuda-mps-control"), gpu_parts.cut(2, tmp_path):
+        pytest.fail("begun without it")
+
+
+def test_one_part_is_all_of_a_gpu(control: Path, tmp_path: Path) -> None:
+    with gpu_parts.cut(1, tmp_path):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert not control.exists()
+
+
+def test_answers_are_judged_by_every_slo(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": 0, "images": [], "prompt_tokens": 1, "output_tokens": 1}\n')
+    load = ["--load", f"{trace}:1:1"]
+    assert parse(load).slo == [Slo(1000.0, 50.0)]
+    assert parse([*load, "--slo", "2000:100", "--slo", "1000:50.5"]).slo == [Slo(2000.0, 100.0), Slo(1000.0, 50.5)]
+    with pytest.raises(SystemExit):
+        parse([*load, "--slo", "2000"])
 
 
 def test_servers_with_several_api_processes_are_sets_of_their_own() -> None:
