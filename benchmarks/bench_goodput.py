@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import bench_serve, goodput_plan, latency_client, trace_figures
+from benchmarks import bench_serve, goodput_answers, goodput_plan, latency_client, trace_figures
 from benchmarks.goodput_options import parse
 from benchmarks.goodput_plan import NAME, Fleet
 from benchmarks.goodput_servers import balanced, peers
@@ -69,6 +69,8 @@ def measured(
     """A trace's slice at one speed."""
     plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0, prepared=True)
     runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True)))
+    if options.answers is not None and speed != float("inf"):
+        goodput_answers.append(options.answers, trace, speed, runs)
     found = bench_serve.report(plan, servers, runs, options.slo[0], MAX_LAG_MS)
     for server in servers:
         answers = [one.answer for one in runs[server.label].sent]
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             goodput_plan.published_config(checkpoint)
         print("the checkpoint is there", flush=True)
         config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), state_folder=folder / "state")
-        sets = peers(fleet, checkpoint)
+        sets = {} if options.alone else peers(fleet, checkpoint)
         everyone = [peer for one in sets.values() for peer in one]
         with (
             cut(fleet.parts if fleet.gpu else 1, folder),

@@ -33,6 +33,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slo", type=slo, action="append", metavar="TTFT:TPOT",
                         help="milliseconds of a good answer; may come again (default 1000:50)")  # fmt: skip
     parser.add_argument("--again", type=int, default=60, help="times that one request is sent again")
+    parser.add_argument("--alone", action="store_true", help="without vLLM's servers")
+    parser.add_argument("--answers", type=Path, help="append every request to this file, a line of JSON each")
     parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
