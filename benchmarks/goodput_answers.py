@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from benchmarks.trace_client import Run
 from benchmarks.trace_figures import tpot_ms
 from benchmarks.trace_requests import Trace
-from benchmarks.trace_run import Run
 
 
 def append(path: Path, trace: Trace, speed: float, runs: Mapping[str, Run]) -> None:
