@@ -16,8 +16,12 @@ from encoder.traces import TraceError
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
     parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
-    parser.add_argument("--encoders", type=int, default=1, help="GPUs with encoders; others have language models")
-    parser.add_argument("--shared", action="store_true", help="the encoder shares one GPU; all have language models")
+    parser.add_argument(
+        "--encoders", type=int, default=1, help="GPUs with encoders; others have language models (default 1)"
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="encoders share GPUs with language models, of which each has one"
+    )
     parser.add_argument("--parts", type=int, default=1, help="cut each GPU into so many, which --gpus counts then")
     parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
                         help="requests for each speed; may come again")  # fmt: skip

@@ -64,7 +64,7 @@ class Fleet:
     peer_processes: tuple[int, ...] = (1,)
     """API processes of a vLLM server; more than one number: as many sets of servers."""
     shared: bool = False
-    """Every GPU has a language model, and an encoder shares one of them; of one GPU always."""
+    """Every GPU has a language model, and encoders share them, one a GPU at most; of one GPU always."""
     parts: int = 1
     """That each GPU is cut into (`benchmarks/gpu_parts.py`); all numbers of GPUs are of parts then."""
     gpu: bool = True
@@ -73,10 +73,10 @@ class Fleet:
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise ValueError(f"{self.gpus} GPUs; at least one is needed")
-        if not 1 <= self.encoders <= max(1, self.gpus - 1):
-            raise ValueError(f"{self.encoders} encoders on {self.gpus} GPUs: each side needs one")
-        if self.shares and self.encoders > 1:  # two on one GPU would leave a language model without
-            raise ValueError(f"{self.encoders} encoders that share GPUs with language models; only one can")
+        if self.encoders < 1 or self.encoders > (self.gpus if self.shares else self.gpus - 1):
+            raise ValueError(
+                f"{self.encoders} encoders on {self.gpus} GPUs: each side needs one, a GPU has one at most"
+            )
         if self.parts < 1 or self.gpus % self.parts:
             raise ValueError(f"{self.gpus} parts are no number of GPUs of {self.parts} parts")
 
@@ -120,7 +120,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
 def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, state_folder: Path) -> dict[str, Any]:
     """A serve_config of the application, every replica up from the start."""
     encoder: dict[str, Any] = {"state_folder": str(state_folder)} if fleet.gpu else {"warm_grids": []}
-    encoder_gpus, llm_gpus = (SHARED_ENCODER, SHARED_LLM) if fleet.shares else (1 / fleet.parts, 1 / fleet.parts)
+    encoder_gpus, llm_gpus = (SHARED_ENCODER, SHARED_LLM) if fleet.shares else (1, 1)
     application = {
         "name": NAME,
         "route_prefix": f"/{NAME}",
@@ -129,13 +129,13 @@ def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, state_folder: Pat
             "model": str(checkpoint),
             "encoder": encoder,
             "encoder_replica": {
-                "num_gpus": encoder_gpus if fleet.gpu else 0,
+                "num_gpus": encoder_gpus / fleet.parts if fleet.gpu else 0,
                 "num_cpus": 0.1,
                 "decode_workers": fleet.decode_workers,
                 **({"shared_embedding_bytes": SHARED_GIB * GIB} if fleet.gpu else {}),
             },
             "llm": {
-                "num_gpus": llm_gpus if fleet.gpu else 0,
+                "num_gpus": llm_gpus / fleet.parts if fleet.gpu else 0,
                 "num_cpus": 0.1,
                 "engine_args": engine_args(fleet, fleet.batched_tokens),
             },

@@ -67,7 +67,9 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         backpressure_config=BackpressureConfig(retry_after_s=config.ingress.retry_after_s),
         graceful_shutdown_timeout_s=drain_s,
     )(Ingress)
-    return ingress.bind(config, encoder.bind(config), llm.bind(config))
+    # In this order Ray places them: language models take a GPU each, and then encoders what these leave of it. The
+    # other way round several encoders would go to one GPU, and one language model nowhere.
+    return ingress.bind(config, llm=llm.bind(config), encoder=encoder.bind(config))
 
 
 def resources(

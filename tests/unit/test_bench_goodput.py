@@ -66,9 +66,10 @@ def test_a_fleet_has_both_sides(gpus: int, encoders: int) -> None:
         Fleet(gpus, encoders, 8192, (8192,), 1, 1, 1.0)
 
 
-def test_only_one_encoder_shares() -> None:
-    with pytest.raises(ValueError, match="2 encoders that share GPUs with language models; only one can"):
-        Fleet(4, 2, 8192, (8192,), 1, 1, 1.0, shared=True)
+def test_a_gpu_has_one_encoder_at_most() -> None:
+    assert Fleet(2, 2, 8192, (8192,), 1, 1, 1.0, shared=True).llms == 2
+    with pytest.raises(ValueError, match="3 encoders on 2 GPUs: each side needs one, a GPU has one at most"):
+        Fleet(2, 3, 8192, (8192,), 1, 1, 1.0, shared=True)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,9 @@ def test_only_one_encoder_shares() -> None:
         (FOUR, 4),
         (Fleet(1, 1, 2048, (8192,), 1, 1, 12.0), 1),
         (Fleet(2, 1, 2048, (8192,), 1, 1, 12.0, shared=True), 0.2 + 2 * 0.8),
+        (Fleet(2, 2, 2048, (8192,), 1, 1, 12.0, shared=True), 2),
         (Fleet(4, 1, 2048, (8192,), 1, 1, 12.0, parts=2), 2),
+        (Fleet(4, 4, 2048, (8192,), 1, 1, 12.0, shared=True, parts=2), 2),
     ],
 )
 def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, filled: float, tmp_path: Path) -> None:
