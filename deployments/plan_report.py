@@ -51,7 +51,9 @@ def text(
         f"{speeds.entry_s * 1e3:.0f} ms of the language model's own for every one; 1000 visual tokens take a CPU "
         f"{speeds.ours_reading_s * 1e6:.0f} ms to read, one of vLLM's {speeds.vllms_reading_s * 1e6:.0f}; no more than "
         f"{MOST_BUSY:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no encoding in "
-        "any way, and every prompt is read whole (no prefix cache); attention costs vLLM's tower what it costs ours; "
+        "any way, and every prompt is read whole (no prefix cache), "
+        f"{'as its images come' if speeds.reads_early else 'once all of its images have come'} from encoders of their "
+        "own; attention costs vLLM's tower what it costs ours; "
         "its tower spreads freely over a replica's GPUs; of a shared GPU the encoder has "
         f"{ENCODER_SHARE:g} of the memory, and the two never compute at once",
         "not looked at: memory, the rate of tokens after the first; see --help",

@@ -5,7 +5,8 @@ those that are free share what waits, each up to a bound, and are busy for as lo
 processes on CPUs read requests and their pictures, all that they have at once. Images of one request may go to several
 encoders. Answers that are being written take a constant share of every language model.
 Aggregated serving and a GPU shared by fractions are one queue for both the tower and the prefill; split serving is two
-in a row. Pure Python over numbers: it must not know of files, Ray or configurations.
+in a row. A prompt that is read as its images come enters the second as late as it can without having to wait for one of
+them. Pure Python over numbers: it must not know of files, Ray or configurations.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Speeds:
     """For which a visual token keeps a process busy before any GPU sees it: an ingress of ours …"""
     vllms_reading_s: float = 0.0
     """… and an API server of vLLM's."""
+    reads_early: bool = False
+    """Whether a prompt is read while its images come from encoders of their own (`llm.begin_from_tokens`)."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +199,13 @@ def first_tokens(
             [ready[number] for number, _ in images],
             layout.encoders,
             tower.seconds,
-            lambda batch: len(batch) <= tower.max_images,
+            lambda batch: len(batch) <= tower.max_images and _worth_a_launch(batch, speeds),
         )
-        for (number, _), at_s in zip(images, done, strict=True):
-            ready[number] = max(ready[number], at_s)
+        before = [0.0] * len(requests)  # seconds for which what comes before an image is read
+        for (number, image), at_s in zip(images, done, strict=True):
+            ready[number] = max(ready[number], at_s - before[number])
+            if speeds.reads_early:
+                before[number] += image.num_tokens / (language.prefill_tokens_per_s * (1 - writing))
         order.sort(key=ready.__getitem__)
     done, llms_s = played(
         [requests[number] for number in order],
@@ -227,6 +233,12 @@ def longest_stall_s(requests: Sequence[Request], speeds: Speeds, way: Way) -> fl
 def _tower(speeds: Speeds, way: Way) -> tuple[Tower, int]:
     """What encodes, and over how many GPUs. vLLM's spreads over a replica's, freely, which is in its favour."""
     return (speeds.vllms, speeds.language.gpus) if way is Way.AGGREGATED else (speeds.ours, 1)
+
+
+def _worth_a_launch(batch: Sequence[ImageCost], speeds: Speeds) -> bool:
+    """Where prompts are read early, encoders launch no more together than gains by it."""
+    enough = speeds.ours.table.worthwhile_tokens if speeds.reads_early else None
+    return enough is None or sum(image.num_tokens for image in batch) <= enough
 
 
 def _reading_s(speeds: Speeds, way: Way) -> float:

@@ -33,6 +33,8 @@ _DECODE = "vllm bench throughput --model MODEL --input-len 16 --output-len 512"
 @click.option("--max-gpus", default=64, show_default=True, type=click.IntRange(min=1), help="More are not considered.")
 @click.option("--costs", type=FILE, help="Times of our encoder on your GPU. Default: those shipped, of an H200.")
 @click.option("--vllm-costs", type=FILE, help="Times of vLLM's own tower on it. Needed with --costs.")
+@click.option("--read-early/--read-at-once", default=True, help="Prompts as their images come (default), with encoders "
+              "on the same hosts or NIXL; or once all have.")  # fmt: skip
 @click.option("--hop-ms", type=click.FloatRange(min=0), help="What encoders apart add to a request beside encoding.")
 @click.option("--reading-ms", type=click.FloatRange(min=0), help="Of an ingress's CPU for 1000 visual tokens.")
 @click.option("--vllm-reading-ms", type=click.FloatRange(min=0), help="The same of an API server of vLLM's.")
@@ -50,6 +52,7 @@ def plan(
     max_gpus: int,
     costs: Path | None,
     vllm_costs: Path | None,
+    read_early: bool,
     hop_ms: float | None,
     reading_ms: float | None,
     vllm_reading_ms: float | None,
@@ -154,6 +157,7 @@ def plan(
         entry_s=around.entry_s,
         ours_reading_s=around.ours_reading_s if reading_ms is None else reading_ms / 1e6,
         vllms_reading_s=around.vllms_reading_s if vllm_reading_ms is None else vllm_reading_ms / 1e6,
+        reads_early=read_early,
     )
     target = Target(slo, slo_share)
     met: dict[Way, Prediction | str] = {}

@@ -61,6 +61,24 @@ def test_images_of_a_request_are_encoded_side_by_side() -> None:
     assert two.first_token_s == pytest.approx(0.2 + 0.1 + 0.02)
 
 
+def test_a_prompt_is_read_as_its_images_come() -> None:
+    """Four images of 0.1 s each, one by one: before the last is there, 0.03 s of reading are done, of 0.1 in all.
+    Where reading is slower than encoding it begins with the first image."""
+    by_budget = Tower(
+        CostTable(replay_ms=((100, 100.0), (400, 399.0)), eager_ms=((1, 1e3), (10_000, 1e7)), work_ms=0.0)
+    )
+    at_once = replace(SPEEDS, ours=by_budget)
+    early = replace(at_once, reads_early=True)
+    four = requests(0, 10, images=4)
+    layout = Layout(Way.SPLIT, 1, 1)
+    assert predict(four, at_once, TARGET, layout).first_token_s == pytest.approx(0.399 + 0.1 + 0.02)
+    assert predict(four, early, TARGET, layout).first_token_s == pytest.approx(0.4 - 0.03 + 0.1 + 0.02)
+    slow = replace(early, language=Language(500, 1e12))
+    assert predict(four, slow, TARGET, layout).first_token_s == pytest.approx(0.1 + 2.0 + 0.02)
+    one = requests(0, 10)
+    assert predict(one, early, TARGET, layout) == predict(one, at_once, TARGET, layout)
+
+
 def test_answers_being_written_slow_prefill_and_vllms_tower_but_no_encoder() -> None:
     """1000 tokens a second for 10 s, of which the answers want 5000: half of the time is theirs."""
     speeds = replace(SPEEDS, language=Language(10_000, 1000))
