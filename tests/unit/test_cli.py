@@ -250,8 +250,8 @@ def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(app, "cluster_facts", lambda: ClusterFacts(has_gpu=False))
     monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
     ingress = app.build_app({})._bound_deployment
-    below = [bound._bound_deployment.name for bound in ingress.init_args if hasattr(bound, "_bound_deployment")]
-    assert (ingress.name, *below) == check_config.DEPLOYMENTS
+    below = [bound._bound_deployment.name for bound in ingress.init_kwargs.values()]
+    assert sorted([ingress.name, *below]) == sorted(check_config.DEPLOYMENTS)
     assert (scaling.INGRESS, scaling.ENCODER, scaling.LLM) == check_config.DEPLOYMENTS
 
 

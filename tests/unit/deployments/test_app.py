@@ -27,7 +27,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], *, has_gpu: boo
     def visit(application: Application) -> None:
         node = application._bound_deployment
         found[node.name] = node
-        for argument in node.init_args:
+        for argument in [*node.init_args, *node.init_kwargs.values()]:
             if isinstance(argument, Application):
                 visit(argument)
 

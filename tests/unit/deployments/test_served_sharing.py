@@ -14,7 +14,7 @@ from tests.programs import output_of_python
 
 pytestmark = pytest.mark.slow
 
-GPUS = 3
+GPUS = 2
 START_S = 90
 """A language model that has no GPU waits for ever."""
 PROGRAM = textwrap.dedent(
