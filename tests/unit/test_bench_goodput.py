@@ -15,12 +15,14 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from benchmarks import bench_goodput, goodput_plan, gpu_parts
+from benchmarks import bench_goodput, goodput_answers, goodput_plan, gpu_parts
 from benchmarks.bench_goodput import best, takes
 from benchmarks.goodput_options import parse, slices
 from benchmarks.goodput_plan import Fleet, engine_args, serve_config, vllm_command
 from benchmarks.goodput_servers import balanced, peers
+from benchmarks.latency_client import Answer
 from benchmarks.trace_bodies import Bodies
+from benchmarks.trace_client import Run, Sent
 from benchmarks.trace_figures import Slo
 from benchmarks.trace_images import picture
 from benchmarks.trace_requests import generated
@@ -183,6 +185,24 @@ def test_answers_are_judged_by_every_slo(tmp_path: Path) -> None:
     assert parse([*load, "--slo", "2000:100", "--slo", "1000:50.5"]).slo == [Slo(2000.0, 100.0), Slo(1000.0, 50.5)]
     with pytest.raises(SystemExit):
         parse([*load, "--slo", "2000"])
+
+
+def test_every_request_is_told_with_what_it_asked(tmp_path: Path) -> None:
+    """Also those without an answer; a second run's are put behind the first's."""
+    trace = generated(3)
+    good = Answer(
+        200, chunks_s=[0.25, 0.35], total_s=0.4, prompt_tokens=70, output_tokens=3, server_timing="encode;dur=1"
+    )
+    runs = {"a": Run([Sent(2, 0.0, answer=good), Sent(0, 0.0, answer=Answer(error="timeout"))], 1.0, [])}
+    for _ in range(2):
+        goodput_answers.append(tmp_path / "answers.jsonl", trace, 2.0, runs)
+    first, second, *again = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    assert again == [first, second]
+    assert first["images"] == [[image.width, image.height] for image in trace.requests[2].images]
+    assert first["due_s"] == pytest.approx(trace.requests[2].at_s / 2, abs=0.001)
+    assert (first["ttft_ms"], first["tpot_ms"], first["total_ms"]) == (250, pytest.approx(50), 400)
+    assert (first["server_timing"], first["prompt_tokens"], first["error"]) == ("encode;dur=1", 70, "")
+    assert (second["ttft_ms"], second["tpot_ms"], second["error"]) == (None, None, "timeout")
 
 
 def test_servers_with_several_api_processes_are_sets_of_their_own() -> None:
