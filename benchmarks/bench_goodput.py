@@ -73,13 +73,11 @@ def measured(
         goodput_answers.append(options.answers, trace, speed, runs)
     found = bench_serve.report(plan, servers, runs, options.slo[0], MAX_LAG_MS)
     for server in servers:
-        answers = [one.answer for one in runs[server.label].sent]
-        found["servers"][server.label]["goodput_shares"] = {
-            f"{slo.ttft_ms:g}:{slo.tpot_ms:g}": sum(map(slo.met, answers)) / len(answers) for slo in options.slo
-        }
+        shares = trace_figures.goodput_shares(runs[server.label], options.slo)
+        found["servers"][server.label]["goodput_shares"] = shares
         print(f"{server.label}, {trace.name}, {speed:g} times as fast", flush=True)
         print(trace_figures.text(found["servers"][server.label]), flush=True)
-        print(f"good: {found['servers'][server.label]['goodput_shares']}", flush=True)
+        print(f"good: {shares}", flush=True)
     return found
 
 
@@ -137,9 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), state_folder=folder / "state")
         sets = {} if options.alone else peers(fleet, checkpoint)
         everyone = [peer for one in sets.values() for peer in one]
+        haproxy = not options.serve_proxy
         with (
-            cut(fleet.parts if fleet.gpu else 1, folder),
-            Servers(config, everyone, gpu=fleet.gpu, logs=logs, haproxy=not options.serve_proxy) as servers,
+            cut(fleet.parts if fleet.gpu else 1, folder) as variables,
+            Servers(config, everyone, gpu=fleet.gpu, logs=logs, haproxy=haproxy, variables=variables) as servers,
         ):
             ready = servers.wait(START_SHARE * deadline.left)
             if missing := [name for name in servers.urls if name not in ready]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,35 +18,30 @@ QUIT_S = 10.0
 
 
 @contextmanager
-def cut(parts: int, scratch: Path) -> Iterator[None]:
-    """Whatever is started inside uses one of so many parts of the GPU that it sees; one part is all of it.
+def cut(parts: int, scratch: Path) -> Iterator[Mapping[str, str]]:
+    """Variables with which a program uses one of so many parts of the GPU that it sees; one part is all of it.
 
     Raises SystemExit where the driver's program is not there, RuntimeError where it does not start.
     """
     if parts == 1:
-        yield
+        yield {}
         return
     if shutil.which(PROGRAM) is None:
         raise SystemExit(f"{parts} parts of a GPU need {PROGRAM}, which comes with the driver")
+    folder = scratch / "mps"
+    folder.mkdir()
     variables = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(scratch / "mps"),
-        "CUDA_MPS_LOG_DIRECTORY": str(scratch / "mps"),
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder),
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 / parts:g}",
     }
-    (scratch / "mps").mkdir()
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    environment = {**os.environ, **variables}
+    started = subprocess.run([PROGRAM, "-d"], env=environment, capture_output=True, text=True, check=False)
+    if started.returncode:
+        raise RuntimeError(f"{PROGRAM} ended with {started.returncode}: {started.stdout}{started.stderr}")
     try:
-        started = subprocess.run([PROGRAM, "-d"], capture_output=True, text=True, check=False)
-        if started.returncode:
-            raise RuntimeError(f"{PROGRAM} ended with {started.returncode}: {started.stdout}{started.stderr}")
-        try:
-            yield
-        finally:
-            subprocess.run([PROGRAM], input="quit\n", text=True, timeout=QUIT_S, capture_output=True, check=False)
+        yield variables
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        subprocess.run(
+            [PROGRAM], env=environment, input="quit\n", text=True, timeout=QUIT_S, capture_output=True, check=False
+        )

@@ -32,10 +32,12 @@ def own_serve(
     *,
     request_timeout_s: float | None = None,
     haproxy: bool = False,
+    start_s: float = START_S,
     **of_ray: Any,  # noqa: ANN401 - whatever Ray takes
 ) -> Iterator[tuple[str, Callable[..., None]]]:
     """Its address, and what deploys an application to it. `haproxy`: by Serve's HAProxy, in place of
-    its own proxy; only before anything has imported `ray.serve`. `of_ray`: for `ray.init`.
+    its own proxy; only before anything has imported `ray.serve`. `start_s`: an application's time to
+    start. `of_ray`: for `ray.init`.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's and HAProxy's sockets must be short
@@ -57,10 +59,10 @@ def own_serve(
             from ray.serve.schema import ServeDeploySchema
 
             client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-            deadline = time.monotonic() + START_S
+            deadline = time.monotonic() + start_s
             while (status := serve.status().applications[application["name"]]).status != "RUNNING":
                 if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
-                    raise RuntimeError(f"the application did not start within {START_S:g} s: {status}")
+                    raise RuntimeError(f"the application did not start within {start_s:g} s: {status}")
                 time.sleep(0.5)
 
         yield f"http://127.0.0.1:{port}", deploy

@@ -50,6 +50,7 @@ class Servers:
         gpu: bool,
         logs: Path,
         haproxy: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Starts them.
 
@@ -57,6 +58,7 @@ class Servers:
             config: a serve_config, whose applications are at the routes of their names; None without ours.
             logs: a folder, to which `serve.log` and `vllm.log` come in the end.
             haproxy: ours behind Serve's HAProxy, in place of its own proxy.
+            variables: of the environment of all of them.
         """
         self._logs = logs
         self._scratch = Path(tempfile.mkdtemp(prefix="vitray-bench-", dir="/tmp"))
@@ -64,7 +66,7 @@ class Servers:
         self._app: LocalApp | None = None
         self.urls: dict[str, str] = {}
         self.began = time.monotonic()
-        shared = shared_environment(gpu=gpu)
+        shared = {**shared_environment(gpu=gpu), **(variables or {})}
         try:
             if config is not None:
                 proxy = environment(self._scratch) if haproxy else {}

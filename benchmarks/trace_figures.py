@@ -69,6 +69,13 @@ def figures(run: Run, slo: Slo, *, max_lag_ms: float) -> dict[str, Any]:
     }
 
 
+def goodput_shares(run: Run, slos: Sequence[Slo]) -> dict[str, float]:
+    """The share of the requests that each keeps, by its milliseconds as `TTFT:TPOT`."""
+    return {
+        f"{slo.ttft_ms:g}:{slo.tpot_ms:g}": sum(slo.met(one.answer) for one in run.sent) / len(run.sent) for slo in slos
+    }
+
+
 def failed(sent: Sequence[Sent]) -> list[Sent]:
     return [one for one in sent if not one.answer.ok]
 

@@ -151,9 +151,9 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_parts_are_there_while_something_runs_on_them(control: Path, tmp_path: Path) -> None:
     before = dict(os.environ)
-    with gpu_parts.cut(2, tmp_path):
-        assert os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
-        pipe = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+    with gpu_parts.cut(2, tmp_path) as variables:
+        assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        pipe = variables["CUDA_MPS_PIPE_DIRECTORY"]
         assert Path(pipe).is_dir()
         assert control.read_text() == f"50 {pipe}\n"
     assert control.read_text() == f"50 {pipe}\nquit\n"
@@ -172,7 +172,8 @@ def test_parts_that_cannot_be_had_are_told(control: Path, tmp_path: Path, monkey
 
 
 def test_one_part_is_all_of_a_gpu(control: Path, tmp_path: Path) -> None:
-    with gpu_parts.cut(1, tmp_path):
+    with gpu_parts.cut(1, tmp_path) as variables:
+        assert variables == {}
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert not control.exists()
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,29 @@ def test_a_server_that_ends_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() - began < 30
         assert started.last_words("vllm") == "ValueError: no such tower"
     assert "no such tower" in (tmp_path / "logs" / "vllm.log").read_text()
+
+
+def test_all_that_is_started_has_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer, and the application behind `serve run`."""
+    given: list[Mapping[str, str]] = []
+
+    class Noting:
+        started = ended = False
+
+        def __init__(self, config: object, environment: Mapping[str, str]) -> None:
+            given.append(environment)
+
+        def start(self) -> None:
+            """Nothing."""
+
+    monkeypatch.setattr(servers, "LocalApp", Noting)
+    config = {"http_options": {"port": 1}, "applications": []}
+    peer = servers.Peer("vllm", [sys.executable, "-c", "import os; raise ValueError(os.environ['PART'])"], 2)
+    logs, variables = tmp_path / "logs", {"PART": "a half"}
+    with servers.Servers(config, [peer], gpu=False, logs=logs, variables=variables) as started:
+        started.wait(60.0)
+    assert "ValueError: a half" in (logs / "vllm.log").read_text()
+    assert [environment["PART"] for environment in given] == ["a half"]
 
 
 def test_nobody_is_waited_for_where_one_has_ended(tmp_path: Path) -> None:

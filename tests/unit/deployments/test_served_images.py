@@ -1,7 +1,7 @@
 """Images through the ingress and the encoder replica on a real Ray Serve: shared, cached, refused, cancelled, lost.
 
-The language model is a stand-in that answers with what it was given (`controlled.py`). The tests stand in an order: the
-last of them break the encoder.
+The language model is a stand-in that answers with what it was given (`controlled.py`). The tests stand in an order, and
+so in one file: the last of them break the encoder.
 """
 
 from __future__ import annotations

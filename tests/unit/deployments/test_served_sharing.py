@@ -24,15 +24,15 @@ PROGRAM = textwrap.dedent(
     import yaml
     from ray import serve
 
-    from benchmarks import own_serve
+    from benchmarks.own_serve import own_serve
     from deployments import plan_config
     from deployments.split_plan import Layout, Way
     from tests.unit.deployments.test_served_sharing import NAME
 
-    GPUS, own_serve.START_S = int(sys.argv[1]), float(sys.argv[2])
+    GPUS, START_S = int(sys.argv[1]), float(sys.argv[2])
     printed = plan_config.config("model", Layout(Way.SHARED, GPUS, GPUS), llm_gpus=1, budgets=None)
     (application,) = yaml.safe_load(printed)["applications"]
-    with own_serve.own_serve(num_cpus=8, num_gpus=GPUS) as (_, deploy):
+    with own_serve(start_s=START_S, num_cpus=8, num_gpus=GPUS) as (_, deploy):
         deploy(application | {"import_path": NAME})
         told = {}
         for name in ("Encoder", "LLM"):
