@@ -5,7 +5,7 @@
 #   docker run --shm-size=4g --network=host vitray:cpu
 #
 # serve_config.yaml listens on 127.0.0.1, in a container too: `--network=host` reaches it from the host. To listen on every
-# address, say so in a file of your own (`http_options: {host: 0.0.0.0}`, and `ingress.door.api_keys_file` with the keys
+# address, say so in a file of your own (`http_options: {host: 0.0.0.0}`, and `ingress.auth.api_keys_file` with the keys
 # that are let in) and put it in the place of the shipped one:
 #   docker run --shm-size=4g -p 8000:8000 -v ./my_config.yaml:/app/serve_config.yaml:ro vitray:cpu
 FROM python:3.12-slim AS base
@@ -18,17 +18,18 @@ RUN apt-get update \
 WORKDIR /app
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # Serve's HTTP proxy gets bounds of its own, see SECURITY.md.
-ENV RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy_bounds.bounded
+ENV RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.http_proxy.limits.bounded
 COPY pyproject.toml README.md LICENSE ./
 COPY locks locks
 COPY configs configs
 COPY encoder encoder
 COPY deployments deployments
+COPY planner planner
 COPY training training
 COPY benchmarks benchmarks
 COPY models models
 EXPOSE 8000
-CMD ["serve", "run", "serve_config.yaml"]
+CMD ["vitray", "serve"]
 
 FROM base AS gpu
 RUN pip install --no-deps --require-hashes --requirement locks/gpu.txt \

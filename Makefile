@@ -6,6 +6,9 @@ EXTRAS ?=
 SECONDS ?=
 ARGS ?=
 
+# Packages are compiled when they are first imported: without what is kept then, each process would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-gpu fuzz soak chaos check lock serve clean
 
@@ -35,21 +38,22 @@ soak: setup ## 30 minutes of good and bad traffic at full load: nothing lost, fl
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/serve/test_soak.py -s --soak-seconds $(or $(SECONDS),1800) --timeout 86400 $(ARGS)
 
 # A little of it is part of `make test`.
-chaos: setup ## 5 minutes of load while encoders are killed, one every 5 s, then a lost node: no request fails, no answer is wrong (SECONDS=N)
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/unit/deployments/test_chaos.py tests/unit/deployments/test_two_nodes.py -m "not gpu" -s --chaos-seconds $(or $(SECONDS),300) --timeout 86400 $(ARGS)
+chaos: setup ## 5 minutes of load while ingresses, language models and encoders are killed in turn, then lost nodes: no request fails, no answer is wrong (SECONDS=N)
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/cluster/test_chaos.py tests/cluster/test_two_nodes.py tests/cluster/test_served_fleet.py tests/serve/test_killed_replicas.py tests/serve/test_rolling_update.py -m "not gpu" -s --chaos-seconds $(or $(SECONDS),300) --timeout 86400 $(ARGS)
 
-check: setup ## ruff, mypy, hadolint, and pip-audit on the locks where it can reach the advisories
+check: setup ## ruff, mypy, import-linter, hadolint, and pip-audit on the locks where it can reach the advisories
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-logo
 	@$(VENV)/bin/hadolint Dockerfile
 	@$(VENV)/bin/python scripts/audit.py
 
 lock: setup ## resolve pyproject.toml anew into locks/, which `make setup` and the Dockerfile install
 	@$(VENV)/bin/python scripts/lock.py
 
-serve: setup ## start the application of serve_config.yaml
-	@RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy_bounds.bounded $(VENV)/bin/serve run serve_config.yaml
+serve: setup ## start the application of serve_config.yaml (ARGS="--no-haproxy" for Serve's own proxy)
+	@$(VENV)/bin/vitray serve $(ARGS)
 
 clean: ## remove .venv and every cache (checkpoints and results stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -1,10 +1,10 @@
-"""Held-out questions about scenes through each rung and attention backend of our encoder, and vLLM's own tower.
+"""Accuracy on held-out questions about scenes: each rung and attention backend of our encoder, and vLLM's own tower.
 
-`python benchmarks/bench_accuracy.py --out accuracy.json`. The pictures are encoded first, way by way; then one vLLM
-answers all questions with its own tower, and again with each way's embeddings, in the same order and nothing
-remembered from one time to the next. What cannot be had is left out with the reason. Needs vLLM and no Ray; on a GPU
-five minutes. Every question that a way does not answer as vLLM's own tower does, to the letter, is in the record. The
-last line on stdout is JSON.
+`python benchmarks/bench_accuracy.py --out accuracy.json`. First each configuration encodes the pictures; then one vLLM
+answers all questions with its own tower, and again with each configuration's embeddings, in the same order and without
+caches between passes. Unavailable configurations are skipped with the reason. Needs vLLM but not Ray; takes five
+minutes on a GPU. The record contains every question whose answer differs from that with vLLM's own tower. The last line
+on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.accuracy_ways import BACKENDS, Encoded, Way, distance, encode, ways
-from benchmarks.measure import Deadline
+from benchmarks.ladder.measure import Deadline
+from benchmarks.ladder.rungs import RUNGS, RungUnavailableError
 from benchmarks.record import ROOT, gpu, provenance, save, write
-from benchmarks.rungs import RUNGS, RungUnavailableError
-from deployments import import_shim
-from encoder.attention_backends import BackendUnavailableError
+from benchmarks.serving.accuracy_ways import BACKENDS, Encoded, Way, distance, encode, ways
+from deployments.llm.engine import import_shim
+from encoder.towers.backends import BackendUnavailableError
 from training.conversations import Conversation, messages
 from training.held_out import MAX_ANSWER_TOKENS, differences, is_right, pictures, questions, score
 
 ALONE = "vLLM's own tower"
 ENCODING_SHARE = 0.5
-"""Of the time, at most, until what has not been encoded is left out."""
+"""Maximum share of the time for encoding; configurations not encoded by then are skipped."""
 SHOWN_DIFFERENCES = 20
 MAX_MODEL_LEN = 2048
 Say = Callable[[Sequence[Encoded] | None], list[str]]
-"""What the language model answers to all questions, given all their pictures' embeddings in order; None: given the
-pictures."""
+"""Returns the answers to all questions, given their pictures' embeddings in order, or for None the pictures."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,7 +69,7 @@ def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 def inputs(
     asked: Sequence[Conversation], texts: Sequence[str], embeddings: Sequence[Encoded] | None
 ) -> list[dict[str, Any]]:
-    """vLLM's prompts: each text with its pictures, or with the next of `embeddings` for each of them."""
+    """Returns vLLM's prompts: each text with its pictures, or with the next of `embeddings` for each picture."""
     made: list[dict[str, Any]] = []
     used = 0
     for one, text in zip(asked, texts, strict=True):
@@ -91,23 +90,23 @@ def inputs(
 
 
 def language_model(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) -> Say:
-    """Starts vLLM in this process, so that its steps do not depend on when a message comes."""
+    """Starts vLLM in this process, so that its scheduling does not depend on the arrival of messages."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if not on_gpu:
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        import_shim.activate()  # where torch's CPU build lies beside media packages built for CUDA
+        import_shim.activate()  # for an environment with torch's CPU build and media packages built for CUDA
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [tokenizer.apply_chat_template(messages(one), add_generation_prompt=True, tokenize=False) for one in asked]
     bound: dict[str, Any] = {"num_gpu_blocks_override": 128}
-    if on_gpu:  # what it may take is given: measuring what is free goes wrong beside our own
+    if on_gpu:  # explicit limits, because vLLM's measurement of free memory is wrong while our encoder uses the GPU
         bound = {"kv_cache_memory_bytes": 2 * 1024**3, "gpu_memory_utilization": 0.5}
     engine = LLM(
         model=str(model), dtype="bfloat16", max_model_len=MAX_MODEL_LEN, max_num_seqs=32, enforce_eager=True,
         enable_mm_embeds=True, limit_mm_per_prompt={"image": 2, "video": 0}, skip_mm_profiling=True,
-        # Nothing that one way left behind may answer for another.
+        # No cached result of one configuration may be used for another.
         enable_prefix_caching=False, mm_processor_cache_gb=0, disable_log_stats=True, **bound,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
@@ -120,7 +119,7 @@ def language_model(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) 
 
 
 def compared(asked: Sequence[Conversation], given: Sequence[str], alone: Sequence[str] | None) -> dict[str, Any]:
-    """A row: how many are right, and beside vLLM's own tower how many answers are the same, and which are not."""
+    """Returns a row: correct answers, and how many equal those with vLLM's own tower, and which differ."""
     found = score(asked, given)
     row: dict[str, Any] = {key: found[key] for key in ("questions", "accuracy", "families")}
     if alone is not None:
@@ -138,7 +137,7 @@ def compared(asked: Sequence[Conversation], given: Sequence[str], alone: Sequenc
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each way."""
+    """Returns a table with a line per configuration."""
     lines = [f"{'':44}{'right':>9}{'same words':>14}{'same judgement':>18}"]
     for name, row in rows.items():
         same = [f"{row[key]}/{row['questions']}" if key in row else "" for key in ("same_words", "same_judgement")]
@@ -179,14 +178,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made[way] = encode(options.model, way, shown)
         except (ValueError, BackendUnavailableError, RungUnavailableError) as error:
             left_out(way.name, str(error))
-        except Exception as error:  # one way that fails must not cost the others their answers
+        except Exception as error:  # a configuration that fails must not stop the others
             left_out(way.name, f"failed: {error!r}")
         else:
             print(f"{way.name}: encoded after {time.perf_counter() - began:.1f} s", flush=True)
     first = next(iter(made.values()))[0] if made else []
     for embeddings, facts in made.values():
         facts["distance_to_first"] = distance(embeddings, first)
-    # Kept should the language model not come up.
+    # Saved here in case the language model fails to start.
     report["encoded"] = {way.label: facts for way, (_, facts) in made.items()}
     if options.out is not None:
         save(report, options.out)

@@ -1,9 +1,9 @@
-"""Hit rate of encoder replicas' caches by the way of routing: `python benchmarks/bench_affinity.py trace.jsonl`.
+"""Hit rate of the encoder caches by routing policy: `python benchmarks/bench_affinity.py trace.jsonl`.
 
-Routing (`deployments.affinity`) and caches (`encoder.cache`) are the real ones, the clock is not
-(`benchmarks/affinity_replay.py`); a replica takes its time from the recorded cost table. An image that is found in a
-cache, or being encoded already, is a hit. The measure is one cache of all replicas' bytes together, into which every
-image is put at once. The last line on stdout is JSON. Needs no GPU and no cluster.
+Routing (`deployments.routing.affinity`) and caches (`encoder_replica.embedding_cache`) are the application's; the clock
+is simulated (`benchmarks/simulation/affinity_replay.py`), and encoding times come from the recorded cost table. An
+image that is in a cache or being encoded is a hit. The reference is one cache with the bytes of all replicas, into
+which every image is put immediately. The last line on stdout is JSON. Needs no GPU and no cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.affinity_replay import (
+from benchmarks.record import provenance, write
+from benchmarks.simulation.affinity_replay import (
     Replay,
     Request,
     Router,
@@ -32,10 +33,9 @@ from benchmarks.affinity_replay import (
     paced,
     read_requests,
 )
-from benchmarks.record import provenance, write
-from benchmarks.simulate import tokens_per_s
-from deployments.affinity import Affinity, Begun, Call, Work
-from encoder.traces import RULES
+from benchmarks.simulation.simulate import tokens_per_s
+from deployments.routing.affinity import ActiveCall, Affinity, Call, Work
+from planner.traces import RULES
 
 UNBOUNDED = 1e9
 NEVER_S = 1e9
@@ -43,7 +43,7 @@ DECISIONS = 20_000
 
 
 class TwoChoices:
-    """Serve's own way: of two replicas by chance the one with fewer calls."""
+    """Serve's power-of-two-choices routing: the replica with fewer calls of two random ones."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         self._calls = dict.fromkeys(names, 0)
@@ -54,39 +54,39 @@ class TwoChoices:
     def order(self, call: Call) -> list[str]:
         return sorted(self._random.sample(list(self._calls), min(2, len(self._calls))), key=self._calls.__getitem__)
 
-    def begin(self, name: str, call: Call) -> Begun:
+    def begin(self, name: str, call: Call) -> ActiveCall:
         self._calls[name] += 1
-        return Begun(name, call.weight, Work.DO)
+        return ActiveCall(name, call.weight, Work.COMPUTE)
 
-    def end(self, begun: Begun) -> None:
+    def end(self, begun: ActiveCall) -> None:
         self._calls[begun.name] -= 1
 
 
-def affinity(scene: Scene, load_bound: float, *, giving_apart: bool = True) -> Callable[[int], Router]:
+def affinity(scene: Scene, load_factor: float, *, separate_cache_hits: bool = True) -> Callable[[int], Router]:
     def make(_: int) -> Router:
-        made = Affinity(load_bound=load_bound, giving_apart=giving_apart)
+        made = Affinity(load_factor=load_factor, separate_cache_hits=separate_cache_hits)
         made.set_replicas(scene.names)
         return made
 
     return make
 
 
-def ways(scene: Scene, load_bound: float) -> dict[str, tuple[Scene, Callable[[int], Router]]]:
-    """What is compared, by name."""
+def ways(scene: Scene, load_factor: float) -> dict[str, tuple[Scene, Callable[[int], Router]]]:
+    """Returns the compared policies by name."""
     silent = replace(scene, publish_s=NEVER_S)
     return {
-        "affinity": (scene, affinity(scene, load_bound)),
-        "affinity, nothing published": (silent, affinity(scene, load_bound)),
-        "one bound for all work": (scene, affinity(scene, load_bound, giving_apart=False)),
+        "affinity": (scene, affinity(scene, load_factor)),
+        "affinity, nothing published": (silent, affinity(scene, load_factor)),
+        "one bound for all work": (scene, affinity(scene, load_factor, separate_cache_hits=False)),
         "affinity without a bound": (scene, affinity(scene, UNBOUNDED)),
         "power of two choices": (scene, lambda seed: TwoChoices(scene.names, seed)),
     }
 
 
-def compare(scene: Scene, load_bound: float) -> dict[str, Any]:
+def compare(scene: Scene, load_factor: float) -> dict[str, Any]:
     measure = one_cache(scene.requests, scene.cache_bytes)
     rows: dict[str, Any] = {}
-    for name, (met, make_router) in ways(scene, load_bound).items():
+    for name, (met, make_router) in ways(scene, load_factor).items():
         found = Replay(met, make_router).run()
         tokens = list(found.by_replica.values())
         rows[name] = {
@@ -99,15 +99,15 @@ def compare(scene: Scene, load_bound: float) -> dict[str, Any]:
     return {"one_cache": measure, "ways": rows}
 
 
-def decision_us(replicas: int, load_bound: float) -> float:
-    """Of processor time: a choice and its accounting, with 64 calls under way."""
-    made = Affinity(load_bound=load_bound, giving_apart=True)
+def decision_us(replicas: int, load_factor: float) -> float:
+    """Returns the CPU time in microseconds of a choice and its accounting, with 64 calls in flight."""
+    made = Affinity(load_factor=load_factor, separate_cache_hits=True)
     made.set_replicas([f"replica {number}" for number in range(replicas)])
     keys = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}" * 4 for number in range(DECISIONS)]
-    under_way: deque[Begun] = deque()
+    under_way: deque[ActiveCall] = deque()
     began = time.thread_time()
     for key in keys:
-        call = Call.from_label(Call(key, 100).label())
+        call = Call.from_session_id(Call(key, 100).to_session_id())
         name = made.order(call)[0]
         begun = made.begin(name, call)
         assert begun is not None
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--cache-share", type=float, default=0.25, help="of the distinct bytes, all caches (0.25)")
-    parser.add_argument("--load-bound", type=float, default=1.25)
+    parser.add_argument("--load-factor", type=float, default=1.25)
     parser.add_argument(
         "--ingresses", type=int, nargs="+", default=[1, 4], help="routers that know of each other little"
     )
@@ -156,17 +156,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             at_pace = paced(requests, busy / own) if busy else requests
             cache_bytes = int(num_bytes * asked.cache_share)
             scene = Scene(at_pace, asked.replicas, cache_bytes, speed, ingresses, asked.publish_s)
-            found = compare(scene, asked.load_bound)
+            found = compare(scene, asked.load_factor)
             show(scene, busy or own, found)
             runs.append({"ingresses": ingresses, "busy": busy or own, **found})
-    times = {str(replicas): decision_us(replicas, asked.load_bound) for replicas in (1, 4, 64)}
+    times = {str(replicas): decision_us(replicas, asked.load_factor) for replicas in (1, 4, 64)}
     print("a decision takes", ", ".join(f"{took:.0f} µs with {count} replicas" for count, took in times.items()))
     report = {
         "benchmark": "affinity",
         "trace": asked.trace.stem,
         "arch": asked.arch,
         "replicas": asked.replicas,
-        "load_bound": asked.load_bound,
+        "load_factor": asked.load_factor,
         "publish_s": asked.publish_s,
         "images": sum(1 for _ in images_of(requests)),
         "distinct_bytes": num_bytes,

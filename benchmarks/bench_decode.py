@@ -1,10 +1,10 @@
-"""Images a second from JPEG files to embeddings, beside the GPU alone: `python benchmarks/bench_decode.py`.
+"""Throughput from JPEG files to embeddings, compared with the GPU alone: `python benchmarks/bench_decode.py`.
 
-Three ways to the same embeddings, over the same photos with the same tower. `tower`: patches lie on the device, and
-embeddings stay there. `device`: pixels lie in host memory, decoded; copies in, resizing, tower, copies out. `files`:
-JPEG files are decoded in worker processes, pixels come through shared memory, as in a replica, without Ray and cache.
-Beside them `decoders`: how many files a second the worker processes decode with nobody behind them. Needs torch, numpy,
-pillow and safetensors, on a GPU triton. The last line on stdout is JSON.
+Measures three paths to the same embeddings, over the same photos with the same tower, in images per second. `tower`:
+patches are on the device, and embeddings stay there. `device`: decoded pixels are in host memory; copies, resizing and
+the tower are timed. `files`: worker processes decode JPEG files and pass pixels through shared memory as in a replica,
+without Ray and cache. `decoders` is the throughput of the worker processes alone. Needs torch, numpy, pillow and
+safetensors, on a GPU triton. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ import numpy as np
 import torch
 from PIL import Image, ImageFilter
 
+from benchmarks.ladder.towers import ARCHITECTURES, config_of, random_tower
 from benchmarks.record import gpu, provenance, save, write
-from benchmarks.towers import SECTIONS, config_of, random_tower
 from configs.encoder_config import EncoderConfig
-from deployments.decode import DecodePool
-from deployments.gpu_worker import GpuWorker
-from encoder.bicubic import TapCache
-from encoder.decoded import Decoded, decode
-from encoder.device_pixels import to_patches
+from deployments.encoder_replica.decode.pool import DecodePool
+from deployments.encoder_replica.gpu.worker import GpuWorker
 from encoder.encoder import Encoder
-from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageRules, grid_of, num_tokens, resized
-from encoder.lanes import pin_shared, unpin_shared
-from encoder.pipeline import UnderWay
+from encoder.forwards import choose_forward
+from encoder.images.decoded import Decoded, decode
+from encoder.images.identity import EncoderIdentity
+from encoder.images.size import ImageRules, grid_of, num_tokens
 from encoder.runner import TowerRunner
+from encoder.staging.pipeline import Launched
+from encoder.staging.staging import Staging
+from encoder.staging.streams import lanes_of, pin_shared, unpin_shared
 
+TOWERS = tuple(dict.fromkeys(ARCHITECTURES.values()))
+"""One tower of each architecture, because the stages before the tower do not depend on its size."""
 MAX_PIXELS = 64_000_000
 QUALITY = 90
 DISTINCT = 16
@@ -58,7 +60,7 @@ class Asked:
 
 
 def photos(side: int, count: int, seed: int) -> list[bytes]:
-    """JPEG files of smoothed noise: about the bytes a pixel, and the time to decode, of photographs."""
+    """Returns JPEG files of smoothed noise, with about the bytes per pixel and the decoding time of photographs."""
     rng = np.random.default_rng(seed)
     files = []
     for _ in range(count):
@@ -73,7 +75,7 @@ def photos(side: int, count: int, seed: int) -> list[bytes]:
 
 
 def make_encoder(arch: str, asked: Asked) -> Encoder:
-    """At its published size with random weights, under the default settings."""
+    """Returns an encoder of the published size with random weights and default settings."""
     dtype = torch.bfloat16 if asked.device.type == "cuda" else torch.float32
     vision = config_of(arch, tiny=asked.tiny, dtype=str(dtype).removeprefix("torch."))
     half = (0.5, 0.5, 0.5)
@@ -82,9 +84,9 @@ def make_encoder(arch: str, asked: Asked) -> Encoder:
         if arch == "qwen3_vl"
         else ImageRules(max_pixels=12_845_056)
     )
-    config = EncoderConfig(fusion="auto", cudagraph_mm_encoder="auto")
+    config = EncoderConfig(fused_kernels="auto", cudagraph_mm_encoder="auto")
     tower = random_tower(vision, seed=asked.seed, dtype=dtype, device=asked.device)
-    runner = TowerRunner.build(tower, config, progress=False)
+    runner = TowerRunner.of(choose_forward(tower, config), config, progress=False)
     del tower
     encoder = Encoder(runner, EncoderIdentity("random", vision, str(dtype), rules), config)
     encoder.warm_up()
@@ -92,7 +94,7 @@ def make_encoder(arch: str, asked: Asked) -> Encoder:
 
 
 def rate(images: int, run: Callable[[], object], device: torch.device) -> float:
-    """Images a second of `run`, which has been run before."""
+    """Returns images per second of `run`, which the caller has warmed up."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -103,11 +105,11 @@ def rate(images: int, run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object]:
-    """All ways of one tower, in images a second."""
+    """Measures all paths of one tower in images per second."""
     made: list[tuple[Encoder, float, float]] = []
 
     def make() -> Encoder:
-        """On the thread that will own the encoder, where the two ways without files are measured too."""
+        """Runs on the thread that will own the encoder; measures the two paths without files there too."""
         encoder = make_encoder(arch, asked)
         rules = encoder.identity.rules
         decoded = [decode(file, rules, None, max_pixels_decoded=MAX_PIXELS) for file in files]
@@ -131,7 +133,7 @@ def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object
         decoders, whole = asyncio.run(file_rates(pool, worker, files, asked))
     finally:
         pool.stop()
-        worker.stop(wait=True)  # a thread that ends together with the process may abort it
+        worker.stop(wait=True)  # a thread that ends together with the process may abort the process
         if encoder.resizes:
             unpin_shared(pool.arena.address)
     return {
@@ -147,14 +149,13 @@ def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object
 
 
 def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> float:
-    """Patches on the device, embeddings left there; the batches that the encoder makes of all images together."""
+    """Measures patches to embeddings, both on the device, in the batches that the encoder makes of all images."""
     rules, runner = encoder.identity.rules, encoder.runner
-    cache = TapCache(2**24)
+    staging = Staging(rules, lanes_of(asked.device))
     patches = []
     for image in decoded:
-        values = torch.from_numpy(image.values).to(asked.device)
-        target = resized(image.values.shape[1], image.values.shape[0], rules)
-        patches.append(to_patches(values, target, rules, dtype=runner.forward.dtype, cache=cache))
+        with staging.stage([image]) as staged:
+            patches.append(staged.patches(dtype=runner.forward.dtype))
     chosen = [number % len(decoded) for number in range(asked.images)]
     grids = [decoded[number].grid_thw for number in chosen]
     batches = [
@@ -173,11 +174,11 @@ def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> fl
 
 
 def device_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> float:
-    """Decoded pixels in ordinary host memory, embeddings fetched one batch behind."""
+    """Measures decoded pixels in pageable host memory to embeddings fetched one batch later."""
     images = [decoded[number % len(decoded)] for number in range(asked.images)]
 
     def run(count: int) -> None:
-        before: UnderWay | None = None
+        before: Launched | None = None
         for start in range(0, count, asked.in_flight):
             for launched in encoder.launch_batches(images[start : min(start + asked.in_flight, count)]):
                 if before is not None:
@@ -191,7 +192,7 @@ def device_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> f
 
 
 async def file_rates(pool: DecodePool, worker: GpuWorker, files: Sequence[bytes], asked: Asked) -> tuple[float, float]:
-    """Of the decoders alone, and from files to embeddings in host memory, `in_flight` images at a time."""
+    """Measures the decoders alone, and files to embeddings in host memory, with `in_flight` images in flight."""
     places = asyncio.Semaphore(asked.in_flight)
     size = (asked.side, asked.side)
 
@@ -213,7 +214,7 @@ async def file_rates(pool: DecodePool, worker: GpuWorker, files: Sequence[bytes]
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Images a second from JPEG files to embeddings.")
-    parser.add_argument("--arch", choices=(*SECTIONS, "both"), default="both")
+    parser.add_argument("--arch", choices=(*TOWERS, "both"), default="both")
     parser.add_argument("--side", type=int, help="of the photos, in pixels (default: 1024, tiny: 96)")
     parser.add_argument("--images", type=int, help="in each measurement (default: 512, tiny: 12)")
     parser.add_argument("--in-flight", type=int, help="images under way at once (default: 64, tiny: 4)")
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "archs": archs,
         **provenance(options.commit, arguments),
     }
-    for arch in SECTIONS if options.arch == "both" else [options.arch]:
+    for arch in TOWERS if options.arch == "both" else [options.arch]:
         archs[arch] = result = measure(arch, asked, files)
         shown = "  ".join(f"{name} {value:.1f}" for name, value in result.items() if isinstance(value, float))
         print(f"{arch}: {shown}", flush=True)

@@ -1,18 +1,24 @@
-"""The encoder's ladder, rung by rung, beside its peers: `python benchmarks/bench_encoder.py --ladder`.
+"""The encoder's ladder, rung by rung, compared with its peers: `python benchmarks/bench_encoder.py --ladder`.
 
-Towers of the published shapes with random weights, so that no checkpoint is needed; patches lie on the device and
-embeddings stay there; there is no embedding cache. Needs torch, numpy and safetensors, on a GPU triton, and for errors
-transformers. The last line on stdout is JSON, and `--out` writes it after each tower, so that a run that is cut short
-leaves what it has.
+Towers have the published shapes and random weights, so no checkpoint is needed. Patches are on the device, embeddings
+stay there, and there is no embedding cache. All contestants take turns in random order, with vLLM's in a separate
+process; then the fastest of each side run alone for `--sustain` seconds. Every figure has the GPU's clock and power.
+Needs torch, numpy and safetensors, on a GPU triton, and for errors transformers. The last line on stdout is JSON, and
+`--out` is written after each shape, so that an interrupted run keeps its results; `--resume` continues from them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib.util
+import json
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import peer_vllm
-from benchmarks.ladder import Asked, measure
-from benchmarks.ladder_summary import sentences, summary, together
-from benchmarks.ladder_text import ladder_table
-from benchmarks.measure import Deadline, product_tflops
+from benchmarks.ladder.baton import Peer
+from benchmarks.ladder.gpu_clock import Readings, sampled
+from benchmarks.ladder.ladder import NO_TIME, Asked, Ladder, new_record
+from benchmarks.ladder.measure import Deadline, product_tflops
+from benchmarks.ladder.rungs import HOPPER_PACKAGES, RUNGS
+from benchmarks.ladder.summary import sentences, summary, sustained_sentences, together
+from benchmarks.ladder.text import ladder_table
+from benchmarks.ladder.towers import HELD_OUT, SECTIONS, SHAPES
+from benchmarks.peers import vllm_process
 from benchmarks.record import gpu, provenance, save, write
-from benchmarks.report_ladder import plot
-from benchmarks.rungs import HOPPER_PACKAGES, RUNGS
-from benchmarks.towers import SECTIONS
-from benchmarks.trained_model import trained_agreement
+from benchmarks.reports.ladder import plot
+from benchmarks.serving.trained_model import trained_agreement
 
 PEERS = ("transformers", "vllm")
 TINY_PEAK_SIDE = 256
@@ -40,16 +48,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ladder", action="store_true", help="all rungs (the default without --only)")
     parser.add_argument("--only", type=_names(RUNGS), help=f"some of {','.join(RUNGS)}")
     parser.add_argument("--peers", type=_names(PEERS), default=(), help=f"some of {','.join(PEERS)}")
-    parser.add_argument("--arch", type=_names(tuple(SECTIONS)), default=tuple(SECTIONS), help="default: both")
+    parser.add_argument("--arch", type=_names(tuple(SECTIONS)), default=tuple(SECTIONS), help="default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="small towers and images, to try the program anywhere")
     parser.add_argument("--minutes", type=float, default=8.0, help="what does not begin within them is left out")
+    parser.add_argument("--shapes", type=_names((*SHAPES, *HELD_OUT)), default=(), help="default: all")
     parser.add_argument(
-        "--peer-minutes", type=float, default=3.0, help="for vLLM beside each tower, if --minutes leaves less"
+        "--sustain", type=float, default=3.0, metavar="S", help="seconds of each sustained run; 0: none"
     )
+    parser.add_argument("--settle", type=float, default=0.3, metavar="S", help="uncounted seconds before them")
+    parser.add_argument("--sustain-all", action="store_true", help="every way alone, and not the fastest of each side")
+    parser.add_argument("--resume", action="store_true", help="measure what the file of --out lacks")
     parser.add_argument(
         "--without-hopper",
         action="store_true",
@@ -63,6 +75,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--plot needs matplotlib: pip install '.[bench]'")
     if asked.ladder and asked.only:
         parser.error("--ladder asks for all rungs and --only for some")
+    if asked.resume and asked.out is None:
+        parser.error("--resume needs --out")
+    if min(asked.sustain, asked.settle) < 0:
+        parser.error(f"--sustain is {asked.sustain} and --settle {asked.settle}; they must be at least 0")
     if asked.rounds < 1:
         parser.error(f"--rounds is {asked.rounds}; it must be at least 1")
     return asked
@@ -84,31 +100,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")
     deadline = Deadline(60 * options.minutes)
     if options.without_hopper:
-        for name in HOPPER_PACKAGES:
-            sys.modules[name] = None  # type: ignore[assignment] # what import of a missing package leaves behind
-        if options.device != "cpu":
-            from encoder.kernels import overlap
+        _hide_hopper(options.device)
+    report = _begun(options, arguments)
+    folder = options.out.parent if options.out is not None else Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        # The peer imports vLLM while our own contestants are built; it uses the GPU only on request.
+        start = partial(Peer, vllm_process.make, folder / "vllm.log")
+        wanted = "vllm" in options.peers and importlib.util.find_spec("vllm") is not None
+        peer = stack.enter_context(start()) if wanted else None
+        readings = stack.enter_context(sampled(0 if options.device.startswith("cuda") else None))
+        for number, arch in enumerate(options.arch):
+            share = Deadline(deadline.left / (len(options.arch) - number))
+            if peer is not None and not peer.alive:
+                peer = stack.enter_context(start())
+            _measure(arch, report, options, share, readings, peer)
+    print("\n".join(["", *sustained_sentences(report["summary"]), *sentences(report["summary"])]), flush=True)
+    if "fp8" in _rungs(options) and options.device != "cpu" and not deadline.over and "fp8_trained" not in report:
+        report["fp8_trained"] = found = trained_agreement(torch.device(options.device))
+        print("\n8 bits on trained weights:", *(f"{name}: {value}" for name, value in found.items()), sep="\n  ")
+    if options.plot is not None:
+        plot([report], options.plot)
+    write(report, options.out)
+    return 1 if failures(report["archs"]) else 0
 
-            overlap.FIRST_CAPABILITY = (sys.maxsize, 0)
-    rungs = options.only or RUNGS
-    if options.without_hopper:
-        rungs = tuple(name for name in rungs if name != "fp8")
+
+def _rungs(options: argparse.Namespace) -> tuple[str, ...]:
+    rungs: tuple[str, ...] = options.only or RUNGS
+    return tuple(name for name in rungs if name != "fp8") if options.without_hopper else rungs
+
+
+def _begun(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the report of the resumed file, or an empty one. Raises ValueError for a file of another run."""
     device = torch.device(options.device)
-    asked = Asked(
-        rungs=rungs,
-        peers=options.peers,
-        rounds=options.rounds,
-        seed=options.seed,
-        tiny=options.tiny,
-        dtype=getattr(torch, options.dtype),
-        device=device,
-        cold_batches=2 if options.tiny else 6,
-        cold_images=2 if options.tiny else 8,
-    )
     peak = product_tflops(device, TINY_PEAK_SIDE) if options.tiny else product_tflops(device)
-    archs: dict[str, object] = {}
-    summaries: list[dict[str, Any]] = []
-    report: dict[str, object] = {
+    fresh: dict[str, Any] = {
         "benchmark": "encoder",
         "gpu": gpu() if device.type == "cuda" else None,
         "device": device.type,
@@ -116,34 +142,87 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "without_hopper": options.without_hopper,
         "seed": options.seed,
         "rounds": options.rounds,
+        "settle_s": options.settle,
+        "sustain_s": options.sustain,
         "product_tflops": peak,
-        "archs": archs,
+        "archs": {},
+        "summary": together([]),
         **provenance(options.commit, arguments),
     }
-    print(f"{device.type}: {report['gpu']}; a square bfloat16 product reaches {peak:.0f} TFLOP/s", flush=True)
-    for arch in options.arch:
-        archs[arch] = result = measure(arch, asked, peak, deadline)
-        if "vllm" in options.peers:
-            peer_vllm.add(result, arch, asked, Deadline(max(60 * options.peer_minutes, deadline.left)))
-        summaries.append(summary(result))
-        result["summary"], report["summary"] = summaries[-1], together(summaries)
-        print(ladder_table(result), flush=True)
+    print(f"{device.type}: {fresh['gpu']}; a square bfloat16 product reaches {peak:.0f} TFLOP/s", flush=True)
+    if not options.resume or not options.out.exists():
+        return fresh
+    found: dict[str, Any] = json.loads(options.out.read_text())
+    for key in ("benchmark", "gpu", "tiny", "without_hopper", "seed", "commit"):
+        if found.get(key) != fresh[key]:
+            raise ValueError(f"--resume: {options.out.name} has {key} {found.get(key)!r}, this run {fresh[key]!r}")
+    return found
+
+
+def _measure(
+    arch: str,
+    report: dict[str, Any],
+    options: argparse.Namespace,
+    deadline: Deadline,
+    readings: Readings,
+    peer: Peer | None,
+) -> None:
+    """Measures one tower into the report, which is saved after each shape."""
+    asked = Asked(
+        rungs=_rungs(options),
+        peers=options.peers,
+        rounds=options.rounds,
+        seed=options.seed,
+        tiny=options.tiny,
+        dtype=getattr(torch, options.dtype),
+        device=torch.device(options.device),
+        cold_batches=2 if options.tiny else 6,
+        cold_images=2 if options.tiny else 8,
+        settle_s=options.settle,
+        sustain_s=options.sustain,
+        sustain_all=options.sustain_all,
+        shapes=options.shapes,
+    )
+    record = report["archs"].setdefault(arch, new_record(arch, asked))
+    record["skipped"] = [entry for entry in record["skipped"] if entry["reason"] != NO_TIME]
+
+    def keep() -> None:
+        record["summary"] = summary(record)
+        report["summary"] = together([one["summary"] for one in report["archs"].values() if "summary" in one])
         if options.out is not None:
             save(report, options.out)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    print("\n".join(["", *sentences(together(summaries))]), flush=True)
-    if "fp8" in rungs and device.type == "cuda" and not deadline.over:
-        report["fp8_trained"] = found = trained_agreement(device)
-        print("\n8 bits on trained weights:", *(f"{name}: {value}" for name, value in found.items()), sep="\n  ")
-    if options.plot is not None:
-        plot([report], options.plot)
-    write(report, options.out)
-    return 1 if failures(archs) else 0
+
+    ladder = Ladder(
+        arch,
+        asked,
+        record,
+        peak_tflops=report["product_tflops"],
+        deadline=deadline,
+        readings=readings,
+        save=keep,
+        peer=peer,
+    )
+    ladder.measure()
+    keep()
+    print(ladder_table(record), flush=True)
+    del ladder
+    if options.device != "cpu":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _hide_hopper(device: str) -> None:
+    """Simulates a host without the packages, and a GPU without the launches, that need Hopper or newer."""
+    for name in HOPPER_PACKAGES:
+        sys.modules[name] = None  # type: ignore[assignment] # makes an import fail as for a missing package
+    if device != "cpu":
+        from encoder.kernels import overlap
+
+        overlap.FIRST_CAPABILITY = (sys.maxsize, 0)
 
 
 def failures(archs: Mapping[str, Any]) -> list[str]:
-    """What should have run and did not, beside what cannot be had here."""
+    """Returns the names of contestants that failed; unavailable ones are not included."""
     return [
         entry["name"]
         for result in archs.values()

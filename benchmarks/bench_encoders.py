@@ -1,11 +1,11 @@
-"""Encoders behind Ray Serve and HTTP, as fast as they go: `python benchmarks/bench_encoders.py --gpus 1,2`.
+"""Throughput of encoders behind Ray Serve and HTTP: `python benchmarks/bench_encoders.py --gpus 1,2`.
 
-The application's own ingress, routing and encoder replicas, one GPU each, behind Serve's HAProxy; a stand-in for vLLM
-takes every embedding and answers at once (`benchmarks/stand_in_app.py`). Clients send JPEG files, none twice, with a
-fixed number under way: photos of one size, and with `--trace` a trace's requests too, as fast as they go. Beside it the
-library alone on one GPU, from photos of that size in a process of its own (`bench_decode.py`), so that what Serve and
-HTTP cost shows, and how near to linear more encoders are. The last line on stdout is JSON. Needs Ray with HAProxy;
-`--tiny` runs without a GPU, on a small model.
+Runs the application's own ingress, routing and encoder replicas, with one GPU each, behind Serve's HAProxy; a stand-in
+for vLLM receives every embedding and answers immediately (`benchmarks/simulation/stand_in_app.py`). Clients keep a
+fixed number of requests in flight and send unique JPEG files: photos of one size, and with `--trace` the requests of a
+trace. The library alone is measured on one GPU with photos of that size in a separate process (`bench_decode.py`),
+which shows the cost of Serve and HTTP and how linearly throughput scales with encoders. The last line on stdout is
+JSON. Needs Ray with HAProxy; `--tiny` runs without a GPU, on a small model.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import aiohttp
 
 from benchmarks.bench_decode import photos
-from benchmarks.busy import Busy
-from benchmarks.own_serve import own_serve
 from benchmarks.record import ROOT, gpu, provenance, save, write
-from benchmarks.trace_client import session
-from benchmarks.trace_images import make_images
-from benchmarks.trace_requests import read_trace
+from benchmarks.serving.busy import Busy
+from benchmarks.serving.own_serve import own_serve
+from benchmarks.trace.client import session
+from benchmarks.trace.images import make_images
+from benchmarks.trace.requests import read_trace
 
 NAME = "encoders"
 REQUEST_S = 120.0
 MAX_IMAGES = 16
 TRACE_REQUESTS = 200
-"""Of a trace, whose pictures come again and again as other files."""
+"""Requests of a trace that are sent; its pictures repeat, as different files."""
 PROCESSES = {
     "encoder": f"ServeReplica:{NAME}:Encoder",
     "ingress": f"ServeReplica:{NAME}:Ingress",
@@ -52,29 +52,29 @@ PROCESSES = {
     "raylet": "raylet",
     "client": "multiprocessing.spawn",
 }
-"""Whose use of the machine's cores is told, by a part of their command lines."""
+"""Processes whose CPU use is reported, by a part of their command lines."""
 CLIENTS_START_S = 1.0
-"""Until they send."""
+"""Seconds until the clients start to send."""
 SUFFIX_BYTES = 10
-"""Behind a JPEG file's end, where no decoder looks, and every digest does."""
+"""Unique bytes after the end of a JPEG file, which decoders ignore and digests include."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a client process sends."""
+    """The requests of a client process."""
 
     url: str
     files: tuple[tuple[bytes, ...], ...]
-    """JPEG files of each request."""
+    """JPEG files by request."""
     in_flight: int
     warm_s: float
     seconds: float
     first: int
-    """Number of its first request; no two of a run are the same."""
+    """Number of the client's first request; numbers are unique within a run."""
 
 
 def request_body(files: Sequence[bytes], number: int) -> bytes:
-    """A chat with pictures that no other has. `number`: of the request."""
+    """Returns a chat with unique pictures. `number`: of the request."""
     parts = []
     for place, file in enumerate(files):
         own = (number * MAX_IMAGES + place).to_bytes(SUFFIX_BYTES, "big")
@@ -84,7 +84,7 @@ def request_body(files: Sequence[bytes], number: int) -> bytes:
 
 
 async def drive(load: Load) -> tuple[int, int]:
-    """Images answered within the measured time, and failed at any."""
+    """Returns the number of images answered within the measured time, and of requests failed at any time."""
     numbers = itertools.count(load.first)
     began = time.perf_counter()
     done = failed = 0
@@ -111,24 +111,24 @@ async def drive(load: Load) -> tuple[int, int]:
 
 
 def client(load: Load) -> tuple[int, int]:
-    """In a process of its own."""
+    """Runs `drive` in a client process."""
     return asyncio.run(drive(load))
 
 
 def together(loads: Sequence[Load]) -> tuple[float, int]:
-    """Images a second of all clients at once, and how many requests failed."""
+    """Returns images per second of all clients together, and the number of failed requests."""
     with multiprocessing.get_context("spawn").Pool(len(loads)) as pool:
         found = pool.map(client, loads)
     return sum(done for done, _ in found) / loads[0].seconds, sum(failed for _, failed in found)
 
 
 def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """The application as a config file would give it: no cache, so that every picture is encoded."""
+    """Returns the application's configuration, without a cache, so that every picture is encoded."""
     on_gpu = not asked.tiny
     return {
         "name": NAME,
         "route_prefix": "/",
-        "import_path": "benchmarks.stand_in_app:build",
+        "import_path": "benchmarks.simulation.stand_in_app:build",
         "args": {
             "model": str(checkpoint),
             "encoder_replica": {
@@ -140,7 +140,7 @@ def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[s
             "llm": {"num_gpus": 0, "num_cpus": 0.1},
             "ingress": {
                 "num_cpus": 0.1,
-                "max_whereabouts": 0,
+                "embedding_directory_entries": 0,
                 "max_visual_tokens_in_flight": 2**20,
                 "max_images_in_flight": 4096,
                 "max_requests_waiting": 4096,
@@ -155,7 +155,7 @@ def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[s
 
 
 def library(asked: argparse.Namespace) -> dict[str, Any]:
-    """`bench_decode.py` on one GPU. Raises RuntimeError with what it said where it failed."""
+    """Runs `bench_decode.py` on one GPU. Raises RuntimeError with its output if it fails."""
     command = [sys.executable, "benchmarks/bench_decode.py", "--arch", asked.arch, "--side", str(asked.side)]
     command += ["--workers", str(asked.decode_workers), *(["--tiny"] if asked.tiny else [])]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -166,7 +166,7 @@ def library(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_trace(path: Path) -> tuple[tuple[bytes, ...], ...]:
-    """The files of each request with pictures, of the first TRACE_REQUESTS."""
+    """Returns the files of each request with pictures among the first TRACE_REQUESTS."""
     trace = read_trace(path).cut(TRACE_REQUESTS)
     with tempfile.TemporaryDirectory() as folder:
         made = {number: file.read_bytes() for number, file in make_images(trace, Path(folder)).items()}
@@ -176,7 +176,7 @@ def of_trace(path: Path) -> tuple[tuple[bytes, ...], ...]:
 def measured(
     kind: str, files: tuple[tuple[bytes, ...], ...], url: str, encoders: int, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """All clients at once."""
+    """Measures all clients together."""
     clients = asked.ingresses * encoders
     each = -(-asked.in_flight * encoders // clients)
     loads = [
@@ -189,7 +189,7 @@ def measured(
 
 
 def compare(rows: Sequence[dict[str, Any]], library_kind: str, library_images_per_s: float | None) -> None:
-    """Into each row: its share of the library's, and of as many times what one encoder does, where those are known."""
+    """Adds to each row its ratio to the library, and to one encoder times their number, where these are known."""
     one = {row["kind"]: row["images_per_s"] for row in rows if row["encoders"] == 1}
     for row in rows:
         alone = library_images_per_s if row["kind"] == library_kind else None
@@ -242,7 +242,7 @@ def _counts(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
-    os.environ.setdefault("PYTHONPATH", str(ROOT))  # of Ray's workers too
+    os.environ.setdefault("PYTHONPATH", str(ROOT))  # Ray's workers inherit it
     wanted: dict[str, tuple[tuple[bytes, ...], ...]] = {
         f"{asked.side}²": tuple((file,) for file in photos(asked.side, asked.distinct, seed=0))
     }
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         checkpoint = ROOT / "models" / "scenes-8m"
         if not asked.tiny:
-            from benchmarks.serving_checkpoint import make_published
+            from benchmarks.serving.checkpoint import make_published
 
             checkpoint = make_published(asked.arch, Path(folder) / asked.arch)
         for encoders in asked.gpus:

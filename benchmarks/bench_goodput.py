@@ -1,11 +1,11 @@
-"""Goodput of encoders and language models apart against as many vLLM servers: `python benchmarks/bench_goodput.py`.
+"""Goodput of separate encoders and language models against vLLM servers: `python benchmarks/bench_goodput.py`.
 
-On the same GPUs, or parts of them, with one checkpoint of Qwen3-VL-8B's shapes and random weights: the application with
-its encoders and language models on GPUs of their own, and a vLLM server with its own tower on each GPU behind HAProxy.
-All are up at once and asked in turn; who is not asked has nothing to do. Traces come in slices of their own for each
-speed, so that no cache knows a picture. One request with a small picture is sent again and again too, for one token,
-with every cache warm: what the way through the server costs. The last line on stdout is JSON. Needs Ray with HAProxy,
-vLLM and GPUs; `--tiny` runs without one, on small models. Exits with 1 where a request failed or the client was late.
+Both use the same GPUs, or parts of them, and one checkpoint of Qwen3-VL-8B's shapes with random weights: the
+application with encoders and language models on their own GPUs, and a vLLM server with its own tower on each GPU behind
+HAProxy. All run at once and take turns; the others are idle. Each speed gets its own slices of the traces, so that no
+cache contains their pictures. One request with a small picture is also repeated for one token with warm caches, which
+measures the overhead of the server. The last line on stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs; `--tiny`
+runs without one, on small models. Exits with 1 if a request failed or the client was late.
 """
 
 from __future__ import annotations
@@ -25,34 +25,38 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import bench_serve, goodput_answers, goodput_plan, latency_client, trace_figures
-from benchmarks.goodput_options import parse
-from benchmarks.goodput_plan import NAME, Fleet
-from benchmarks.goodput_servers import balanced, peers
-from benchmarks.gpu_parts import cut
-from benchmarks.latency_figures import stages, summary
-from benchmarks.measure import Deadline
+from benchmarks import bench_serve
+from benchmarks.goodput import answers as goodput_answers
+from benchmarks.goodput import plan as goodput_plan
+from benchmarks.goodput.options import parse
+from benchmarks.goodput.plan import NAME, Fleet
+from benchmarks.goodput.servers import balanced, peers
+from benchmarks.ladder.measure import Deadline
 from benchmarks.record import gpu, provenance, save, write
-from benchmarks.servers import Peer, Servers, own_port
-from benchmarks.serving_checkpoint import make_published
-from benchmarks.serving_plan import MODEL
-from benchmarks.trace_images import make_images
-from benchmarks.trace_requests import Trace
-from benchmarks.trace_run import Plan, Server, measure
+from benchmarks.serving import latency_client
+from benchmarks.serving.checkpoint import make_published
+from benchmarks.serving.gpu_parts import cut
+from benchmarks.serving.latency_figures import stages, summary
+from benchmarks.serving.plan import MODEL
+from benchmarks.serving.servers import Peer, Servers, own_port
+from benchmarks.trace import figures as trace_figures
+from benchmarks.trace.images import make_images
+from benchmarks.trace.requests import Trace
+from benchmarks.trace.run import Plan, Server, measure
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.7
-"""Of the time, at most, until all have come up."""
+"""Maximum share of the time until all servers have started."""
 STOP_S = 40.0
 MAX_LAG_MS = 20.0
 AGAIN_FIRST = 5
-"""Of the requests that are sent again, those that fill caches."""
+"""Number of the repeated requests that fill caches and are not counted."""
 GOOD_SHARE = 0.9
-"""Of a speed's requests, for the speed to count as kept."""
+"""Share of good requests at which a server sustains a speed."""
 
 
 def again(url: str, number: int) -> dict[str, Any]:
-    """Milliseconds of the same request, one by one."""
+    """Returns the milliseconds of the same request, sent one at a time."""
     same = latency_client.body(MODEL, [(224, 224)], words=10, output_tokens=1, picture_seed=1, text_seed=1)
     answers = asyncio.run(latency_client.one_by_one(url, [same] * (AGAIN_FIRST + number)))[AGAIN_FIRST:]
     good = [answer for answer in answers if answer.ok]
@@ -66,7 +70,7 @@ def again(url: str, number: int) -> dict[str, Any]:
 def measured(
     trace: Trace, speed: float, servers: Sequence[Server], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """A trace's slice at one speed."""
+    """Measures a slice of a trace at one speed."""
     plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0, prepared=True)
     runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True)))
     if options.answers is not None and speed != float("inf"):
@@ -82,12 +86,12 @@ def measured(
 
 
 def takes(trace: Trace, speed: float, num_servers: int) -> float:
-    """Seconds of a slice at one speed: each server has all of it, one after the other."""
+    """Returns the seconds of a slice at one speed, which is sent to each server in turn."""
     return num_servers * trace.requests[-1].at_s / speed
 
 
 def best(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
-    """The highest goodput that a server reached, and the most requests a second of which GOOD_SHARE were good."""
+    """Returns a server's highest goodput, and the highest request rate of which a share GOOD_SHARE was good."""
     mine = [row["servers"][label] for row in rows]
     kept = [
         one["sent"] / row["due_s"] for one, row in zip(mine, rows, strict=True) if one["goodput_share"] >= GOOD_SHARE
@@ -97,7 +101,7 @@ def best(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the clean-up of started processes
     deadline = Deadline(60 * options.minutes - STOP_S)
     device = None if options.tiny else gpu()
     if device is None and not options.tiny:
@@ -132,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_published("qwen3_vl", checkpoint, text=goodput_plan.LLM_8B)
             goodput_plan.published_config(checkpoint)
         print("the checkpoint is there", flush=True)
-        config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), state_folder=folder / "state")
+        config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), cache_dir=folder / "state")
         sets = {} if options.alone else peers(fleet, checkpoint)
         everyone = [peer for one in sets.values() for peer in one]
         haproxy = not options.serve_proxy
@@ -161,7 +165,7 @@ def run(
     folder: Path,
     deadline: Deadline,
 ) -> None:
-    """Everything that is asked, into `report`, which is kept as it grows."""
+    """Runs all measurements into `report`, which is saved after each."""
     pictures = folder / "pictures"
     with ExitStack() as stack:
         urls = {NAME: servers.urls[NAME]}
@@ -169,7 +173,7 @@ def run(
             port = stack.enter_context(balanced([one.port for one in members], folder))
             urls[name] = f"http://127.0.0.1:{port}"
         all_of = [Server(name, url) for name, url in urls.items()]
-        for number in range(2):  # every replica's first requests, sent at once
+        for number in range(2):  # warms every replica up with concurrent requests
             warm = options.load[0][1][0].cut(8 * fleet.gpus)
             digest = hashlib.sha256(f"warm-up {number}".encode()).hexdigest()
             measured(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)

@@ -1,9 +1,9 @@
-"""A running application from outside: `python benchmarks/bench_latency.py --url http://127.0.0.1:8000 --label eager`.
+"""Latency of a running application: `python benchmarks/bench_latency.py --url http://127.0.0.1:8000 --label eager`.
 
-Two measurements. The ladder's: requests one by one, each with the same text, which is in the language model's prefix
-cache by then, and with pictures that are new, so that the encoder works. The serving figures: an open loop of streamed
-requests. Start the application with one set of switches, run this with a label for it, start it with the next; `--out`
-gathers the labels in one file. The last line on stdout is JSON. Needs httpx, numpy and pillow.
+Makes two measurements. The ladder: single requests with the same text, which is in the language model's prefix cache,
+and with new pictures, which the encoder encodes. The serving figures: an open loop of streamed requests. Start the
+application with one set of switches, run this with a label for it, and repeat with the next; `--out` collects the
+labels in one file. The last line on stdout is JSON. Needs httpx, numpy and pillow.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.latency_client import Answer, body, one_by_one, open_loop, served_model
-from benchmarks.latency_figures import figures, ladder_text, serving_text
 from benchmarks.record import provenance, write
+from benchmarks.serving.latency_client import Answer, body, one_by_one, open_loop, served_model
+from benchmarks.serving.latency_figures import figures, ladder_text, serving_text
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,11 +57,11 @@ def _sizes(text: str) -> list[tuple[int, int]]:
 
 
 async def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """One label's row. Raises httpx.HTTPError where there is no application."""
+    """Returns one label's row. Raises httpx.HTTPError if the application cannot be reached."""
     model = asked.model or await served_model(asked.url)
 
     def request(number: int, tokens: int, text: int) -> dict[str, Any]:
-        # Pictures are other ones in every request of a run, warm-ups included.
+        # Pictures are unique to each request of a run, including warm-ups.
         seed = 100_000 * asked.seed + number
         return body(
             model, asked.images, words=asked.words, output_tokens=tokens, picture_seed=seed, text_seed=asked.seed + text
@@ -86,14 +86,14 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def complain(answers: Sequence[Answer]) -> None:
-    """Tells of each that failed."""
+    """Prints the requests that failed."""
     for answer in answers:
         if not answer.ok:
             print(f"failed: status {answer.status} {answer.error}", file=sys.stderr, flush=True)
 
 
 def gathered(out: Path | None) -> dict[str, Any]:
-    """The rows that a file of this program already has, by label."""
+    """Returns the rows of an earlier output file, by label."""
     if out is None or not out.exists():
         return {}
     found = json.loads(out.read_text())

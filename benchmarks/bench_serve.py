@@ -1,9 +1,10 @@
-"""A trace against a running server, or two: `python benchmarks/bench_serve.py http://127.0.0.1:8000 --trace t.jsonl`.
+"""Sends a trace to one or two running servers: `python benchmarks/bench_serve.py http://127.0.0.1:8000 --trace
+t.jsonl`.
 
-An open loop: requests go out at the trace's times, whatever has been answered by then, and latencies count from those
-times. Reads nothing of a server but OpenAI's routes `/v1/models` and `/v1/chat/completions`. Two servers get the same
-requests, one after the other, or in turns with `--pieces`. A run whose client could not keep up says so and exits
-with 1. The last line on stdout is JSON.
+An open loop: requests are sent at the trace's times, regardless of earlier answers, and latencies count from those
+times. Uses only OpenAI's routes `/v1/models` and `/v1/chat/completions`. Two servers get the same requests, one after
+the other, or alternately with `--pieces`. A run whose client could not keep up reports that and exits with 1. The last
+line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import trace_figures, trace_plot
 from benchmarks.record import provenance, write
-from benchmarks.trace_client import Run
-from benchmarks.trace_figures import Slo
-from benchmarks.trace_images import cache_folder, make_images
-from benchmarks.trace_requests import generated, lines, read_trace
-from benchmarks.trace_run import BenchError, Plan, Server, measure
-from encoder.traces import TraceError
+from benchmarks.trace import figures as trace_figures
+from benchmarks.trace import plot as trace_plot
+from benchmarks.trace.client import Run
+from benchmarks.trace.figures import Slo
+from benchmarks.trace.images import cache_folder, make_images
+from benchmarks.trace.requests import generated, lines, read_trace
+from benchmarks.trace.run import BenchError, Plan, Server, measure
+from planner.traces import TraceError
 
 
 def report(
     plan: Plan, servers: Sequence[Server], runs: Mapping[str, Run], slo: Slo, max_lag_ms: float
 ) -> dict[str, Any]:
-    """What is written as JSON, but for where it comes from."""
+    """Returns the JSON report without its provenance."""
     found = {
         server.label: {"url": server.url, **trace_figures.figures(runs[server.label], slo, max_lag_ms=max_lag_ms)}
         for server in servers
@@ -129,7 +131,7 @@ def main(
     against_key: str | None, timeout_s: float, warm_ups: int, max_lag_ms: float, folder: Path | None,
     plot: Path | None, out: Path | None, write_trace: Path | None, commit: str | None,
 ) -> None:  # fmt: skip
-    """Send a trace of chat requests with pictures to the server at URL, at the trace's own times, and measure.
+    """Send a trace of chat requests with pictures to the server at URL at the trace's times, and measure the responses.
 
     \b
     vitray bench serve http://127.0.0.1:8000
@@ -137,9 +139,9 @@ def main(
     vitray bench serve http://127.0.0.1:8000 --against http://127.0.0.1:8100 --label vitray --label vllm \\
         --trace documents.jsonl --pieces 4
 
-    Tells TTFT (from when a request was due), TPOT and ITL, the goodput (TTFT and TPOT within bounds), throughput and
-    errors by status. Works with any server of OpenAI's chat route. Nothing is sent again: what a server refuses counts
-    as failed. Exits with 1 where the client itself could not keep up, or nothing was answered.
+    Reports TTFT (from when a request was due), TPOT, ITL, goodput (TTFT and TPOT within bounds), throughput, and errors
+    by status. Works with any server of OpenAI's chat route. Requests are not retried: a refused request counts as
+    failed. Exits with 1 if the client itself could not keep up, or if nothing was answered.
     """
     addresses = [url, *([against] if against else [])]
     if len(labels) not in (0, len(addresses)):
@@ -187,7 +189,7 @@ def main(
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:
-    """A result is passed around; keys are nobody's business."""
+    """Replaces API keys in the arguments, because results are published."""
     options = ("-k", "--key", "--against-key")
     kept: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):

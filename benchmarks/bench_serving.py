@@ -1,11 +1,10 @@
-"""The ladder end to end: each rung behind the running application, beside vLLM alone, on one GPU.
+"""The ladder end to end: each rung behind the running application, and vLLM alone, on one GPU.
 
-`python benchmarks/bench_serving.py --out serving.json`. All start side by side and are asked in turn, round by round in
-another order, with the same requests: one by one with the same text, which is in the prefix cache by then, and new
-pictures; an open loop of streamed requests; and one request with a small picture again and again, for one token, when
-every cache has all of it: what is left is the way through the server. What does not come up is left out with the
-reason. The last line on stdout is JSON, and `--out` has what was measured so far after every round. Needs Ray and vLLM;
-`--tiny` runs without a GPU, on a small checkpoint.
+`python benchmarks/bench_serving.py --out serving.json`. All servers run at once and take turns, in a different order
+each round, with the same requests: single requests with the same text, which is in the prefix cache, and new pictures;
+an open loop of streamed requests; and one request with a small picture, repeated for one token with warm caches, which
+measures the overhead of the server. A server that does not start is skipped with the reason. The last line on stdout is
+JSON, and `--out` is written after every round. Needs Ray and vLLM; `--tiny` runs without a GPU, on a small checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_latency import complain
-from benchmarks.latency_client import Answer, body, one_by_one, open_loop
-from benchmarks.latency_figures import figures, ladder_text, latency_table, overheads
-from benchmarks.measure import Deadline
+from benchmarks.ladder.measure import Deadline
+from benchmarks.ladder.rungs import RUNGS
 from benchmarks.record import gpu, provenance, save, write
-from benchmarks.rungs import RUNGS
-from benchmarks.servers import Peer, Servers, own_port, peer_port
-from benchmarks.serving_checkpoint import make_published
-from benchmarks.serving_plan import (
+from benchmarks.serving.checkpoint import make_published
+from benchmarks.serving.latency_client import Answer, body, one_by_one, open_loop
+from benchmarks.serving.latency_figures import figures, ladder_text, latency_table, overheads
+from benchmarks.serving.plan import (
     DECODE_WORKERS,
     ENCODER_SHARE,
     LLM_SHARE,
@@ -44,14 +42,15 @@ from benchmarks.serving_plan import (
     vllm_command,
     vllm_environment,
 )
+from benchmarks.serving.servers import Peer, Servers, own_port, peer_port
 from training.checkpoints import make_checkpoint
 
 START_SHARE = 0.5
-"""Of the time, at most, until what has not come up is left out."""
+"""Maximum share of the time for starting; servers not ready by then are skipped."""
 STOP_S = 30.0
-"""Kept for the end."""
+"""Seconds reserved for stopping the servers."""
 FIRST_S = 150.0
-"""For the first answers of one server, which an encoder's start is part of."""
+"""Seconds for the first answers of a server, which include the start of an encoder."""
 WARM_UPS = 2
 AGAIN_FIRST = 3
 Bodies = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -60,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked in one round."""
+    """The requests of one round."""
 
     images: tuple[tuple[int, int], ...]
     words: int
@@ -70,21 +69,21 @@ class Load:
     output_tokens: int
     rate: float
     again: int = 0
-    """Times that one request is sent again, one by one."""
+    """Repetitions of one request, sent one at a time."""
     again_side: int = 224
-    """Of its picture, in pixels."""
+    """Side of that request's picture in pixels."""
 
 
 @dataclass
 class Asked:
-    """What one of the servers answered so far."""
+    """Answers of one server so far."""
 
     latency: list[Answer] = field(default_factory=list)
     serving: list[Answer] = field(default_factory=list)
     serving_s: float = 0.0
     again: list[Answer] = field(default_factory=list)
     first_answer_s: float | None = None
-    """Of the first request with pictures, which starts an encoder of ours."""
+    """Seconds of the first request with pictures, which starts an encoder of the application."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,9 +124,9 @@ def _rungs(text: str) -> tuple[str, ...]:
 
 
 def requests(load: Load, number: int) -> Bodies:
-    """Of a round: those one by one, which share their text with all rounds, and those of the open loop, which do not.
+    """Returns a round's single requests, whose text all rounds share, and those of the open loop, whose text is new.
 
-    Rounds count from 0; -1 is before the first. No picture comes twice.
+    Rounds count from 0; -1 is the warm-up. All pictures are unique.
     """
     per_round = load.latency_requests + load.prompts
     first = (number + 1) * per_round
@@ -145,7 +144,7 @@ def requests(load: Load, number: int) -> Bodies:
 
 
 async def warm(url: str, asked: Asked, load: Load) -> bool:
-    """The first requests of a server; whether it answers."""
+    """Sends the first requests to a server; returns whether it answers."""
     bodies, _ = requests(load, -1)
     began = time.perf_counter()
     answers = await one_by_one(url, bodies[:1])
@@ -156,14 +155,14 @@ async def warm(url: str, asked: Asked, load: Load) -> bool:
 
 
 async def measure(url: str, asked: Asked, load: Load, number: int, bodies: Bodies) -> None:
-    """A round with one server."""
+    """Runs one round on one server."""
     latency, opened = bodies
     answers = await one_by_one(url, latency)
     opened_answers, seconds = await open_loop(url, opened, load.rate, number)
     if load.again:
         side = load.again_side
         same = body(MODEL, [(side, side)], words=10, output_tokens=1, picture_seed=10**6, text_seed=-1)
-        # The first few fill the caches of this server.
+        # The first few fill this server's caches.
         asked.again += (await one_by_one(url, [same] * (AGAIN_FIRST + load.again)))[AGAIN_FIRST:]
     complain([*answers, *opened_answers, *asked.again])
     asked.latency += answers
@@ -172,7 +171,7 @@ async def measure(url: str, asked: Asked, load: Load, number: int, bodies: Bodie
 
 
 def within(work: Coroutine[Any, Any, T], seconds: float) -> T | None:
-    """What it comes to; None where it takes longer."""
+    """Returns the result of `work`; None if it takes longer than `seconds`."""
 
     async def bounded() -> T:
         return await asyncio.wait_for(work, max(1.0, seconds))
@@ -184,7 +183,7 @@ def within(work: Coroutine[Any, Any, T], seconds: float) -> T | None:
 
 
 def turned(names: list[str], number: int) -> list[str]:
-    """Another one first each round."""
+    """Rotates the names, so that each round begins with another one."""
     shift = number % len(names) if names else 0
     return names[shift:] + names[:shift]
 
@@ -192,7 +191,7 @@ def turned(names: list[str], number: int) -> list[str]:
 def rows(
     served: Sequence[Served], found: Mapping[str, Asked], ready: Mapping[str, float], common: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A row for each that was measured, by label, in the order of `served`."""
+    """Returns a row per measured server, by label, in the order of `served`."""
     made = {}
     for one in served:
         asked = found.get(one.name)
@@ -212,9 +211,9 @@ def rows(
 def started(
     served: Sequence[Served], checkpoint: Path, scratch: Path, *, gpu: bool, logs: Path, haproxy: bool
 ) -> Servers:
-    """All of them, side by side. `scratch`: a folder for what encoders keep."""
+    """Starts all servers in parallel. `scratch`: a folder for caches of the encoders."""
     ours = [one for one in served if one.rung is not None]
-    config = serve_config(ours, checkpoint, gpu=gpu, port=own_port(), state_folder=scratch) if ours else None
+    config = serve_config(ours, checkpoint, gpu=gpu, port=own_port(), cache_dir=scratch) if ours else None
     peers = [
         Peer(one.name, vllm_command(one, checkpoint, gpu=gpu, port=port), port, vllm_environment(one))
         for one, port in ((one, peer_port(n)) for n, one in enumerate(one for one in served if one.rung is None))
@@ -224,7 +223,7 @@ def started(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the clean-up of started processes
     deadline = Deadline(60 * options.minutes - STOP_S)
     device = None if options.tiny else gpu()
     if device is None and not options.tiny:
@@ -281,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with started(served, checkpoint, state, gpu=on_gpu, logs=logs, haproxy=options.haproxy) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             urls: dict[str, str] = {}
-            # vLLM alone answers at once; an encoder of ours starts with its first picture.
+            # vLLM alone answers immediately; an encoder of the application starts with its first picture.
             for one in sorted(served, key=lambda one: one.rung is not None):
                 reason = None
                 if one.name not in ready:

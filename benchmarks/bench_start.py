@@ -1,11 +1,11 @@
-"""Seconds until an encoder serves, in fresh processes: `python benchmarks/bench_start.py`.
+"""Start-up time of an encoder in fresh processes: `python benchmarks/bench_start.py`.
 
-Each start is a process of its own on one checkpoint of a published tower's shape with random weights, as a replica's
-is, without Ray: lazy capture on an empty state folder and on the same folder again, then the default budgets captured
-at the start, twice. Python's bytecode is kept in the state folder, since not every host has it with its packages.
-Ready is when a first blank image has been encoded; what is counted from the weights on leaves out imports, the device's
-context and reading the checkpoint. The last line on stdout is JSON. Needs torch, transformers' tokenizers and
-safetensors, on a GPU triton; `--tiny` runs anywhere.
+Each start is a separate process without Ray, on one checkpoint of a published tower's shape with random weights: lazy
+capture on an empty state folder and again on the same folder, then capture of the default budgets at start-up, twice.
+Python's bytecode is cached in the state folder, because not every host has it with its packages. The encoder is ready
+when it has encoded a first blank image; the figure from the weights on excludes imports, creation of the device's
+context and reading of the checkpoint. The last line on stdout is JSON. Needs torch, transformers' tokenizers and
+safetensors, on a GPU triton; `--tiny` runs without a GPU.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ladder_text import GIB, columns
+from benchmarks.ladder.text import GIB, columns
+from benchmarks.ladder.towers import NAMES, SECTIONS
 from benchmarks.record import ROOT, gpu, provenance, save, write
-from benchmarks.towers import NAMES, SECTIONS
 
 CHILD_LIMIT_S = 300.0
-STARTS = (("lazy", "empty"), ("lazy", "warm"), ("eager", "warm"), ("eager", "warm again"))
-"""`capture`, and what the state folder holds by then."""
+STARTS = (("on_demand", "empty"), ("on_demand", "warm"), ("startup", "warm"), ("startup", "warm again"))
+"""`graph_capture`, and the content of the state folder before the start."""
 IMAGE_SIDE = 448
 MOST_IDLE_STEPS = 200
 _SHOWN = ("weights", "forward", "graphs_and_tables", "warm_up", "ready_after_weights", "first_image_after_weights")
@@ -49,20 +49,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start(checkpoint: Path, switches: dict[str, Any]) -> dict[str, Any]:
-    """In this process: loads, builds, encodes an image twice. Seconds of each, and what the graphs took."""
+    """Loads an encoder in this process and encodes an image twice; returns seconds of each part, bytes of graphs."""
     began = time.perf_counter()
     import numpy as np
     import torch
 
     from configs.encoder_config import EncoderConfig
     from encoder import encoder as module
-    from encoder.preprocess import Pixels
+    from encoder.pixels.preprocess import Pixels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.zeros(1, device=device)
     seconds: dict[str, float] = {"imports": time.perf_counter() - began}
 
-    def lap(name: str, run: Callable[[], Any]) -> Any:  # noqa: ANN401 # whatever `run` gives
+    def lap(name: str, run: Callable[[], Any]) -> Any:  # noqa: ANN401 # the result of `run`
         at = time.perf_counter()
         found = run()
         if device.type == "cuda":
@@ -70,7 +70,7 @@ def start(checkpoint: Path, switches: dict[str, Any]) -> dict[str, Any]:
         seconds[name] = time.perf_counter() - at
         return found
 
-    # The parts of `from_checkpoint`, each by its own clock.
+    # Times the parts of `from_checkpoint` separately.
     for name, title in (("load_tower", "weights"), ("choose_forward", "forward"), ("weights_identity", "identity")):
         part = getattr(module, name)
         setattr(module, name, lambda *a, part=part, title=title, **k: lap(title, lambda: part(*a, **k)))
@@ -89,7 +89,7 @@ def start(checkpoint: Path, switches: dict[str, Any]) -> dict[str, Any]:
         lap(name, lambda: list(encoder.encode_batches([pixels])))
     seconds["first_image_after_weights"] = seconds["ready_after_weights"] + seconds["first_image"]
     steps = 0
-    while config.capture != "eager" and steps < MOST_IDLE_STEPS and lap("last_idle_step", runner.idle_step):
+    while config.graph_capture != "startup" and steps < MOST_IDLE_STEPS and lap("last_idle_step", runner.idle_step):
         steps += 1
     runner.close()
     table = runner.cost_table
@@ -100,16 +100,16 @@ def start(checkpoint: Path, switches: dict[str, Any]) -> dict[str, Any]:
         "graphs": 0 if table is None else len(table.budgets),
         "forward": runner.forward.name,
         "attention": runner.forward.attention,
-        "switches": {name: value for name, value in switches.items() if name != "state_folder"},
+        "switches": {name: value for name, value in switches.items() if name != "cache_dir"},
         "device": device.type,
     }
 
 
 def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -> dict[str, Any]:
-    """`start` in a fresh process with the environment that a replica with this state folder gets."""
-    from encoder import compile_caches
+    """Runs `start` in a fresh process with the environment of a replica with this state folder."""
+    from encoder.graphs import compile_caches
 
-    asked = {"checkpoint": str(checkpoint), "switches": switches | {"state_folder": str(state)}, "out": str(out)}
+    asked = {"checkpoint": str(checkpoint), "switches": switches | {"cache_dir": str(state)}, "out": str(out)}
     began = time.perf_counter()
     out.unlink(missing_ok=True)
     with tempfile.TemporaryFile("w+") as log:
@@ -134,13 +134,13 @@ def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -
 
 
 def _with_bytecode(state: Path) -> dict[str, str]:
-    """This environment, with Python's own compiled modules kept too, as they are where packages were installed."""
+    """Returns this environment with a bytecode cache for Python's own modules too, as installed packages have one."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPYCACHEPREFIX": str(state / "bytecode")}
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a start."""
+    """Returns a table with a line per start."""
     lines = []
     for row in rows:
         name = f"{row['rung']}, capture {row['capture']}, {row['state']} folder"
@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.child is not None:
         save(start(Path(asked.child["checkpoint"]), asked.child["switches"]), Path(asked.child["out"]))
         return 0
-    from benchmarks.rungs import LABELS, switches_of
-    from benchmarks.serving_checkpoint import make_published
+    from benchmarks.ladder.rungs import LABELS, switches_of
+    from benchmarks.serving.checkpoint import make_published
     from training.checkpoints import make_checkpoint
 
     began = time.monotonic()
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if time.monotonic() - began > 60 * asked.minutes:
                     rows.append({"rung": rung, "capture": capture, "state": state, "error": "no time was left"})
                     continue
-                switches = {**switches_of(rung), "capture": capture}
+                switches = {**switches_of(rung), "graph_capture": capture}
                 found = _child(made, switches, Path(folder) / f"state-{rung}", Path(folder) / "found.json")
                 rows.append({"rung": rung, "label": LABELS[rung], "capture": capture, "state": state, **found})
                 print(f"{rung}, {capture}, {state} folder: {found.get('error', 'done')}", flush=True)

@@ -1,12 +1,11 @@
-"""From the encoder's device to the engine's, by every way of one host: `python benchmarks/bench_transfer.py`.
+"""Transfer time from the encoder's device to the engine's on one host, by path: `python benchmarks/bench_transfer.py`.
 
-Timed from the moment an embedding `[num_tokens, width]` is computed on the encoder's GPU, in one process, until another
-process has it on its own GPU. Every embedding differs from the one before and is compared after it was timed. Each
-process sees its own GPU alone, as replicas of Ray Serve do. `separate`: a GPU each; `one_gpu`: both on the same one.
-`today` goes through Ray's object store to a third process, which stands for the language model replica, and from there
-to the engine as vLLM sends tensors in requests; a process with pyzmq and torch stands in for vLLM's engine. Serve's own
-messages are in none of them. Needs torch and numpy; `today` needs ray, pyzmq and msgspec. The last line on stdout is
-JSON.
+Timed from the moment an embedding `[num_tokens, width]` is computed on the encoder's GPU in one process until another
+process has it on its own GPU. All embeddings differ, and each is verified after it was timed. Each process sees only
+its own GPU, as Ray Serve's replicas do. `separate`: one GPU each; `one_gpu`: both on the same one. `today` uses Ray's
+object store to a third process, which represents the LLM replica, and then vLLM's transfer of tensors in requests; a
+process with pyzmq and torch represents vLLM's engine. No path includes Serve's own messages. Needs torch and numpy;
+`today` needs ray, pyzmq and msgspec. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import transfer_today
 from benchmarks.record import gpu, provenance, write
-from benchmarks.transfer_figures import BARS_MS, Asked, Took, bars_met, change, device_here, sum_of_bits
-from benchmarks.transfer_ways import SLOTS, WAYS, Receiver, Side, slot_bytes
-from deployments.arena import Arena, ArenaHandle
+from benchmarks.transfer import object_store as transfer_today
+from benchmarks.transfer.figures import BARS_MS, Asked, Took, bars_met, change, device_here, sum_of_bits
+from benchmarks.transfer.paths import SLOTS, WAYS, Receiver, Side, slot_bytes
+from deployments.transfer.shared_memory import Arena, ArenaHandle
 
 TODAY = "today"
 PAIR_PATIENCE_S = 240.0
 
 
 def send_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection) -> None:
-    """The encoder's process."""
+    """Runs the encoder's process."""
     side = Side(device_here(), channel, handle.open(), asked.most_bytes)
     sender = WAYS[way].sender(side)
     in_place = getattr(sender, "buffer", None) if way == "cuda_ipc_in_place" else None
@@ -51,15 +50,15 @@ def send_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection) -
         for _ in range(asked.warm_ups + asked.rounds):
             change(tokens)
             channel.send(sum_of_bits(tokens))
-            channel.recv()  # the other side waits for the embedding, as an engine does
-            began = time.perf_counter()  # of one clock for all processes on Linux
+            channel.recv()  # the receiver waits for the embedding, as an engine does
+            began = time.perf_counter()  # on Linux, all processes share this clock
             sender.send(tokens)
             channel.send(began)
             channel.recv()
 
 
 def receive_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
-    """The engine's process; tells what was measured, or why nothing could be."""
+    """Runs the engine's process; sends the measurements, or the reason for having none."""
     try:
         side = Side(device_here(), channel, handle.open(), asked.most_bytes)
         receiver = WAYS[way].receiver(side)
@@ -88,7 +87,7 @@ def _receive(receiver: Receiver, side: Side, asked: Asked, megabytes: float) -> 
 
 @contextmanager
 def sees_gpu(number: int | None) -> Iterator[None]:
-    """Processes started inside see this GPU and no other."""
+    """Restricts processes started inside the block to this GPU."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if number is not None:
         names = before.split(",") if before else [str(each) for each in range(number + 1)]
@@ -103,7 +102,7 @@ def sees_gpu(number: int | None) -> Iterator[None]:
 
 
 def measure(way: str, asked: Asked, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
-    """In two fresh processes, on these GPUs; or why not."""
+    """Measures one path in two fresh processes on these GPUs; returns the reason if that fails."""
     context = multiprocessing.get_context("spawn")
     arena = Arena(SLOTS * slot_bytes(asked.most_bytes))
     one, other = context.Pipe()
@@ -119,7 +118,7 @@ def measure(way: str, asked: Asked, gpus: tuple[int | None, int | None]) -> dict
         end.close()
     try:
         wait([results, processes[0].sentinel], timeout=PAIR_PATIENCE_S)
-        if not results.poll(5.0):  # the sender may have ended first, as it should at the end
+        if not results.poll(5.0):  # the sender may have exited first, as it does at the end
             return f"no result; the sender ended with {processes[0].exitcode}"
         return results.recv()  # type: ignore[no-any-return]
     except EOFError:
@@ -133,7 +132,7 @@ def measure(way: str, asked: Asked, gpus: tuple[int | None, int | None]) -> dict
 
 
 def today(asked: Asked, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
-    """In a Ray of its own that has no GPUs but these."""
+    """Measures the path through Ray in a separate Ray with these GPUs only."""
     with sees_gpu(0 if gpus == (0, 0) else None):
         return transfer_today.measure(asked, num_gpus=len({number for number in gpus if number is not None}))
 

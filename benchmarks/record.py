@@ -1,7 +1,4 @@
-"""What every result says about where it comes from, and how it is written: one JSON object, last on stdout.
-
-It must not know what was measured.
-"""
+"""Provenance of results, and their output as one JSON object on the last line of stdout."""
 
 from __future__ import annotations
 
@@ -30,10 +27,10 @@ PACKAGES = (
 
 
 def provenance(commit: str | None, arguments: Sequence[str] | None) -> dict[str, object]:
-    """Command, commit, time, Python and package versions. `arguments`: None for those of the command line."""
+    """Returns command, commit, time, Python and package versions. `arguments`: None for those of the command line."""
     given = sys.argv[1:] if arguments is None else arguments
     return {
-        # Where a file lay on the machine says nothing to others.
+        # Paths of this machine are reduced to file names.
         "command": ["benchmarks/" + Path(sys.argv[0]).name, *(Path(a).name if a[:1] == "/" else a for a in given)],
         "commit": commit or commit_here(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,7 +40,7 @@ def provenance(commit: str | None, arguments: Sequence[str] | None) -> dict[str,
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide numbers, as far as they are installed."""
+    """Returns the versions of the installed packages that influence results."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -54,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def commit_here() -> str | None:
-    """The commit of the working tree, with `+` where tracked files differ from it; None without git."""
+    """Returns the commit of the working tree, with `+` if tracked files differ from it; None without git."""
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -72,7 +69,7 @@ def commit_here() -> str | None:
 
 
 def gpu() -> dict[str, object] | None:
-    """Name, driver, memory and compute capability of the current device; None without one."""
+    """Returns name, driver, memory and compute capability of the current device; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -103,7 +100,7 @@ def _driver() -> str | None:
 
 
 def write(report: Mapping[str, object], out: Path | None) -> None:
-    """To `out`, if given, and as the last line on stdout."""
+    """Writes the report to `out`, if given, and as the last line on stdout."""
     if out is not None:
         save(report, out)
     sys.stdout.flush()
@@ -111,7 +108,7 @@ def write(report: Mapping[str, object], out: Path | None) -> None:
 
 
 def save(report: Mapping[str, object], out: Path) -> None:
-    """Indented, and at once: a reader never sees half a file."""
+    """Writes indented JSON atomically."""
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(out.name + ".part")
     scratch.write_text(json.dumps(report, indent=1) + "\n")

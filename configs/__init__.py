@@ -1,1 +1,1 @@
-"""What an operator may choose (`schema`), and how "auto" becomes a choice (`resolve`)."""
+"""The operator's settings (`schema`), and the resolution of "auto" on a cluster (`resolve`)."""

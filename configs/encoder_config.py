@@ -1,7 +1,6 @@
-"""How one vision encoder computes: the operator's switches, checked by arithmetic and by the standard library alone.
+"""The operator's settings of a vision encoder. `schema.py` includes them in the application's settings.
 
-An encoder runs where only torch is installed, so this needs nothing else; `schema.py` puts it into the application's
-settings. It must not know what a device can do: "auto" is resolved where the device is.
+This module imports only the standard library: an encoder also runs where only torch is installed.
 """
 
 from __future__ import annotations
@@ -11,74 +10,80 @@ from typing import ClassVar, Literal, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4", "fa3"]
-Capture = Literal["eager", "lazy", "hybrid"]
+GraphCapture = Literal["startup", "on_demand", "hybrid"]
 Packing = Literal["cost", "greedy"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "attention_backend": get_args(AttentionName),
-    "capture": get_args(Capture),
+    "graph_capture": get_args(GraphCapture),
     "packing": get_args(Packing),
 }
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How one vision encoder computes. Names follow vLLM's encoder graph settings; budgets count merged tokens."""
+    """Settings of one vision encoder. Names follow vLLM's encoder graph settings; token budgets count merged tokens."""
 
-    # Read by pydantic where it is installed.
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "allow_inf_nan": False}
+    # pydantic reads this if it is installed.
+    __pydantic_config__: ClassVar[dict[str, object]] = {
+        "extra": "forbid",
+        "allow_inf_nan": False,
+        "use_attribute_docstrings": True,
+    }
 
     dtype: Dtype = "auto"
     """ "auto" is the checkpoint's own dtype."""
-    fusion: Literal["auto"] | bool = "auto"
-    """Fused kernels. "auto": where the device is a GPU, Triton is there and the result equals the plain tower's, unless
-    `compile_mm_encoder` is set; true fails where they cannot be had."""
+    fused_kernels: Literal["auto"] | bool = "auto"
+    """Fused kernels. "auto": on a GPU with Triton, if their result equals the eager tower's and `compile_mm_encoder` is
+    not set. true: an error if they cannot be used."""
     fp8: bool = False
-    """Matrix products of large batches in 8 bits (e4m3): beside fused kernels, with dtype bfloat16, on GPUs of compute
-    capability 9.0 (Hopper) and newer. At the start the tower is compared with itself in bfloat16 on trial images: parts
-    that move the embeddings past the next two limits stay in bfloat16, and where all do, this is an error."""
+    """GEMMs in 8 bits (e4m3), with fused kernels and dtype bfloat16, on GPUs of compute capability 9.0 (Hopper) and
+    newer. At start-up the tower is compared with itself in bfloat16 on trial images, and each image in a batch with the
+    same image alone; layers that exceed the two limits below stay in bfloat16, and if all would, the start fails."""
     fp8_min_token_cosine: float = 0.99
-    """Lowest cosine that a token's embedding may have with that in bfloat16; the main part and each deepstack level
-    count apart."""
+    """Lowest cosine allowed between a token's embedding in fp8 and in bfloat16, and between its embedding in a batch
+    and alone; the main part and each deepstack level are compared separately."""
     fp8_min_image_cosine: float = 0.999
-    """The same for an image's embeddings as a whole."""
+    """The same limit for an image's embeddings as a whole."""
     compile_mm_encoder: bool = False
-    """Run the tower's blocks through torch.compile. Of no effect beside fused kernels."""
+    """Run the tower's blocks through torch.compile. It has no effect with fused kernels."""
     attention_backend: AttentionName = "auto"
-    """ "auto" measures what is installed, for each class of lengths; one that is named and missing is an error."""
+    """Attention backend. "auto" measures the installed ones for each class of sequence lengths. A named one that is
+    missing is an error."""
     cudagraph_mm_encoder: Literal["auto"] | bool = "auto"
-    """Replay CUDA graphs. "auto": where the device is a GPU and attention reads its borders there; true fails where
-    they cannot be had."""
-    capture: Capture = "eager"
-    """When graphs are captured. "eager": all at the start. "lazy": the most wanted ones in idle moments. "hybrid": some
-    at the start, the others and those that the traffic asks for in idle moments."""
+    """Replay CUDA graphs. "auto": on a GPU with an attention backend that reads sequence boundaries on the device.
+    true: an error if they cannot be used."""
+    graph_capture: GraphCapture = "startup"
+    """When CUDA graphs are captured. "startup": all before the replica is ready. "on_demand": while the GPU is idle,
+    those that save most time first. "hybrid": some at start-up, the rest on demand."""
     packing: Packing = "cost"
-    """Which images run together. "cost": by measured time, graph or not; "greedy": ascending, as many as fit the
-    largest budget. Without measured times it is "greedy" either way."""
+    """How images are packed into batches. "cost": by measured time, with graphs and eagerly. "greedy": in ascending
+    order, as many as fit the largest budget. Without measured times, "greedy" is used."""
     encoder_cudagraph_token_budgets: Literal["auto"] | tuple[int, ...] = "auto"
-    """Batch capacities in merged tokens, ascending. "auto": 29 from 64 to 8192, four an octave; without
-    graphs 2048, 4096, 8192, 13824. An image over the largest runs alone, without a graph."""
+    """Batch capacities in visual tokens, ascending. "auto": 29 from 64 to 8192, four per octave; without graphs 2048,
+    4096, 8192 and 13824. A larger image runs alone and eagerly."""
     encoder_cudagraph_max_images_per_batch: int = 16
     """Images that one batch may hold."""
     encoder_cudagraph_memory_bytes: int = 2 * 1024**3
-    """Bound of the graphs' memory, buffers included; a graph that would pass it is not captured."""
+    """Bound on the graphs' memory with their buffers; a graph beyond it is not captured. The driver's own memory for
+    graphs is not included; 256 MiB of the device stay free."""
     encoder_cudagraph_verbose: bool = False
     """Log every batch: images, tokens, budget, padding."""
     staging_pinned_bytes: int = 128 * 1024**2
-    """Pinned host memory through which images go to the GPU and embeddings come back, taken at the start."""
-    warm_grids: tuple[tuple[int, int], ...] = ((224, 224), (448, 448), (512, 512), (1024, 768), (1024, 1024))
-    """Widths and heights in pixels of common images, whose positions are computed at the start."""
-    state_folder: str | None = None
-    """Folder that outlives a replica, for compiled kernels and for what the traffic asks for. Unset: compilers use
-    their own folders, and nothing is learnt over a restart."""
+    """Pinned host memory for copies of images to the GPU and of embeddings back, allocated at start-up."""
+    warm_image_sizes: tuple[tuple[int, int], ...] = ((224, 224), (448, 448), (512, 512), (1024, 768), (1024, 1024))
+    """Widths and heights in pixels of common images, whose positions are computed at start-up."""
+    cache_dir: str | None = None
+    """Directory that outlives a replica, for compiled kernels and the histogram of batch shapes that guides graph
+    capture. If unset, compilers use their own directories and the histogram is lost at a restart."""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`, naming the value and its limit."""
+        """Validates the settings. Raises ValueError that names the value and its limit."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        for name in ("fusion", "cudagraph_mm_encoder"):
+        for name in ("fused_kernels", "cudagraph_mm_encoder"):
             if getattr(self, name) not in ("auto", True, False):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be auto, true or false")
         for name in (
@@ -88,16 +93,20 @@ class EncoderConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
-        if self.fp8 and (self.fusion is False or (self.fusion == "auto" and self.compile_mm_encoder)):
+        if self.fp8 and (self.fused_kernels is False or (self.fused_kernels == "auto" and self.compile_mm_encoder)):
             beside = " beside compile_mm_encoder" if self.compile_mm_encoder else ""
-            raise ValueError(f"fp8 is true, and fusion is {self.fusion!r}{beside}; 8 bits need fusion to be true")
+            raise ValueError(
+                f"fp8 is true, and fused_kernels is {self.fused_kernels!r}{beside}; fp8 needs fused_kernels to be true"
+            )
         for name in ("fp8_min_token_cosine", "fp8_min_image_cosine"):
             if not -1 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a cosine lies between -1 and 1")
         self._check_budgets(self.encoder_cudagraph_token_budgets)
-        for size in self.warm_grids:
+        for size in self.warm_image_sizes:
             if len(size) != 2 or min(size) < 1:
-                raise ValueError(f"warm_grids holds {list(size)}; it must hold pairs of a width and a height above 0")
+                raise ValueError(
+                    f"warm_image_sizes holds {list(size)}; it must hold pairs of a width and a height above 0"
+                )
 
     def _check_budgets(self, budgets: str | tuple[int, ...]) -> None:
         name = "encoder_cudagraph_token_budgets"

@@ -1,7 +1,4 @@
-""" "auto" becomes a choice here, once, in one function that returns a new config.
-
-It must not know how the facts about the cluster were found out; `deployments/app.py` asks Ray for them.
-"""
+"""Resolution of "auto" in the settings, done once by `resolve`."""
 
 from __future__ import annotations
 
@@ -19,21 +16,22 @@ PROJECT_ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What of the cluster decides "auto"."""
+    """Facts of a cluster on which "auto" depends."""
 
     has_gpu: bool
-    """A node with a GPU is there, or the autoscaler can bring one."""
+    """Whether a node has a GPU or the autoscaler can add one that has."""
 
 
 def load_preset(name: str) -> AppConfig:
-    """`configs/presets/<name>.yaml` as a config."""
+    """Returns the settings of `configs/presets/<name>.yaml`."""
     return AppConfig.model_validate(yaml.safe_load((PRESETS / f"{name}.yaml").read_text()))
 
 
 def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
-    """A config without "auto" in `model` and `num_gpus`.
+    """Returns the settings with "auto" in `model` and `num_gpus` resolved.
 
-    What the operator set wins over the preset key by key. A model that is named is never replaced.
+    The operator's `engine_args` override the preset's key by key, and a named model is kept. Raises ValueError if
+    `num_gpus` and `tensor_parallel_size` of the language model do not fit.
     """
     preset = load_preset("gpu" if cluster.has_gpu else "laptop")
     engine_args: dict[str, JsonValue] = {**preset.llm.engine_args, **config.llm.engine_args}
@@ -50,7 +48,7 @@ def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
     if 0 < llm_gpus < tensor_parallel and tensor_parallel > 1:
         raise ValueError(f"llm.num_gpus is {llm_gpus:g}, but llm.engine_args.tensor_parallel_size is {tensor_parallel}")
     if 0 < llm_gpus < 1:
-        # vLLM takes a share of the whole device; it must leave the encoder's share and both CUDA contexts alone.
+        # vLLM reserves this fraction of the whole GPU; the encoder's share and both CUDA contexts must still fit.
         engine_args.setdefault("gpu_memory_utilization", round(0.95 * llm_gpus, 3))
 
     model = preset.model if config.model == "auto" else config.model

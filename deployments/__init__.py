@@ -1,1 +1,1 @@
-"""The Ray Serve application. `app.build_app` binds it; nothing else does."""
+"""The Ray Serve application. Only `app.build_app` binds its deployments."""

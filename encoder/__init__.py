@@ -1,7 +1,7 @@
 """The vision encoder as a library: `Encoder.from_checkpoint(path).encode(images)`.
 
-It must not know of Ray, HTTP, asyncio or vLLM. The names are resolved on first use, so that the ingress can import
-`encoder.image_size` and `encoder.digest` without paying for torch.
+Names are resolved on first use, so that the ingress can import `encoder.images.size` and `encoder.images.identity`
+without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an error says about the device. It must not know what is done about it."""
+"""What an error says about the device."""
 
 from __future__ import annotations
 

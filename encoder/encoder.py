@@ -1,7 +1,7 @@
-"""The encoder: pack → replay or run eagerly → split. One owner, no threads.
+"""The encoder's public API: pack → replay or run eagerly → split. It is owned by one thread and starts none.
 
-`Encoder.encode` is the whole library for a user with images; a server decodes elsewhere and feeds `encode_batches`. How
-a batch runs is the business of `encoder.runner`. This module must not know of queues, caches, requests or processes.
+`Encoder.encode` takes images; a server decodes in other processes and calls `launch_batches`. `encoder.runner` runs the
+batches.
 """
 
 from __future__ import annotations
@@ -18,41 +18,46 @@ import torch
 from PIL import Image
 
 from configs.encoder_config import EncoderConfig
-from encoder.decoded import Decoded
+from encoder.checkpoint.vision_config import VisionConfig
 from encoder.forwards import choose_forward
-from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageRules, PixelBounds, resized
-from encoder.lanes import lanes_of
-from encoder.packing import Batch
-from encoder.pipeline import Pipeline, UnderWay
-from encoder.preprocess import Pixels, Preprocessor
-from encoder.run_counts import RunCounts
+from encoder.images.decoded import Decoded
+from encoder.images.identity import EncoderIdentity
+from encoder.images.size import ImageRules, PixelBounds, resized
+from encoder.packing.greedy import Batch
+from encoder.packing.run_counts import RunCounts
+from encoder.pixels.preprocess import Pixels, Preprocessor
 from encoder.runner import TowerRunner
-from encoder.staging import Staging, StagingBounds, StagingCounts
-from encoder.vision_config import VisionConfig
-from encoder.weights import load_tower, weights_identity
+from encoder.staging.pipeline import Launched, Pipeline
+from encoder.staging.staging import Staging, StagingBounds, StagingCounts
+from encoder.staging.streams import lanes_of
+from encoder.towers.weights import load_tower, weights_identity
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS_PER_SIDE = 8
 DEEP = 4
-"""Of the largest batches: where so many wait, what counts is how fast all of them are done."""
+"""Queue depth, in batches of the largest budget, above which throughput counts more than the first images' latency."""
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """One image as the language model sees it."""
+    """Embedding of one image."""
 
     tokens: torch.Tensor
     """`[num_tokens, width]`, `width = out_hidden * (1 + deepstack levels)`, on the encoder's device."""
     grid_thw: tuple[int, int, int]
     """Patches in time, height and width; `num_tokens = t * h * w / merge**2`."""
     digest: str
-    """64 hex characters over the image and everything else that decides `tokens`."""
+    """64 hex characters over the image and everything else that determines `tokens`."""
 
 
 class Encoder:
-    """A vision tower with its checkpoint's preprocessing. The thread that first encodes owns it."""
+    """A vision tower with its checkpoint's preprocessing, owned by the first thread that encodes with it.
+
+    encoder = Encoder.from_checkpoint("Qwen3-VL-8B-Instruct")
+    [embedding] = encoder.encode([Path("cat.jpg").read_bytes()])
+    embedding.tokens  # [num_tokens, width] on the encoder's device
+    """
 
     def __init__(self, runner: TowerRunner, identity: EncoderIdentity, config: EncoderConfig) -> None:
         self.identity = identity
@@ -68,15 +73,16 @@ class Encoder:
     def from_checkpoint(
         cls, path: str | Path, config: EncoderConfig | None = None, *, device: str = "auto", progress: bool = False
     ) -> Encoder:
-        """Loads the vision tensors of the checkpoint folder `path`, and nothing else of it; captures graphs on a GPU.
+        """Loads only the vision tensors of the checkpoint folder `path`, and captures graphs on a GPU.
 
         Args:
             config: None takes the defaults.
-            device: "auto" is "cuda" where there is one, else "cpu".
-            progress: show a bar on stderr while graphs are captured.
+            device: "auto" is "cuda" if available, else "cpu".
+            progress: shows a progress bar on stderr while graphs are captured.
 
         Raises:
-            ValueError, BackendUnavailableError: something is asked for that cannot be had on the device.
+            ValueError, BackendUnavailableError: the device does not support a setting, or the checkpoint's configs
+                disagree.
         """
         path, config = Path(path), config or EncoderConfig()
         resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -85,18 +91,18 @@ class Encoder:
         dtype_name = vision.dtype if config.dtype == "auto" else config.dtype
         tower = load_tower(path, dtype=getattr(torch, dtype_name), device=resolved)
         forward = choose_forward(tower, config, rules)
-        del tower  # what was repacked for the forward is kept once
+        del tower  # frees the weights that the forward has repacked
         identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules, forward.name)
         runner = TowerRunner.of(forward, config, progress=progress, fingerprint=identity.fingerprint)
-        sizes = [resized(width, height, rules, None) for width, height in config.warm_grids]
+        sizes = [resized(width, height, rules, None) for width, height in config.warm_image_sizes]
         runner.warm([(1, height // rules.patch_size, width // rules.patch_size) for width, height in sizes])
         return cls(runner, identity, config)
 
     def encode(self, images: Sequence[Image.Image | bytes], *, bounds: PixelBounds | None = None) -> list[Embedding]:
-        """Embeddings of PIL images or encoded files, in order. An image's embedding does not depend on its batch-mates.
+        """Encodes PIL images or encoded files. Returns embeddings in the same order, each independent of its batch.
 
         Raises:
-            encoder.image_size.ImageError: an image cannot be read or is out of bounds; nothing was encoded then.
+            encoder.images.size.ImageError: an image cannot be read or is out of bounds; no image was encoded.
         """
         prepare = self.preprocessor.decoded if self.resizes else self.preprocessor.pixels
         pixels = [prepare(image, bounds) for image in images]
@@ -107,24 +113,24 @@ class Encoder:
         return [Embedding(tokens[i], pixels[i].grid_thw, digests[i]) for i in range(len(images))]
 
     def warm_up(self) -> None:
-        """Encodes a blank image: the first run of a device loads its kernels, which takes seconds on a GPU."""
+        """Encodes a blank image: the first run loads kernels, which takes seconds on a GPU."""
         side = WARM_UP_TOKENS_PER_SIDE * self.identity.rules.factor
         patches = side // self.identity.rules.patch_size
         for _ in self.encode_batches([Pixels(np.zeros((3, side, side), np.uint8), (1, patches, patches))]):
             pass
 
     def encode_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:
-        """Packs, and yields each batch with its images' tokens as soon as the device has been given it.
+        """Packs images and yields each batch with its images' tokens once it is launched.
 
-        The tensors `[num_tokens, width]` are on the encoder's device and are the caller's to keep.
+        The tensors `[num_tokens, width]` are on the encoder's device; the caller owns them.
         """
         for launched in self.launch_batches(pixels):
             yield launched.batch, launched.on_device()
 
-    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[UnderWay]:
-        """Packs, and yields each batch as soon as the device has been given it, to be fetched on another thread.
+    def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
+        """Packs images and yields each batch once it is launched; another thread may fetch it.
 
-        Two batches are under way at most; a third waits here. A batch that fails spoils no other.
+        At most two batches are in flight; this waits before it launches a third. A failed batch does not affect others.
         """
         self._check_owner()
         for launched in self._pipeline.launch(pixels):
@@ -136,14 +142,14 @@ class Encoder:
             yield replace(launched, ran=self.runner.ran)
 
     def wait_for_room(self) -> None:
-        """Blocks while two batches are under way: what has come until then makes the fullest batches."""
+        """Blocks while two batches are in flight. Images collected after it returns make the fullest batches."""
         self._pipeline.wait_for_room()
 
     def worth_launching(self, num_tokens: Sequence[int], waiting: int) -> int:
-        """How many of the first images in line, of `num_tokens` each, to launch together where `waiting` tokens wait.
+        """Returns how many of the first queued images, of `num_tokens` each, to launch together.
 
-        As many as are worth a launch, so that the first are there before the last are begun; all where DEEP of the
-        largest batches wait, so that nothing of the device's speed is given away.
+        That is as many as fill `TowerRunner.worthwhile_tokens`, so that the first embeddings are ready before the last
+        images start; or all if more than DEEP largest batches of tokens are `waiting`, for maximum throughput.
         """
         enough = self.runner.worthwhile_tokens
         if enough is None or waiting > DEEP * self.runner.largest_budget:
@@ -152,26 +158,26 @@ class Encoder:
 
     @property
     def staging_counts(self) -> StagingCounts:
-        """What went to the device, and how, since the start."""
+        """Counts of copies to and from the device since start-up."""
         return self._pipeline.staging.counts
 
     @property
     def resizes(self) -> bool:
-        """Whether images that are only decoded are resized on the device faster than by whoever decodes."""
+        """Whether the encoder should get decoded images and resize them on the device (a GPU)."""
         return self.runner.forward.device.type == "cuda"
 
     def idle_step(self) -> bool:
-        """At most one capture of a graph, or one adaptation: for moments without work. Whether there was one to do."""
+        """Captures at most one graph or saves the traffic histogram; call it when idle. Returns whether it did."""
         self._check_owner()
         return self.runner.idle_step()
 
     @property
     def counts(self) -> RunCounts:
-        """Since the start: replays, eager runs by reason, captures, tokens, padding, known grids."""
+        """Counts since start-up: replays, eager runs by reason, captures, tokens, padding, grid cache."""
         return self.runner.counts
 
     def close(self) -> None:
-        """Keeps what the traffic asked for, where the settings name a folder for it."""
+        """Saves the traffic histogram if the settings name a cache folder."""
         self.runner.close()
 
     def _check_owner(self) -> None:
@@ -185,7 +191,7 @@ class Encoder:
 
 
 def _check_agreement(vision: VisionConfig, rules: ImageRules) -> None:
-    """The checkpoint's two files must tell the same story, or patches would be cut for another tower."""
+    """Raises ValueError if the checkpoint's preprocessor config and config.json disagree on the patch geometry."""
     for name, ours, theirs in (
         ("patch_size", rules.patch_size, vision.patch_size),
         ("temporal_patch_size", rules.temporal_patch_size, vision.temporal_patch_size),

@@ -1,6 +1,6 @@
-"""Which forward runs a tower: eager, compiled by torch, or fused; and by which attention. "auto" is resolved here.
+"""Chooses the forward of a tower (eager, compiled by torch, fused, fp8) and its attention backend; resolves "auto".
 
-The eager tower is the reference: a fused one that does not equal it is not used. It must not know graphs or batches.
+The eager tower is the reference: a fused forward that differs from it by more than the tolerance is not used.
 """
 
 from __future__ import annotations
@@ -8,72 +8,75 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from configs.encoder_config import EncoderConfig
-from encoder.attention import AttentionBackend, choose_backend
-from encoder.attention_backends import BackendUnavailableError, load, unfit
-from encoder.expansion import Expand, expand, metadata
-from encoder.fp8_tower import check_fp8, narrowed
-from encoder.fp8_trial import Agreement
-from encoder.geometry import Grid
-from encoder.grid_tables import GridTables, Layout
-from encoder.image_rules import ImageRules
-from encoder.metadata import TowerMetadata
-from encoder.vision_config import VisionConfig
-from encoder.weights import VisionTower
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.fp8.tower import check_fp8, narrowed
+from encoder.fp8.validation import Agreement
+from encoder.metadata.device_tables import GridTables, Layout
+from encoder.metadata.expand import Expand, expand, metadata
+from encoder.metadata.geometry import Grid
+from encoder.metadata.segments import AttentionBackend
+from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.packing.run_counts import Fallback
+from encoder.start_check import MOST_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
+from encoder.towers.attention import choose_backend
+from encoder.towers.backends import BackendUnavailableError, load, unfit
+from encoder.towers.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
 Run = Callable[[Tensor, TowerMetadata], Tensor]
 
-# Two correct forwards round in different places: 1e-2 apart in bfloat16, where wrong ones were 0.4 and more apart.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
-# Weights that make much of roundings get more, up to here: by how much a change of the input by one rounding grows.
-_GROWN_ROUNDINGS, _MOST_TOLERANCE = 4.0, 0.2
-# The trial images' error with 8 bits is not the largest there is.
+# Margin on the error measured with 8 bits: served images may have larger errors than the trial images.
 _GROWN_FP8 = 2.0
-_TRIAL: list[Grid] = [(1, 16, 20), (1, 8, 8), (1, 4, 30), (2, 6, 8)]
+_TRIAL_ARENA_BYTES = 2**21
 
 
 @dataclass(frozen=True)
 class TowerForward:
-    """A tower as it is run."""
+    """The forward chosen for a tower."""
 
     name: str
-    """"eager", "compiled", "fused" or "fp8": embeddings of two of them differ by rounding."""
+    """"eager", "compiled", "fused" or "fp8"; the embeddings of different forwards differ by rounding."""
     run: Run
-    """`[num_patches, patch_dim]` and the metadata to `[num_tokens, width]`."""
+    """Computes `[num_tokens, width]` from patches `[num_patches, patch_dim]` and their metadata."""
     config: VisionConfig
     dtype: torch.dtype
     device: torch.device
     backend: AttentionBackend
-    """What metadata names; a fused tower goes by its own plan."""
+    """The backend named in metadata; a fused tower follows its own plan instead."""
     attention: str
-    """In words, for a log."""
+    """Description of the attention backends, for logs."""
     expand: Expand = expand
     length_classes: tuple[int, ...] = ()
-    """Bounds on an image's patches at which attention changes its kernel."""
+    """Segment lengths in patches above which attention uses another kernel."""
     tolerance: float = TOLERANCES[torch.float32]
-    """Of two correct ways to run it: ‖one - other‖ / ‖other‖ of an image."""
+    """Largest accepted ‖one - other‖ / ‖other‖ of an image between two correct forwards."""
     run_into: Callable[[Tensor, TowerMetadata, Tensor], None] | None = None
-    """As `run`, into memory of the caller's; None where it cannot."""
+    """Like `run`, into memory of the caller; None if the forward does not support it."""
     agreement: Agreement | None = None
-    """Of one in 8 bits with the same in bfloat16, on trial images."""
+    """Agreement of the 8-bit forward with bfloat16 on trial images; None without 8 bits."""
+    fallback: Fallback | None = None
+    """Why the forward is not fused although fused kernels were tried; else None."""
+    same_rows_tolerance: float | None = None
+    """Like `tolerance`, for two runs with equal row counts, on which 8-bit results depend; None without 8 bits."""
 
     @property
     def compiles(self) -> bool:
-        """Whether the first call of a shape may compile, which a capture must not see."""
+        """Whether the first call of a shape may compile, which must not happen during a capture."""
         return self.name == "compiled"
 
     @property
     def reads_borders(self) -> bool:
-        """Whether attention reads its borders on the device, as a graph needs it to."""
+        """Whether attention reads the segment borders on the device, as a CUDA graph requires."""
         return self.backend is not AttentionBackend.SDPA
 
     def metadata(
@@ -87,7 +90,7 @@ class TowerForward:
         max_seqlen: int,
         image_tokens: tuple[int, ...],
     ) -> TowerMetadata:
-        """Laid out on the device from the batch's description; sizes are capacities. Waits for nothing."""
+        """Expands a batch's description to metadata on the device; sizes are capacities. No synchronisation."""
         expanded = self.expand(arena, described, self.config, tokens, windows)
         return metadata(
             expanded,
@@ -100,8 +103,15 @@ class TowerForward:
             backend=self.backend,
         )
 
+    def run_grids(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Computes `[num_tokens, width]` from `[num_patches, patch_dim]` and their grids, with new grid tables."""
+        tables = GridTables(self.config, self.device, _TRIAL_ARENA_BYTES)
+        layout = tables.layout(grids)
+        assert layout is not None, f"{grids} overfill {_TRIAL_ARENA_BYTES} bytes"
+        return self.run(patches, self.exact_metadata(tables, layout))
+
     def exact_metadata(self, tables: GridTables, layout: Layout) -> TowerMetadata:
-        """Of a batch at its own size."""
+        """Expands the metadata of a batch without padding."""
         return self.metadata(
             tables.arena,
             layout.described(layout.slots, tables.device),
@@ -114,42 +124,59 @@ class TowerForward:
 
 
 def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None = None) -> TowerForward:
-    """The forward that the settings ask for on the tower's device.
+    """Returns the forward that the settings ask for on the tower's device.
 
-    `rules`: of the checkpoint's images, for what is tried on images; None takes the processor's defaults.
+    `rules`: the checkpoint's image rules, for trial images; None uses the processor's defaults.
 
     Raises:
-        ValueError: fused kernels or 8-bit products are asked for on a device that has none. FusionError: fused kernels
-            are, and do not give what the eager tower gives. Fp8RefusedError: 8 bits are, and differ by too much.
-            BackendUnavailableError: an attention backend is asked for and cannot be had.
+        ValueError: fused kernels or 8-bit GEMMs are required and not available for this device or tower.
+        FusionError: fused kernels are required, and their embeddings differ from the eager tower's.
+        Fp8RefusedError: 8-bit GEMMs are required, and their embeddings differ from bfloat16 by too much.
+        BackendUnavailableError: the attention backend that the settings name is not available.
     """
     if config.fp8:
         check_fp8(tower.device, tower.dtype)
-    if config.fusion is True and tower.device.type != "cuda":
-        raise ValueError(f"fusion is true, and the device is {tower.device}: fused kernels need a GPU")
-    if config.fusion is True or (config.fusion == "auto" and not config.compile_mm_encoder and _can_fuse(tower)):
+    if config.fused_kernels is True and tower.device.type != "cuda":
+        raise ValueError(f"fused_kernels is true, and the device is {tower.device}: fused kernels need a GPU")
+    fallback: Fallback | None = None
+    if config.fused_kernels is True or (
+        config.fused_kernels == "auto" and not config.compile_mm_encoder and _can_fuse(tower)
+    ):
         try:
             return _fused(tower, config, rules)
-        except Exception as error:  # kernels' compilers have errors of their own
+        except Exception as error:  # kernel compilers raise exceptions of their own classes
             asked_for = isinstance(error, BackendUnavailableError) and config.attention_backend != "auto"
-            if config.fusion is True or config.fp8 or asked_for:
+            if config.fused_kernels is True or config.fp8 or asked_for:
                 raise
+            fallback = _fallback(error)
             logger.warning("no fused kernels: %s", error)
     if config.fp8:
         raise ValueError("fp8 is true, and fused kernels, which it needs, cannot be had for this tower")
     backend = _eager_backend(tower, config)
     run: Run = _compiled(tower) if config.compile_mm_encoder else tower
     name = "compiled" if config.compile_mm_encoder else "eager"
-    tolerance = _tolerance(tower) if tower.device.type == "cuda" else TOLERANCES[tower.dtype]
-    return TowerForward(name, run, tower.config, tower.dtype, tower.device, backend, backend.value, tolerance=tolerance)
+    tolerance = rounding_tolerance(tower) if tower.device.type == "cuda" else TOLERANCES[tower.dtype]
+    return TowerForward(
+        name,
+        run,
+        tower.config,
+        tower.dtype,
+        tower.device,
+        backend,
+        backend.value,
+        tolerance=tolerance,
+        fallback=fallback,
+    )
 
 
-class FusionError(ValueError):
-    """A fused forward that does not give what the eager one gives."""
+def _fallback(error: Exception) -> Fallback:
+    if isinstance(error, FusionError):
+        return Fallback.DIFFERS
+    return Fallback.BACKEND if isinstance(error, BackendUnavailableError) else Fallback.KERNELS
 
 
 def _can_fuse(tower: VisionTower) -> bool:
-    """Heads that no matrix product fits are for the eager tower."""
+    """Whether fused kernels support the device, the dtype and the head dimension."""
     return (
         tower.device.type == "cuda"
         and importlib.util.find_spec("triton") is not None
@@ -161,35 +188,26 @@ def _can_fuse(tower: VisionTower) -> bool:
 
 
 def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
-    from encoder.fused import fuse
-    from encoder.fused_attention import AttentionPlan, Way
-    from encoder.kernels.expand import expand as expand_in_one_launch
+    from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
+    from encoder.fused.tower import fuse
     from encoder.kernels.short_attention import LONGEST
+    from encoder.metadata.expand_kernel import expand as expand_in_one_launch
 
     plan = None
     if config.attention_backend == "triton":
         triton = AttentionBackend.TRITON
-        plan = AttentionPlan((LONGEST,), (Way(triton, turns=True), Way(triton)))
+        plan = AttentionPlan((LONGEST,), (AttentionKernel(triton, rotates=True), AttentionKernel(triton)))
     elif config.attention_backend != "auto":
-        plan = AttentionPlan.single(Way(AttentionBackend(config.attention_backend)))
+        plan = AttentionPlan.single(AttentionKernel(AttentionBackend(config.attention_backend)))
     fused = fuse(tower, plan)
-    tolerance = _tolerance(tower)
-    eager = tower.prepare(_TRIAL)
-    patches = torch.randn(eager.num_patches, tower.config.patch_dim, device=tower.device)
-    with torch.inference_mode():
-        error = largest_error(fused(patches, fused.prepare(_TRIAL)), tower(patches, eager), eager.image_tokens)
-    if not error <= tolerance:
-        raise FusionError(f"they differ from the eager tower by {error:.2e}, the limit is {tolerance:.2e}")
-    agreement = None
-    if config.fp8:
-        fused, agreement = narrowed(tower, fused, config, rules)
-        # A graph and an eager run of fewer rows may fall on two sides of the rows from which on 8 bits are used.
-        tolerance = min(max(tolerance, _GROWN_FP8 * agreement.largest_error), _MOST_TOLERANCE)
-    ways = fused.attention_plan.ways
-    bounds = fused.attention_plan.lengths[: len(ways) - 1]
-    changes = tuple(bound for bound, way, following in zip(bounds, ways, ways[1:], strict=False) if way != following)
-    return TowerForward(
-        "fused" if agreement is None else "fp8",
+    check = StartCheck(tower)
+    kernels = fused.attention_plan.kernels
+    bounds = fused.attention_plan.lengths[: len(kernels) - 1]
+    changes = tuple(
+        bound for bound, one, following in zip(bounds, kernels, kernels[1:], strict=False) if one != following
+    )
+    forward = TowerForward(
+        "fused",
         fused,
         tower.config,
         tower.dtype,
@@ -198,20 +216,26 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
         str(fused.attention_plan),
         expand_in_one_launch,
         changes,
-        tolerance,
+        check.tolerance,
         fused.into,
-        agreement,
     )
-
-
-@torch.inference_mode()
-def _tolerance(tower: VisionTower) -> float:
-    """The dtype's, or more where the tower makes more of roundings. Waits for the device."""
-    metadata = tower.prepare(_TRIAL)
-    patches = torch.randn(metadata.num_patches, tower.config.patch_dim, device=tower.device)
-    rounded = patches * (1 + torch.finfo(tower.dtype).eps * (torch.rand_like(patches) - 0.5))
-    grown = largest_error(tower(rounded, metadata), tower(patches, metadata), metadata.image_tokens)
-    return min(max(TOLERANCES[tower.dtype], _GROWN_ROUNDINGS * grown), _MOST_TOLERANCE)
+    check(forward.run_grids, forward.tolerance)
+    if not config.fp8:
+        return forward
+    fused, agreement = narrowed(tower, fused, config, rules)
+    # A graph and an eager run may round in different places, and 8-bit GEMMs amplify the difference.
+    tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.largest_error), MOST_TOLERANCE)
+    forward = replace(
+        forward,
+        name="fp8",
+        run=fused,
+        run_into=fused.into,
+        tolerance=tolerance,
+        same_rows_tolerance=forward.tolerance,
+        agreement=agreement,
+    )
+    check(forward.run_grids, tolerance)
+    return forward
 
 
 def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBackend:
@@ -230,9 +254,10 @@ def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBacken
 
 
 def _compiled(tower: VisionTower) -> VisionTower:
-    """The tower with each block compiled, for any number of rows; it shares its weights with `tower`, which stays.
+    """Returns a copy of the tower with each block compiled for any number of rows. It shares its weights with `tower`,
+    which does not change.
 
-    Block by block, since all blocks are one piece of code to compile.
+    Compiles per block, since all blocks have the same code.
     """
     shared = {id(tensor): tensor for tensor in chain(tower.parameters(), tower.buffers())}
     compiled = copy.deepcopy(tower, shared)
@@ -240,20 +265,3 @@ def _compiled(tower: VisionTower) -> VisionTower:
         assert isinstance(block, nn.Module)
         block.compile(dynamic=True)
     return compiled
-
-
-def largest_error(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> float:
-    """The largest ‖found - expected‖ / ‖expected‖ of an image. Waits for the device."""
-    return float(largest_error_on_device(found, expected, image_tokens))
-
-
-def largest_error_on_device(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> Tensor:
-    """The same as a float32 scalar, infinite for NaN. Nothing is waited for."""
-    errors = [
-        (ours - theirs).norm() / theirs.norm()
-        for ours, theirs in zip(
-            found.float().split(list(image_tokens)), expected.float().split(list(image_tokens)), strict=True
-        )
-    ]
-    # NaN must win over every number.
-    return torch.stack(errors).nan_to_num(float("inf"), posinf=float("inf")).max()

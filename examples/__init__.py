@@ -1,1 +1,1 @@
-"""Programs to try, and what starts the application for them."""
+"""Example programs, and the module that starts the application for them."""

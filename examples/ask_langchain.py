@@ -1,4 +1,5 @@
-"""Asks a running application about picture files through LangChain's chat model for OpenAI's API, as its own messages.
+"""Asks a running application about picture files through LangChain's chat model for OpenAI's API, with LangChain's own
+messages.
 
 Needs the extra `examples`.
 
@@ -19,7 +20,7 @@ from langchain_openai import ChatOpenAI
 
 
 def picture_block(file: Path) -> dict[str, Any]:
-    """A picture file as one of LangChain's content blocks, which it translates for the server."""
+    """Returns a picture file as one of LangChain's content blocks, which LangChain converts for the server."""
     kind = mimetypes.guess_type(file)[0] or "image/png"
     return {"type": "image", "base64": base64.b64encode(file.read_bytes()).decode(), "mime_type": kind}
 

@@ -1,4 +1,4 @@
-"""Asks a running application about picture files, through the official `openai` client; prints the answer as it comes.
+"""Asks a running application about picture files with the official `openai` client, and prints the streamed answer.
 
 python examples/ask_openai.py "What is in the picture?" picture.jpg [another.png …]
 """
@@ -15,7 +15,7 @@ import openai
 
 
 def picture_part(file: Path) -> dict[str, Any]:
-    """A picture file as a message part with a data: URL."""
+    """Returns a picture file as a message part with a data: URL."""
     kind = mimetypes.guess_type(file)[0] or "image/png"
     encoded = base64.b64encode(file.read_bytes()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{encoded}"}}
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     arguments = parser.parse_args()
 
-    client = openai.OpenAI(base_url=arguments.url, api_key="none")  # the client wants a key, the server does not
+    client = openai.OpenAI(base_url=arguments.url, api_key="none")  # the client requires a key, the server does not
     content = [*map(picture_part, arguments.pictures), {"type": "text", "text": arguments.question}]
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,

@@ -1,9 +1,10 @@
-"""`make demo`: starts the application, asks it about two generated pictures, shows where the time went, stops it.
+"""`make demo`: starts the application, asks it about two generated pictures, prints the durations of the stages, stops
+it.
 
     python examples/demo.py [--config serve_config.yaml] [--model FOLDER_OR_HUB_NAME] [--keep]
 
-Exits with 0 only if both answers came as they should, so that it is a smoke test too. What it does to ask is all in
-`ask_streamed` and `ask_whole`: the official `openai` client, pointed at this application.
+Exits with 0 only if both answers are as expected, so that it serves as a smoke test. `ask_streamed` and `ask_whole`
+contain the calls of the official `openai` client.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from local_app import ROOT, LocalApp, StartError
 from PIL import Image, ImageDraw
 
 from configs.resolve import load_preset
-from deployments.check_config import ConfigFileError, args_problems, our_applications, read_config
+from deployments.cli.config_check import ConfigFileError, args_problems, our_applications, read_config
 
-SMALL = load_preset("laptop")  # what `model: auto` is where there is no GPU; here it is so with GPUs too
+SMALL = load_preset("laptop")  # the preset of `model: auto` without a GPU; the demo uses it with GPUs too
 STAGES = ("fetch", "preprocess", "encode", "transfer", "first-token")
 NAMES = {
     "LLM": "language model (vLLM)",
@@ -39,15 +40,15 @@ NAMES = {
     "Ray": "Ray",
     "Serve": "Serve",
 }
-QUIET_S = 30.0  # without a terminal, how long nothing is printed while waiting
+QUIET_S = 30.0  # without a terminal, the interval between messages while waiting
 
 
 class DemoError(Exception):
-    """An answer did not come as it should."""
+    """An answer was not as expected."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the demo to end; like KeyboardInterrupt, not an error that anything inside should catch."""
+    """A signal asked the demo to end; like KeyboardInterrupt, no other code should catch it as an error."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -60,11 +61,11 @@ class Answer:
     timing: str
     """The Server-Timing response header."""
     total_ms: float
-    """From sending the request to the last token, as the client sees it."""
+    """From sending the request to the last token, measured by the client."""
 
 
 def pictures() -> list[Image.Image]:
-    """A red circle and a blue square; three green triangles."""
+    """Returns two pictures: a red circle and a blue square; three green triangles."""
     first = Image.new("RGB", (448, 336), "white")
     canvas = ImageDraw.Draw(first)
     canvas.ellipse((60, 90, 200, 230), fill="red")
@@ -77,7 +78,7 @@ def pictures() -> list[Image.Image]:
 
 
 def message(images: list[Image.Image], question: str) -> list[dict[str, Any]]:
-    """One user message with pictures as data: URLs, as any OpenAI-compatible server takes them."""
+    """Returns one user message with pictures as data: URLs, which any OpenAI-compatible server accepts."""
     parts: list[dict[str, Any]] = []
     for image in images:
         file = io.BytesIO()
@@ -88,7 +89,7 @@ def message(images: list[Image.Image], question: str) -> list[dict[str, Any]]:
 
 
 def ask_streamed(client: openai.OpenAI, model: str, images: list[Image.Image], question: str) -> Answer:
-    """Prints the answer piece by piece, as it comes."""
+    """Prints the answer as it arrives and returns it."""
     started = time.perf_counter()
     raw = client.chat.completions.with_raw_response.create(
         model=model, messages=message(images, question), max_tokens=32, temperature=0, stream=True
@@ -113,22 +114,22 @@ def ask_whole(client: openai.OpenAI, model: str, images: list[Image.Image], ques
 
 
 def printable(text: str) -> str:
-    """Without what could steer a terminal: a model with random weights answers with any bytes at all."""
+    """Replaces characters that could control a terminal: a model with random weights generates arbitrary bytes."""
     return "".join(character if character.isprintable() or character == "\n" else "·" for character in text)
 
 
 def durations_ms(timing: str) -> dict[str, float]:
-    """`fetch;dur=1.2, encode;dur=3.4` as a dict."""
+    """Parses `fetch;dur=1.2, encode;dur=3.4` into a dict."""
     return {name: float(ms) for name, ms in re.findall(r"([\w-]+);dur=([\d.]+)", timing)}
 
 
 def header() -> str:
-    """Of the table of times, in milliseconds."""
+    """Returns the header of the table of durations in milliseconds."""
     return f"{'ms':10}{''.join(f'{stage:>13}' for stage in STAGES)}{'total':>13}{'from cache':>12}"
 
 
 def row(label: str, answer: Answer) -> str:
-    """A line of the table of times. Raises DemoError where the server did not tell one of them."""
+    """Returns a line of the table of durations. Raises DemoError if the server did not send one of them."""
     durations = durations_ms(answer.timing)
     missing = [stage for stage in STAGES if stage not in durations]
     if missing:
@@ -139,7 +140,7 @@ def row(label: str, answer: Answer) -> str:
 
 
 class Progress:
-    """What has come up, a line each; what is awaited, in a line that is written over, where there is a terminal."""
+    """Prints a line per part that is up, and on a terminal, a line with the awaited parts that is overwritten."""
 
     def __init__(self) -> None:
         self._started = self._spoke = time.monotonic()
@@ -170,7 +171,7 @@ class Progress:
 
 
 def demo_config(path: Path, model: str | None, num_gpus: int) -> dict[str, Any]:
-    """The user's configuration with what the demo needs: a small model unless one is named, on one GPU or none."""
+    """Returns the user's configuration adapted to the demo: a small model unless one is named, on one GPU or none."""
     config: dict[str, Any] = read_config(path)
     ours = [application for _, application in our_applications(config)]
     if len(ours) != 1:
@@ -201,7 +202,7 @@ def count_gpus() -> int:
 
 
 def has_random_weights(model: str) -> bool:
-    """training.checkpoints leaves its recipe beside the random weights that it makes; a trained model has none."""
+    """Whether the model has a recipe, which training.checkpoints stores with random weights, not with trained ones."""
     return (ROOT / model / "recipe.json").is_file()
 
 
@@ -269,7 +270,7 @@ def main() -> int:
 
 
 def end(app: LocalApp, *, keep_log: bool) -> None:
-    """Stops the application; a further Ctrl-C meanwhile ends it at once."""
+    """Stops the application; another Ctrl-C during that kills it immediately."""
 
     def hurry(number: int, frame: FrameType | None) -> None:
         app.kill()

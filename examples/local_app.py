@@ -1,8 +1,8 @@
-"""Starts the application of a configuration on this machine, says how far it is, and stops all of it again.
+"""Starts the application of a configuration on this machine, reports its progress, and stops all of its processes.
 
-`serve run` becomes the leader of a process session of its own, with a Ray instance of its own inside: fresh temporary
-folder, fresh token, never a Ray that runs already. Whatever belongs to that session is what `stop` ends, and nothing
-else. Must not know what is asked of the application.
+`serve run` becomes the leader of its own process session with its own Ray instance, which has a fresh temporary folder
+and a fresh token; a running Ray is never used. `stop` ends exactly the processes of that session. This module must not
+depend on the requests sent to the application.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 DASHBOARD = re.compile(r"View the dashboard at (?:http://)?([\d.]+:\d+)")
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 SECONDS_TO_STOP = 20.0  # for `serve run` itself
-SECONDS_TO_FOLLOW = 4.0  # for what it leaves behind, before each harsher signal
+SECONDS_TO_FOLLOW = 4.0  # for its remaining processes, before each harsher signal
 LOG_LINES = 15
 
 
 class StartError(Exception):
-    """The application did not come up; the text says why, as far as that is known."""
+    """The application did not start; the message gives the reason, as far as it is known."""
 
 
 def free_port(wanted: int, host: str) -> int:
-    """`wanted` if nothing listens there, else a port that the system chooses."""
+    """Returns `wanted` if nothing listens on it, else a port that the system chooses."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,12 +53,13 @@ def free_port(wanted: int, host: str) -> int:
 
 
 class LocalApp:
-    """One application, from `start` to `stop`; as a context manager it stops whatever happens inside."""
+    """One application, from `start` to `stop`; as a context manager, it stops the application in any case."""
 
     def __init__(self, config: dict[str, Any], environment: Mapping[str, str] | None = None) -> None:
-        """`config` is a parsed serve_config.yaml; its HTTP port is replaced where it is taken.
+        """`config`: a parsed serve_config.yaml; its HTTP port is replaced if it is in use.
 
-        `environment`: variables for the application beside those of this process, and before the ones set here.
+        `environment`: additional variables for the application, which override those of this process and those set
+        here.
         """
         http = {"host": "127.0.0.1", "port": 8000, **(config.get("http_options") or {})}
         http["port"] = free_port(http["port"], http["host"])
@@ -81,16 +82,16 @@ class LocalApp:
 
     @property
     def started(self) -> bool:
-        """There is something to stop."""
+        """Whether there is anything to stop."""
         return self._folder is not None
 
     @property
     def ended(self) -> bool:
-        """`serve run` is no longer there, by itself."""
+        """Whether `serve run` has exited."""
         return self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
-        # Not below TMPDIR: Ray puts sockets there, whose paths must stay under 107 characters.
+        # Not below TMPDIR: Ray creates sockets there, whose paths must be shorter than 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="vitray-demo-", dir="/tmp"))
         self.log = self._folder / "serve.log"
         config = self._folder / "serve_config.yaml"
@@ -106,7 +107,7 @@ class LocalApp:
             **self._environment,
         }
         serve = Path(sys.executable).with_name("serve")
-        # Where Ray lies in a folder of PYTHONPATH, its programs are not beside Python.
+        # If Ray is in a folder of PYTHONPATH, its programs are not next to Python.
         program = [str(serve)] if serve.exists() else [sys.executable, "-m", "ray.serve.scripts"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -123,11 +124,11 @@ class LocalApp:
         """Returns when every deployment is up.
 
         Args:
-            done: called once for everything that has come up, with its name.
-            waiting: called about twice a second with what is still awaited.
+            done: called once with the name of each part that has come up.
+            waiting: called about twice a second with the names of the awaited parts.
 
         Raises:
-            StartError: it failed or took longer than `timeout_s`.
+            StartError: the start failed or took longer than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         finished: set[str] = set()
@@ -146,7 +147,7 @@ class LocalApp:
             time.sleep(0.5)
 
     def last_words(self) -> str:
-        """The end of the log from its last error on, or its last lines."""
+        """Returns the end of the log from its last error, or its last lines."""
         try:
             lines = [ANSI.sub("", line) for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
@@ -156,11 +157,11 @@ class LocalApp:
         return "\n".join(lines[max(0, first) :][:LOG_LINES])
 
     def stop(self, *, keep_log: bool = False) -> None:
-        """Ends every process of the session: by Serve's own shutdown, else by force. Safe to call at any time."""
+        """Ends every process of the session, by Serve's own shutdown or else by force. Safe to call at any time."""
         process = self._process
         if process is not None:
             memory = _shared_memory(process.pid)
-            # Interrupted, `serve run` shuts Serve down in order; while that is still starting, ending Ray is quicker.
+            # On SIGINT, `serve run` shuts Serve down in order; while Serve is still starting, ending Ray is faster.
             process.send_signal(signal.SIGINT if self._ready else signal.SIGTERM)
             _ended(lambda: process.poll() is not None, SECONDS_TO_STOP)
             for force in (signal.SIGTERM, signal.SIGKILL):
@@ -171,20 +172,20 @@ class LocalApp:
             else:
                 _ended(lambda: not any(_members(process.pid)), SECONDS_TO_STOP)
             process.wait()
-            for name in memory:  # a process that was ended by force could not remove its own
+            for name in memory:  # a killed process could not remove its own files
                 name.unlink(missing_ok=True)
             self._process = None
         if self._folder is not None and not keep_log:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Ends every process of the session at once."""
+        """Kills every process of the session immediately."""
         if self._process is not None:
             for pid in _members(self._process.pid):
                 _signal(pid, signal.SIGKILL)
 
     def _progress(self) -> tuple[list[str], list[str]]:
-        """Names of what is up, and of what is not yet."""
+        """Returns the names of the parts that are up, and of those that are not."""
         assert self._process is not None
         if self.ended:
             raise StartError(f"`serve run` ended with exit code {self._process.returncode}")
@@ -209,7 +210,7 @@ class LocalApp:
         return ready, missing
 
     def _applications(self) -> dict[str, Any]:
-        """Serve's own account of its applications, empty until it has one."""
+        """Returns Serve's status of its applications; empty while there is none."""
         request = urllib.request.Request(
             f"http://{self._dashboard}/api/serve/applications/", headers={"Authorization": f"Bearer {self._token}"}
         )
@@ -217,35 +218,35 @@ class LocalApp:
             with NO_PROXY.open(request, timeout=10) as response:
                 applications: dict[str, Any] = json.load(response)["applications"]
                 return applications
-        except (OSError, ValueError, KeyError):  # OSError holds urllib's; the dashboard starts before it can answer
+        except (OSError, ValueError, KeyError):  # OSError includes urllib's; the dashboard starts before it can respond
             return {}
 
 
 def _reason(application: dict[str, Any]) -> str:
-    """What Serve says of a failure: who failed, and the exceptions, without the stacks around them."""
+    """Returns Serve's description of a failure: the failed deployments and the exceptions, without stack traces."""
     failed = [name for name, entry in application["deployments"].items() if "fail" in entry["message"]]
     messages = [application["message"], *(entry["message"] for entry in application["deployments"].values())]
     lines = [ANSI.sub("", line) for message in messages for line in message.splitlines()]
-    # A replica's exception is told inside Ray's and Serve's own, each with a stack: those end in "Traceback".
+    # Ray and Serve wrap a replica's exception in their own, each with a stack; the wrappers end in "Traceback".
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): (?!Traceback|ray::)", line)]
     told = list(dict.fromkeys(errors or [line for line in lines if line.strip()]))[-LOG_LINES:]
     return "\n  ".join([f"{', '.join(failed) or 'Serve'}: {application['status']}", *told])
 
 
 def _members(session: int) -> Iterator[int]:
-    """The processes of a session; Ray gives its workers groups of their own, but no new session."""
+    """Yields the processes of a session; Ray gives its workers their own process groups, but no new session."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 if os.getsid(int(entry.name)) == session and state != "Z":
                     yield int(entry.name)
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process has ended
                 continue
 
 
 def _shared_memory(session: int) -> set[Path]:
-    """Files in /dev/shm that processes of the session hold: hundreds of MB for vLLM's queues."""
+    """Returns the files in /dev/shm that processes of the session have open: hundreds of MB for vLLM's queues."""
     found = set()
     for pid in _members(session):
         try:
@@ -264,7 +265,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _ended(has_ended: Callable[[], bool], seconds: float) -> bool:
-    """Waits for it; False if it takes longer."""
+    """Waits until `has_ended`; returns False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not has_ended():
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""Looks every locked package up in the advisories of PyPI, with pip-audit; part of `make check`.
+"""Looks up every locked package in PyPI's advisories with pip-audit; part of `make check`.
 
-Where the advisories cannot be reached it says so and is content; where they can, an advisory or a failure fails. That
-nothing was found and that nothing was looked up must not look the same, so a version with a known flaw is looked up
-first. `--osv-url` asks another source, one that speaks OSV's API, such as a mirror of https://api.osv.dev/v1/query.
+If the advisories cannot be reached, it prints that and exits with 0; otherwise an advisory or an error of pip-audit
+fails it. A version with a known flaw is looked up first, to distinguish an empty result from a failed look-up.
+`--osv-url` names another source with OSV's API, such as a mirror of https://api.osv.dev/v1/query.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = (ROOT / "locks" / "cpu.txt", ROOT / "locks" / "gpu.txt")
 KNOWN_FLAW = "jinja2==2.4.1"  # CVE-2014-1402 and several later ones
 ACCEPTED: dict[str, str] = {}
-"""Advisories that do not concern us, by their id, each with the reason."""
+"""Advisories that do not apply to this project, by id, each with the reason."""
 TIMEOUT_S = 300
 
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 
 
 def pins(text: str) -> set[str]:
-    """`name==version` of every package in a lock; a build's own suffix (`+cpu`) has no advisories of its own."""
+    """Returns `name==version` of every package in a lock, without build suffixes (`+cpu`), which no advisory has."""
     return {f"{name}=={version.partition('+')[0]}" for name, version in _PIN.findall(text)}
 
 
 def rounds(requirements: Iterable[str]) -> list[list[str]]:
-    """The requirements in as few groups as have each package once: pip-audit refuses two versions of one package."""
+    """Splits requirements into the fewest groups with one version of each package, since pip-audit refuses two."""
     made: list[dict[str, str]] = []
     for requirement in sorted(requirements):
         name = requirement.partition("==")[0]
@@ -46,16 +46,16 @@ def rounds(requirements: Iterable[str]) -> list[list[str]]:
 
 
 class AuditError(Exception):
-    """pip-audit did not get through; what it said last."""
+    """pip-audit failed; the message is the last one that it printed."""
 
 
 def audited(requirements: Iterable[str], source: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Advisories by package, of those packages that were found.
+    """Returns advisory ids by package, for the packages that were found.
 
-    `source`: pip-audit's options that choose whom it asks.
+    `source`: pip-audit's options for the source of advisories.
 
     Raises:
-        AuditError: pip-audit gave no answer.
+        AuditError: pip-audit returned no result.
         subprocess.TimeoutExpired: it took longer than TIMEOUT_S.
     """
     found: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
-"""Checks that a vLLM source tree has what deployments/vllm_compat.py takes from vLLM, without importing any of it.
+"""Checks that a vLLM source tree defines everything that deployments/llm/engine/vllm_compat.py imports from vLLM.
 
-    python scripts/check_vllm_imports.py PATH     # PATH holds the folder `vllm`: an unpacked wheel, a checkout
+    python scripts/check_vllm_imports.py PATH     # PATH contains the folder `vllm`: an unpacked wheel, a checkout
 
-So a version can be checked where it cannot be installed. It reads syntax trees with the standard library only, and
-knows nothing of vLLM but the names below and the table in deployments/vllm_compat.py.
+It reads syntax trees with the standard library only, so that a version can be checked where it cannot be installed. Its
+knowledge of vLLM consists of the names below and the table in deployments/llm/engine/vllm_compat.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-COMPAT = Path(__file__).resolve().parent.parent / "deployments" / "vllm_compat.py"
+COMPAT = Path(__file__).resolve().parent.parent / "deployments" / "llm" / "engine" / "vllm_compat.py"
 
-# How many positional arguments these are called with.
+# Number of positional arguments with which these are called.
 CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
-# What is used of these classes: methods, and the fields that are set.
+# Members of these classes that are used: methods, and fields that are set.
 MEMBERS = {
     "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "shutdown"),
     "AsyncEngineArgs": (
@@ -49,7 +49,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign 
 
 
 def locations() -> dict[str, tuple[str, ...]]:
-    """The table LOCATIONS of deployments/vllm_compat.py, read from its source."""
+    """Returns the table LOCATIONS of deployments/llm/engine/vllm_compat.py, read from its source."""
     for node in ast.parse(COMPAT.read_text()).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOCATIONS" and node.value is not None:
             table: dict[str, tuple[str, ...]] = ast.literal_eval(node.value)
@@ -71,7 +71,7 @@ class Tree:
         return None
 
     def find(self, module_name: str, name: str) -> tuple[str, Definition] | None:
-        """Where `name` is defined that `module_name` has, with its definition; imports within the tree are followed."""
+        """Returns the module that defines `name` for `module_name`, and the definition; follows imports in the tree."""
         module = self.module(module_name)
         for node in _top_level(module) if module is not None else ():
             if name in _defined(node):
@@ -89,7 +89,7 @@ class Tree:
         return self._root.joinpath(*name.split("."), "__init__.py").is_file()
 
     def members(self, module_name: str, node: ast.ClassDef) -> Iterator[str]:
-        """Methods and fields of a class and of those of its bases that lie in the tree."""
+        """Yields methods and fields of a class and of its bases in the tree."""
         for statement in node.body:
             yield from _defined(statement)
         for base in node.bases:
@@ -99,7 +99,7 @@ class Tree:
 
 
 def problems(root: Path) -> list[str]:
-    """What is missing under `root`, a sentence each."""
+    """Returns a sentence for each name that is missing under `root`."""
     tree, found = Tree(root), []
     for name, modules in locations().items():
         hits = [hit for hit in (tree.find(module, name) for module in modules) if hit is not None]
@@ -118,7 +118,7 @@ def problems(root: Path) -> list[str]:
 
 
 def _top_level(module: ast.Module) -> Iterator[ast.stmt]:
-    """Statements that run at import, those in `if` and `try` included."""
+    """Yields the statements that run at import, including those in `if` and `try`."""
     waiting: list[ast.stmt] = list(module.body)
     while waiting:
         node = waiting.pop(0)
@@ -128,7 +128,7 @@ def _top_level(module: ast.Module) -> Iterator[ast.stmt]:
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """The names that a statement defines."""
+    """Returns the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Assign):
@@ -137,7 +137,7 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _origin(node: ast.ImportFrom, module_name: str, tree: Tree) -> str:
-    """The module that an import in `module_name` names."""
+    """Returns the module that an import statement in `module_name` refers to."""
     if not node.level:
         return node.module or ""
     package = module_name.split(".") if tree.is_package(module_name) else module_name.split(".")[:-1]
@@ -145,7 +145,7 @@ def _origin(node: ast.ImportFrom, module_name: str, tree: Tree) -> str:
 
 
 def _takes(node: Definition, count: int) -> bool:
-    """Whether this is a function that can be called with exactly `count` positional arguments."""
+    """Whether this is a function that accepts exactly `count` positional arguments."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return False
     positional = len(node.args.posonlyargs) + len(node.args.args)
@@ -155,8 +155,10 @@ def _takes(node: Definition, count: int) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints what is missing; the status is 1 where something is, 2 where there is no vLLM."""
-    parser = argparse.ArgumentParser(description="Check a vLLM source tree against deployments/vllm_compat.py.")
+    """Prints the missing names. Returns 1 if there are any, 2 if there is no vLLM."""
+    parser = argparse.ArgumentParser(
+        description="Check a vLLM source tree against deployments/llm/engine/vllm_compat.py."
+    )
     parser.add_argument("path", type=Path, help="the folder that holds `vllm`")
     root = parser.parse_args(arguments).path
     if not (root / "vllm" / "__init__.py").is_file():

@@ -1,4 +1,4 @@
-"""The Chromium of this system, and how it is started without a screen: for tests of the page and its screenshots."""
+"""Finds this system's Chromium and gives its arguments for running without a screen: for tests and screenshots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ARGUMENTS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    # Names of other sites: this machine, so that nothing is asked outside of it.
+    # Resolve the names of other sites to this machine, so that no request leaves it.
     "--host-resolver-rules=MAP *.example 127.0.0.1",
 )
 
 
 def chromium() -> str | None:
-    """The path of the program; None where there is none."""
+    """Returns the path of the program; None if it is not installed."""
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)

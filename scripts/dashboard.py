@@ -1,7 +1,7 @@
-"""The Grafana dashboard: rows of panels whose expressions are made from the metrics' definitions.
+"""The Grafana dashboard: rows of panels whose expressions are generated from the metric definitions.
 
-A panel names a metric by its definition, so that none can name one that is not there. It must not know how anything is
-counted. `scripts/metrics.py` writes it.
+A panel refers to a metric by its definition, so it cannot name a metric that does not exist. `scripts/reference.py`
+writes the file.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.metrics import Count, Distribution, Level, tag_of
+from deployments.telemetry.metrics import LABELS, Counter, Gauge, Histogram
 
 WIDTH, HEIGHT = 8, 7
-"""Of a panel, in Grafana's units: 24 are the whole width."""
+"""Size of a panel in Grafana's units; the dashboard is 24 wide."""
 _WHERE = '{application=~"$application"}'
 _OVER = "[$__rate_interval]"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One expression and what its lines are called."""
+    """One expression and the legend of its lines."""
 
     expression: str
     legend: str
@@ -31,7 +31,7 @@ class Panel:
     title: str
     lines: tuple[Line, ...]
     unit: str = "short"
-    """Grafana's name of it."""
+    """Grafana's name of the unit."""
     meaning: str = ""
 
 
@@ -41,56 +41,56 @@ class Row:
     panels: tuple[Panel, ...]
 
 
-def exported(metric: Count | Level | Distribution) -> tuple[str, ...]:
-    """The names under which Prometheus has it."""
+def exported(metric: Counter | Gauge | Histogram) -> tuple[str, ...]:
+    """Returns the names under which Prometheus stores the metric."""
     name = f"ray_{metric.metric}"
-    if isinstance(metric, Count):
+    if isinstance(metric, Counter):
         return (f"{name}_total",)
-    if isinstance(metric, Level):
+    if isinstance(metric, Gauge):
         return (name,)
     return tuple(f"{name}_{part}" for part in ("bucket", "sum", "count"))
 
 
-def rate(count: Count, by: str = "") -> str:
-    """Per second, added up over replicas, apart by a tag."""
+def rate(count: Counter, by: str = "") -> str:
+    """Returns the expression for events per second, summed over replicas and grouped by the label `by`."""
     (name,) = exported(count)
     return f"sum{f' by ({by})' if by else ''} (rate({name}{_WHERE}{_OVER}))"
 
 
-def share(part: Count, *whole: Count) -> str:
-    """Of what is in `whole`; what was never counted is nothing, and not no answer."""
+def share(part: Counter, *whole: Counter) -> str:
+    """Returns the expression for the ratio of `part` to `whole`; counters without samples count as 0."""
     return f"{rate(part)} / ({' + '.join(f'({rate(one)} or vector(0))' for one in whole)})"
 
 
-def level(one: Level, by: str = "") -> str:
+def gauge(one: Gauge, by: str = "") -> str:
     (name,) = exported(one)
     return f"sum{f' by ({by})' if by else ''} ({name}{_WHERE})"
 
 
-def quantile(distribution: Distribution, of: float) -> str:
-    """Milliseconds that so large a share stays under, to the width of a bucket."""
+def quantile(distribution: Histogram, of: float) -> str:
+    """Returns the expression for a quantile of the durations in seconds, to the width of a bucket."""
     bucket = exported(distribution)[0]
     return f"histogram_quantile({of}, sum by (le) (rate({bucket}{_WHERE}{_OVER})))"
 
 
 def serve(name: str, by: str) -> str:
-    """A level of Ray Serve's own."""
+    """Returns the expression for a gauge of Ray Serve, summed by a label."""
     return f"sum by ({by}) (ray_{name}{_WHERE})"
 
 
-def _rate(title: str, *counts: tuple[Count, str], unit: str = "short") -> Panel:
+def _rate(title: str, *counts: tuple[Counter, str], unit: str = "short") -> Panel:
     return Panel(title, tuple(Line(rate(count), legend) for count, legend in counts), unit)
 
 
-def _by(title: str, count: Count, tag: str) -> Panel:
+def _by(title: str, count: Counter, tag: str) -> Panel:
     return Panel(title, (Line(rate(count, tag), f"{{{{{tag}}}}}"),), meaning=count.value)
 
 
-def _times(distribution: Distribution, title: str) -> Panel:
+def _times(distribution: Histogram, title: str) -> Panel:
     lines = tuple(
         Line(quantile(distribution, of), name) for of, name in ((0.5, "median"), (0.95, "p95"), (0.99, "p99"))
     )
-    return Panel(title, lines, "ms", distribution.value)
+    return Panel(title, lines, "s", distribution.value)
 
 
 def _of_serve(title: str, name: str) -> Panel:
@@ -101,22 +101,28 @@ ROWS = (
     Row(
         "Ingress",
         (
-            _times(Distribution.TTFT_MS, "Time to first token"),
+            _times(Histogram.TIME_TO_FIRST_TOKEN_SECONDS, "Time to first token"),
             Panel(
-                "Requests that wait",
-                (Line(level(Level.WAITING_REQUESTS), "requests"),),
-                meaning=Level.WAITING_REQUESTS.value,
+                "Requests waiting",
+                (Line(gauge(Gauge.INGRESS_WAITING_REQUESTS), "requests"),),
+                meaning=Gauge.INGRESS_WAITING_REQUESTS.value,
             ),
             Panel(
                 "Visual tokens at the ingress",
-                (Line(level(Level.WAITING_TOKENS), "in line"), Line(level(Level.IN_FLIGHT_TOKENS), "in flight")),
+                (
+                    Line(gauge(Gauge.INGRESS_QUEUED_TOKENS), "queued"),
+                    Line(gauge(Gauge.INGRESS_IN_FLIGHT_TOKENS), "in flight"),
+                ),
             ),
-            _rate("Visual tokens admitted, per s", (Count.ADMITTED_TOKENS, "tokens")),
-            _by("Requests shed, per s", Count.SHED_REQUESTS, "reason"),
-            _by("Visual tokens shed, per s", Count.SHED_TOKENS, "reason"),
-            _times(Distribution.FETCH_MS, "Fetching images"),
-            _times(Distribution.ADMISSION_MS, "Waiting for a turn"),
-            _rate("Faults, per s", (Count.REPLICAS_LOST, "replicas lost"), (Count.TRIES_AGAIN, "tries again")),
+            Panel(
+                "Bytes held", (Line(gauge(Gauge.INGRESS_HELD_BYTES), "bytes"),), "bytes", Gauge.INGRESS_HELD_BYTES.value
+            ),
+            _rate("Visual tokens admitted, per s", (Counter.ADMITTED_TOKENS, "tokens")),
+            _by("Requests shed, per s", Counter.SHED_REQUESTS, "reason"),
+            _by("Visual tokens shed, per s", Counter.SHED_TOKENS, "reason"),
+            _times(Histogram.FETCH_SECONDS, "Fetching images"),
+            _times(Histogram.ADMISSION_SECONDS, "Admission queue"),
+            _rate("Faults, per s", (Counter.REPLICAS_LOST, "replicas lost"), (Counter.REQUEST_RETRIES, "retries")),
         ),
     ),
     Row(
@@ -124,39 +130,49 @@ ROWS = (
         (
             Panel(
                 "Queue of a replica, visual tokens",
-                (Line(level(Level.QUEUED_TOKENS, "replica"), "{{replica}}"),),
-                meaning=Level.QUEUED_TOKENS.value,
+                (Line(gauge(Gauge.ENCODER_QUEUED_TOKENS, "replica"), "{{replica}}"),),
+                meaning=Gauge.ENCODER_QUEUED_TOKENS.value,
             ),
-            _rate("Visual tokens encoded, per s", (Count.ENCODED_TOKENS, "all"), (Count.REPLAYED_TOKENS, "by graphs")),
+            _rate("Visual tokens encoded, per s", (Counter.ENCODED_TOKENS, "all"), (Counter.GRAPH_TOKENS, "by graphs")),
             Panel(
                 "Packing efficiency",
-                (Line(share(Count.REPLAYED_TOKENS, Count.REPLAYED_TOKENS, Count.PADDING_TOKENS), "tokens of images"),),
+                (
+                    Line(
+                        share(Counter.GRAPH_TOKENS, Counter.GRAPH_TOKENS, Counter.GRAPH_PADDING_TOKENS),
+                        "tokens of images",
+                    ),
+                ),
                 "percentunit",
                 "The share of what graphs were replayed for that is no padding.",
             ),
             Panel(
                 "Batches by graph",
-                (Line(share(Count.GRAPH_REPLAYS, Count.GRAPH_REPLAYS, Count.EAGER_RUNS), "replayed"),),
+                (Line(share(Counter.GRAPH_REPLAYS, Counter.GRAPH_REPLAYS, Counter.EAGER_RUNS), "replayed"),),
                 "percentunit",
                 "The others ran eagerly, for the reasons beside.",
             ),
-            _by("Batches without a graph, per s", Count.EAGER_RUNS, "reason"),
-            _rate("Graphs, per s", (Count.GRAPH_CAPTURES, "captured"), (Count.GRAPH_REFUSALS, "refused")),
-            _times(Distribution.PREPROCESS_MS, "Decoding an image"),
-            _times(Distribution.QUEUE_MS, "Waiting for the GPU"),
-            _times(Distribution.ENCODE_MS, "Encoding a batch"),
+            _by("Batches without a graph, per s", Counter.EAGER_RUNS, "reason"),
+            Panel(
+                "Encoders without fused kernels",
+                (Line(f"sum by (reason) ({exported(Counter.FUSED_KERNEL_FALLBACKS)[0]}{_WHERE})", "{{reason}}"),),
+                meaning=Counter.FUSED_KERNEL_FALLBACKS.value,
+            ),
+            _rate("Graphs, per s", (Counter.GRAPH_CAPTURES, "captured"), (Counter.GRAPH_CAPTURE_FAILURES, "failed")),
+            _times(Histogram.PREPROCESS_SECONDS, "Decoding an image"),
+            _times(Histogram.ENCODER_QUEUE_SECONDS, "Waiting for the GPU"),
+            _times(Histogram.ENCODE_SECONDS, "Encoding a batch"),
             _rate(
                 "Images, per s",
-                (Count.IMAGES_ENCODED, "encoded"),
-                (Count.IMAGES_REFUSED, "refused"),
-                (Count.QUEUE_FULL, "queue full"),
+                (Counter.IMAGES_ENCODED, "encoded"),
+                (Counter.IMAGES_REFUSED, "refused"),
+                (Counter.ENCODER_REJECTIONS, "queue full"),
             ),
-            _rate("Batches tried again, per s", (Count.BATCHES_RETRIED, "batches")),
+            _rate("Batches retried, per s", (Counter.BATCHES_RETRIED, "batches")),
             _rate(
-                "Ways round what was prepared, per s",
-                (Count.GRID_MISSES, "sizes not met before"),
-                (Count.GRID_HITS, "sizes met before"),
-                (Count.PIXELS_PIPED, "pixels through a pipe"),
+                "Cache misses of positions and pixels, per s",
+                (Counter.GEOMETRY_CACHE_MISSES, "new image sizes"),
+                (Counter.GEOMETRY_CACHE_HITS, "known image sizes"),
+                (Counter.PIXEL_SHM_FALLBACKS, "pixels sent through a pipe"),
             ),
         ),
     ),
@@ -165,68 +181,70 @@ ROWS = (
         (
             Panel(
                 "Hit rate",
-                (Line(share(Count.CACHE_HITS, Count.CACHE_HITS, Count.CACHE_MISSES), "of the images at encoders"),),
+                (
+                    Line(
+                        share(Counter.CACHE_HITS, Counter.CACHE_HITS, Counter.CACHE_MISSES), "of the images at encoders"
+                    ),
+                ),
                 "percentunit",
             ),
-            _by("Hits by tier, per s", Count.CACHE_HITS, "tier"),
+            _by("Hits by tier, per s", Counter.CACHE_HITS, "tier"),
             _rate(
-                "Not in a cache, per s",
-                (Count.CACHE_MISSES, "misses"),
-                (Count.ENCODINGS_SHARED, "shared at an ingress"),
+                "Cache misses, per s",
+                (Counter.CACHE_MISSES, "misses"),
+                (Counter.COALESCED_ENCODES, "coalesced at an ingress"),
             ),
-            _by("Calls spilled, per s", Count.CALLS_SPILLED, "reason"),
+            _by("Affinity spills, per s", Counter.AFFINITY_SPILLS, "target"),
         ),
     ),
     Row(
         "Language models",
         (
-            _times(Distribution.TRANSFER_MS, "Transfer of embeddings"),
-            _by("Embeddings by their way, per s", Count.EMBEDDINGS_ARRIVED, "reason"),
-            _by("Bytes of embeddings by their way, per s", Count.EMBEDDING_BYTES_ARRIVED, "reason"),
-            _rate("Bytes that engines loaded, per s", (Count.EMBEDDING_BYTES_LOADED, "bytes"), unit="bytes"),
-            Panel(
-                "Until an engine has loaded one, mean",
-                (Line(f"{rate(Count.LOAD_MS)} / {rate(Count.EMBEDDINGS_LOADED)}", "from its being ready"),),
-                "ms",
-            ),
+            _times(Histogram.TRANSFER_SECONDS, "Transfer of embeddings"),
+            _by("Embeddings received by path, per s", Counter.EMBEDDINGS_RECEIVED, "path"),
+            _by("Embedding bytes received by path, per s", Counter.EMBEDDING_BYTES_RECEIVED, "path"),
+            _rate("Embedding bytes loaded by engines, per s", (Counter.EMBEDDING_BYTES_LOADED, "bytes"), unit="bytes"),
+            _times(Histogram.EMBEDDING_LOAD_SECONDS, "Loading an embedding into the engine"),
             _rate(
-                "Past shared memory, per s",
-                (Count.EMBEDDINGS_UNSHARED, "no room in it"),
-                (Count.TRANSFERS_FAILED, "requests tried again"),
+                "Shared memory misses, per s",
+                (Counter.EMBEDDING_SHM_FALLBACKS, "shared memory full"),
+                (Counter.EMBEDDINGS_EVICTED_UNREAD, "evicted unread"),
+                (Counter.TRANSFER_FAILURES, "requests retried"),
             ),
-            _times(Distribution.FIRST_TOKEN_MS, "From arrival to the first token"),
+            _by("Errors of listening threads, per s", Counter.LISTENER_ERRORS, "operation"),
+            _times(Histogram.LLM_FIRST_TOKEN_SECONDS, "From arrival to the first token"),
         ),
     ),
     Row(
         "Replicas (Ray Serve's own)",
         (
-            _of_serve("Wanted", "serve_autoscaling_target_replicas"),
+            _of_serve("Target", "serve_autoscaling_target_replicas"),
             _of_serve("Healthy", "serve_deployment_replica_healthy"),
-            _of_serve("Calls at the handles", "serve_deployment_queued_queries"),
+            _of_serve("Queued at the handles", "serve_deployment_queued_queries"),
         ),
     ),
 )
 
 
 def rows() -> tuple[Row, ...]:
-    """ROWS, and one more for the metrics that have no panel there."""
+    """Returns ROWS, and another row for the metrics that have no panel in them."""
     shown = " ".join(line.expression for row in ROWS for panel in row.panels for line in panel.lines)
-    left = [one for kind in (Count, Level, Distribution) for one in kind if exported(one)[0] not in shown]
+    left = [one for kind in (Counter, Gauge, Histogram) for one in kind if exported(one)[0] not in shown]
     return (*ROWS, Row("Others", tuple(map(_plain, left)))) if left else ROWS
 
 
-def _plain(one: Count | Level | Distribution) -> Panel:
+def _plain(one: Counter | Gauge | Histogram) -> Panel:
     title = one.name.lower().replace("_", " ").capitalize()
-    if isinstance(one, Distribution):
+    if isinstance(one, Histogram):
         return _times(one, title)
-    if isinstance(one, Level):
-        return Panel(title, (Line(level(one, "replica"), "{{replica}}"),), meaning=one.value)
-    tag = tag_of(one)
+    if isinstance(one, Gauge):
+        return Panel(title, (Line(gauge(one, "replica"), "{{replica}}"),), meaning=one.value)
+    tag = LABELS.get(one)
     return _by(f"{title}, per s", one, tag) if tag else _rate(f"{title}, per s", (one, "all"))
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports."""
+    """Returns the dashboard as Grafana's JSON model."""
     return {
         "title": "vitray",
         "uid": "vitray",
@@ -275,7 +293,7 @@ def _datasource() -> dict[str, Any]:
 
 
 def _application() -> dict[str, Any]:
-    (counted,) = exported(Count.ADMITTED_TOKENS)
+    (counted,) = exported(Counter.ADMITTED_TOKENS)
     return {
         "name": "application",
         "label": "Application",

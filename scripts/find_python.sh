@@ -1,11 +1,11 @@
 #!/bin/sh
-# Prints the path of a Python that can run the project, or says on stderr why there is none (exit 1).
+# Prints the path of a Python that can run the project, or on stderr the reason why there is none (exit 1).
 #
-#   sh scripts/find_python.sh              tries the usual names on PATH
+#   sh scripts/find_python.sh              tries common names on PATH
 #   sh scripts/find_python.sh CANDIDATE    tries this one only
 #
-# Every candidate is run: a name on PATH proves nothing, version managers leave names there that only print an error.
-# The range is the one of `requires-python` in pyproject.toml; tests/unit/test_setup.py holds the two together.
+# Every candidate is run, because version managers put names on PATH that only print an error.
+# The range is the one of `requires-python` in pyproject.toml; tests/unit/scripts/test_setup.py compares them.
 set -u
 
 probe='

@@ -1,9 +1,9 @@
-"""A new user's first minutes, timed: a fresh clone in a fresh environment, `make demo`, the first right answer.
+"""Times a new user's first minutes: a fresh clone in a fresh environment, `make demo`, the first correct answer.
 
     python scripts/first_hour.py [--from .] [--keep]
 
-Prints the seconds of each step; the last line on stdout is JSON. Exits with 1 where the answer is wrong or later than
-`--minutes`. The clone knows nothing of this environment but how pip and the network are reached.
+Prints the seconds of each step; the last line on stdout is JSON. Exits with 1 if the answer is wrong or later than
+`--minutes`. The clone inherits only the settings for pip and the network from this environment.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ MARKS = (
     ("all replicas", re.compile(r"\d s   language model \(vLLM\) is up")),
     ("first answer", re.compile(r"^model  (?P<answer>.+?)   \(streamed\)")),
 )
-"""Lines of `make demo` by which a step is over, in order."""
+"""The lines of `make demo` that end its steps, in order."""
 RIGHT = "A large red circle and a large blue square on a white background."
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, from the end of the one before."""
+    """A step and its seconds since the end of the previous step."""
 
     name: str
     seconds: float
 
 
 def environment(given: Mapping[str, str], home: Path) -> dict[str, str]:
-    """What a new user's shell has: nothing of this project's, no caches, a home of its own."""
+    """Returns the environment of a new user's shell: only the variables in KEPT, without caches, with its own home."""
     return {name: value for name, value in given.items() if KEPT.fullmatch(name)} | {"HOME": str(home)}
 
 
 def steps(lines: Iterator[str], clock: Iterator[float]) -> tuple[list[Step], str | None]:
-    """The steps that the lines tell of, and the answer. `clock`: the time at each line, after that of the beginning."""
+    """Returns the completed steps, and the answer. `clock` yields the start time, then a time per line."""
     found: list[Step] = []
     answer = None
     last = next(clock)

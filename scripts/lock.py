@@ -1,9 +1,9 @@
-"""Writes `locks/cpu.txt` and `locks/gpu.txt`: every package that is shipped, with one version and its files' hashes.
+"""Writes `locks/cpu.txt` and `locks/gpu.txt`: every package of an installation, with one version and its file hashes.
 
-Run by `make lock` after pyproject.toml has changed, or to take newer versions in. The GPU's lock is held to what was
-run on a GPU. The CPU's torch is not in its lock, since that build is not on PyPI: pyproject.toml pins it, and where uv
-cannot find it, PIP_FIND_LINKS names a folder that holds it. `scripts/setup.py` takes the versions from here, the
-Dockerfile the hashes too.
+Run by `make lock` after a change of pyproject.toml, or to update versions. The GPU lock is constrained to the versions
+that were tested on a GPU. The CPU lock does not contain torch, whose CPU build is not on PyPI: pyproject.toml pins it,
+and if uv cannot find it, PIP_FIND_LINKS names a folder that contains it. `scripts/setup.py` installs the locked
+versions; the Dockerfile also checks the hashes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"
 OLDEST_PYTHON = "3.11"
-# What ran on an NVIDIA H200, as README's table tells; newer versions are allowed by pyproject.toml and not in the lock.
+# Tested on an NVIDIA H200, see docs/install.md; pyproject.toml allows newer versions, which the lock does not contain.
 TESTED_ON_GPU = ("vllm==0.26.0", "torch==2.11.0", "transformers==5.17.0")
 ABOUT = """\
 # Written by scripts/lock.py (make lock). For Python 3.11 and newer; lines with a marker are for some machines only.
@@ -26,7 +26,7 @@ ABOUT = """\
 
 
 def command(extra: str, constraints: Path, output: Path) -> list[str]:
-    """Resolves for every platform at once, so that one file serves every Python and processor."""
+    """Returns the uv command. It resolves for all platforms, so that one file serves every Python and processor."""
     uv = Path(sysconfig.get_path("scripts")) / "uv"
     options = ["--universal", "--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
     if extra == "cpu":
@@ -40,7 +40,7 @@ def command(extra: str, constraints: Path, output: Path) -> list[str]:
 
 
 def lock(extra: str) -> int:
-    """Writes one file, keeping the versions that are in it where they still fit. Returns uv's exit status."""
+    """Writes one lock file, keeping its versions that still satisfy the requirements. Returns uv's exit status."""
     output = LOCKS / f"{extra}.txt"
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"

@@ -1,7 +1,7 @@
-"""Writes the tables of README.md and docs/measurements.md that are made from code and results:
-`python scripts/readme.py`; a test compares them.
+"""Writes the result tables of README.md and docs/measurements.md from benchmarks/results: `python scripts/readme.py`.
 
-Each stands between `<!-- NAME -->` and `<!-- /NAME -->`. It must not know what is in a table.
+Each table is between `<!-- NAME -->` and `<!-- /NAME -->`; a test compares them. `scripts/reference.py` writes the
+pages that are generated from the code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import report, report_plan
-from benchmarks.report_ladder import headline
-from configs import reference
-from deployments import routes
+from benchmarks.reports import comparison, report
+from benchmarks.reports import plan as report_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -23,16 +21,16 @@ MEASUREMENTS = ROOT / "docs" / "measurements.md"
 
 
 def tables() -> dict[Path, dict[str, str]]:
-    """Page -> name -> Markdown."""
+    """Returns Markdown tables by page and name."""
     results = report.results()
     return {
-        README: {"headline": headline(results), "settings": reference.markdown(), "routes": routes.table()},
+        README: {"results": comparison.markdown(report.RESULTS)},
         MEASUREMENTS: {"figures": report.markdown(results), "plan": report_plan.markdown(report.RESULTS)},
     }
 
 
 def with_tables(text: str, made: Mapping[str, str]) -> str:
-    """`text` with what stands between each table's marks replaced. Raises ValueError where marks are missing."""
+    """Returns `text` with the tables between their marks replaced. Raises ValueError if a mark is missing."""
     for name, table in made.items():
         before, opening, rest = text.partition(f"<!-- {name} -->\n")
         _, closing, after = rest.partition(f"<!-- /{name} -->")

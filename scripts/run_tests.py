@@ -1,65 +1,76 @@
-"""`make test`: all tests, those that start no Ray cluster in two processes side by side, then the others alone.
+"""`make test`: runs all tests in three processes side by side.
 
-The two keep a core each busy. What starts clusters and language models gets the machine to itself afterwards. Options
-narrow the tests, which then run in one process: `python scripts/run_tests.py tests/unit -k packing`. Python keeps what
-it compiles, whatever the environment says: every replica and every program of a test imports the same sources. It must
-not know what is tested.
+Tests that start clusters and language models take longest and often wait for a single process to start; the other tests
+use the cores that this leaves idle. With options, which narrow the tests, they run in one process:
+`python scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always on, because every replica and
+every program of a test imports the same sources.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEPLOYMENTS = "tests/unit/deployments"
-ON_CLUSTERS = ("test_chaos.py", "test_encode_fleet.py", "test_hedging.py", "test_served_*.py", "test_two_nodes.py")
-"""Of `DEPLOYMENTS`, what starts a cluster."""
-PARTS = ("tests/unit", f"--ignore={DEPLOYMENTS}")
+CLUSTERS = ("tests/cluster", "tests/serve")
+"""Folders of tests that start a cluster or a language model."""
+PARTS = ("tests/unit", "--ignore=tests/unit/deployments")
 OTHERS = (
-    *("tests", "--ignore=tests/serve", "--ignore-glob=tests/unit/test_*.py"),
-    *(f"--ignore-glob={DEPLOYMENTS}/{name}" for name in ON_CLUSTERS),
+    *("tests", *(f"--ignore={folder}" for folder in CLUSTERS)),
+    *(
+        f"--ignore=tests/unit/{path.name}"
+        for path in sorted((ROOT / "tests/unit").iterdir())
+        if path.name != "deployments"
+    ),
 )
-"""Paths of pytest; with `clusters()` all tests."""
+"""pytest arguments that select, together with `CLUSTERS`, all tests."""
 STOP_GRACE_S = 10.0
+OTHERS_NICENESS = 10
+WORKER_NICENESS = 5
+"""Niceness of Ray's workers, between Ray's own processes and the other tests. Ray's default, 15, starves replicas."""
 
 
-def clusters() -> list[str]:
-    """Paths of pytest: what starts a cluster or a language model."""
-    files = sorted(path for name in ON_CLUSTERS for path in (ROOT / DEPLOYMENTS).glob(name))
-    return [*(path.relative_to(ROOT).as_posix() for path in files), "tests/serve"]
+def run(first: Sequence[str], *beside: Sequence[str]) -> int:
+    """Runs commands side by side to their end. Shows the first one's output immediately, then that of the others.
 
-
-def run(first: Sequence[str], second: Sequence[str], then: Sequence[str]) -> int:
-    """Two commands side by side, what the second prints after the first, and a third after both; all run in any case.
-
-    The exit status of the first of them that failed, else 0.
+    Returns the exit status of the first command that failed, else 0.
     """
     given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    with tempfile.TemporaryFile() as printed:
-        beside = subprocess.Popen(
-            second, cwd=ROOT, env=given, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
-        )
-        try:
-            statuses = [subprocess.run(first, cwd=ROOT, env=given, check=False).returncode, beside.wait()]
-        finally:
-            _end(beside)
-        printed.seek(0)
-        sys.stdout.flush()
-        while piece := printed.read(65_536):
-            sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
-    statuses.append(subprocess.run(then, cwd=ROOT, env=given, check=False).returncode)
+    given["RAY_worker_niceness"] = str(WORKER_NICENESS)
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in beside]
+        others: list[subprocess.Popen[bytes]] = []
+        for command, output in zip(beside, outputs, strict=True):
+            others.append(
+                subprocess.Popen(
+                    ["nice", "-n", str(OTHERS_NICENESS), *command],
+                    cwd=ROOT,
+                    env=given,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            stack.callback(_end, others[-1])
+        statuses = [subprocess.run(first, cwd=ROOT, env=given, check=False).returncode]
+        for process, output in zip(others, outputs, strict=True):
+            statuses.append(process.wait())
+            output.seek(0)
+            sys.stdout.flush()
+            shutil.copyfileobj(output, sys.stdout.buffer)
+            sys.stdout.flush()
     return next((status for status in statuses if status != 0), 0)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, where it still runs."""
+    """Interrupts the process, as Ctrl-C does, if it still runs."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -73,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if arguments:
         return subprocess.run([*pytest, *arguments], cwd=ROOT, check=False).returncode
-    return run([*pytest, *PARTS], [*pytest, *OTHERS], [*pytest, *clusters()])
+    return run([*pytest, *CLUSTERS], [*pytest, *PARTS], [*pytest, *OTHERS])
 
 
 if __name__ == "__main__":

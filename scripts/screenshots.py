@@ -1,9 +1,8 @@
-"""Makes docs/page-light.png and docs/page-dark.png: the page of an application that this starts and stops.
+"""Makes docs/page-light.png and docs/page-dark.png: screenshots of the web page of an application.
 
     python scripts/screenshots.py [--url http://127.0.0.1:8000]
 
-Needs Chromium. With `--url` it looks at a server that runs already. It must not know how the page works beyond what a
-user sees of it.
+Needs Chromium. The application is started and stopped here, unless `--url` names a running server.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ NAMES = ("circle-and-square.png", "triangles.png")
 START_S = 600.0
 ANSWER_MS = 120_000
 SEEN_MS = 12_000
-"""Of the cluster's line, before it is drawn."""
+"""Duration for which the page shows the cluster's line before the screenshot."""
 
 
 def pictures(scheme: str) -> list[FilePayload]:
-    """Others for each scheme: what comes again comes from the cache."""
+    """Returns other pictures for each scheme, because repeated ones would be served from the cache."""
     made: list[FilePayload] = []
     for name, image in zip(NAMES, importlib.import_module("demo").pictures(), strict=True):
         file = io.BytesIO()
@@ -44,7 +43,7 @@ def pictures(scheme: str) -> list[FilePayload]:
 
 
 def shot(browser: Browser, url: str, scheme: str) -> Image.Image:
-    """The page with an answer, twice asked, so that it is the way of a server that is warm; half from the cache."""
+    """Returns the page with an answer to the second of two questions, so that the server is warm."""
     context = browser.new_context(
         color_scheme="dark" if scheme == "dark" else "light", viewport={"width": 1180, "height": 900}
     )

@@ -1,13 +1,14 @@
-"""Makes `.venv` and installs the project into it; a second run finds everything done and takes a fraction of a second.
+"""Creates `.venv` and installs the project into it; if nothing has changed, it takes a fraction of a second.
 
-Run by `make setup`. Standard library only, since nothing is installed yet, and it knows nothing of what it installs:
-versions are in pyproject.toml. Everything that touches the machine goes through a `Machine`, so that the decisions can
-be tested without installing anything.
+Run by `make setup`. Standard library only, because nothing is installed yet, and without knowledge of the packages:
+pyproject.toml has their versions. All effects on the machine go through a `Machine`, so that the decisions can be
+tested without an installation.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import platform
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,22 +27,29 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD_NAME = "vitray-setup.json"
 LOG_NAME = "vitray-setup.log"
 CONSTRAINTS_NAME = "vitray-constraints.txt"
-# The `+cpu` builds of torch are not on PyPI; this is where PyTorch publishes them.
+# PyTorch publishes the `+cpu` builds of torch here; they are not on PyPI.
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_WHEEL_MACHINES = ("x86_64", "aarch64")
 BACKENDS = ("cpu", "gpu")
 LARGE_DOWNLOAD_MB = 50.0
+UV_OPTIONS = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
+"""uv's option for each of pip's settings for package sources. Each setting has one or several values."""
 
 
 class SetupError(Exception):
-    """Something the user can act on; its text is shown as it is."""
+    """An error that the user can correct; its text is shown unchanged."""
 
 
 class Machine(Protocol):
-    """What the set-up does to the outside world."""
+    """The effects of the set-up on its environment."""
 
     def succeeds(self, command: Sequence[str]) -> bool:
-        """Runs quietly; False also where the program is not there."""
+        """Runs the command without output; returns False also if the program does not exist."""
 
     def stream(self, command: Sequence[str]) -> Iterator[str]:
         """Yields the lines of stdout and stderr; raises CalledProcessError after the last if the command failed."""
@@ -51,12 +59,12 @@ class Machine(Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """What the last finished set-up did; lies in the environment, so that it goes when the environment goes."""
+    """State of the last completed set-up, stored in the environment so that both are removed together."""
 
     fingerprint: str
-    root: str  # console scripts carry it: a checkout that was moved or copied needs an environment of its own
+    root: str  # written into console scripts: a checkout that was moved or copied needs its own environment
     extras: str
-    chosen: bool  # by the user, with EXTRAS=
+    chosen: bool  # by the user with EXTRAS=
 
     @staticmethod
     def read(path: Path) -> Record | None:
@@ -71,7 +79,7 @@ class Record:
 
 
 def fingerprint(root: Path) -> str:
-    """Changes with whatever decides the outcome of a set-up: what is wanted, and how it is done."""
+    """Returns a hash of the files that determine the result of a set-up: requirements, locks and this script."""
     digest = hashlib.sha256()
     for name in ("pyproject.toml", "scripts/setup.py", *(f"locks/{backend}.txt" for backend in BACKENDS)):
         digest.update(b"\0" + (root / name).read_bytes())
@@ -79,7 +87,7 @@ def fingerprint(root: Path) -> str:
 
 
 def backend(extras: str) -> str | None:
-    """The one of BACKENDS that is among the extras, None if there is none; SetupError if there are two."""
+    """Returns the one of BACKENDS that is among the extras, or None. Raises SetupError if there are two."""
     named = [name for name in BACKENDS if name in extras.split(",")]
     if len(named) > 1:
         raise SetupError(f"EXTRAS={extras}: cpu and gpu exclude each other, both bring a package named vllm.")
@@ -87,9 +95,9 @@ def backend(extras: str) -> str | None:
 
 
 def choose_extras(requested: str | None, record: Record | None, machine: Machine) -> tuple[str, bool]:
-    """The user's choice, else the choice made when this environment was set up, else what the machine has.
+    """Returns the extras and whether the user chose them.
 
-    Returns the extras and whether the user chose them.
+    They are the user's choice, else the choice recorded for this environment, else chosen by the machine's hardware.
     """
     if requested:
         extras = ",".join(part.strip() for part in requested.split(",") if part.strip())
@@ -101,7 +109,7 @@ def choose_extras(requested: str | None, record: Record | None, machine: Machine
 
 
 def cpu_torch(pyproject: Path) -> str:
-    """The requirement for the CPU build, such as `torch==2.13.0+cpu`, from the pin in the `cpu` extra."""
+    """Returns the requirement for the CPU build, such as `torch==2.13.0+cpu`, from the pin in the `cpu` extra."""
     extras = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
     pins = [requirement for requirement in extras["cpu"] if requirement.startswith("torch==")]
     if len(pins) != 1:
@@ -110,7 +118,7 @@ def cpu_torch(pyproject: Path) -> str:
 
 
 def locked(lock: str) -> str:
-    """The versions of a lock without its hashes, which pip cannot ask for with a project in a folder."""
+    """Returns the versions of a lock without hashes, which pip cannot check together with a project in a folder."""
     return "\n".join(line.removesuffix(" \\") for line in lock.splitlines() if re.match(r"[A-Za-z0-9]", line)) + "\n"
 
 
@@ -123,10 +131,10 @@ def check_cpu_platform(system: str, machine_name: str) -> None:
 
 
 def ensure_cpu_torch(pip: Sequence[str], requirement: str, machine: Machine) -> None:
-    """Sees to it that pip finds the CPU build of torch: where pip looks by default, else in PyTorch's own index.
+    """Ensures that pip finds the CPU build of torch: in pip's default index, else in PyTorch's own.
 
-    That index is asked only when it is needed, briefly, and for torch alone: an index that cannot be reached costs
-    minutes of retries, and one that is named for everything may answer for packages that are not its own.
+    PyTorch's index is asked only if needed, with a short timeout, and for torch only: an unreachable index costs
+    minutes of retries, and an index for all packages could serve packages that it does not own.
     """
     probe = [*pip, "install", "--dry-run", "--no-deps", "-qq", requirement]
     if machine.succeeds(probe):
@@ -145,26 +153,28 @@ def ensure_cpu_torch(pip: Sequence[str], requirement: str, machine: Machine) -> 
 
 
 def progress(line: str) -> str | None:
-    """What a line of pip's output is worth to somebody who waits: large downloads and the last phase."""
-    download = re.match(r"\s*Downloading (\S+).*\((\d+(?:\.\d+)?) (MB|GB)\)", line)
+    """Returns the part of a line of pip's or uv's output to show to the user: large downloads and the last phase."""
+    download = re.match(r"\s*Downloading (\S+).*\((\d+(?:\.\d+)?) ?([MG]i?B)\)", line)
     if download:
-        megabytes = float(download[2]) * (1000 if download[3] == "GB" else 1)
+        megabytes = float(download[2]) * (1000 if download[3].startswith("G") else 1)
         name = download[1].rsplit("/", 1)[-1]
         return f"downloading {name} ({download[2]} {download[3]})" if megabytes >= LARGE_DOWNLOAD_MB else None
     if line.startswith("Installing collected packages:"):
         return f"installing {line.count(',') + 1} packages"
+    if prepared := re.match(r"Prepared (\d+) packages", line):
+        return f"installing {prepared[1]} packages"
     return None
 
 
 def complaint(lines: Sequence[str]) -> str:
-    """The part of pip's output that says why it failed: from its first error on, else its end, without its warnings."""
+    """Returns the part of pip's output that explains a failure: from its first error, else its end; no warnings."""
     kept = [line for line in lines if line.strip() and not line.lstrip().startswith("WARNING:")]
     errors = [number for number, line in enumerate(kept) if line.lstrip().lower().startswith("error:")]
     return "\n".join(kept[errors[0] :][:60] if errors else kept[-15:])
 
 
 def follow(command: Sequence[str], machine: Machine) -> None:
-    """Runs pip, shows what matters of its output, and turns a failure into a SetupError with the reason."""
+    """Runs pip, shows the relevant output, and raises SetupError with the reason of a failure."""
     lines: list[str] = []
     try:
         for line in machine.stream(command):
@@ -176,8 +186,41 @@ def follow(command: Sequence[str], machine: Machine) -> None:
         raise SetupError(f"{complaint(lines)}\npip failed; all that it said is in .venv/{LOG_NAME}") from error
 
 
+def uv_options(pip_settings: Iterable[str]) -> list[str]:
+    """Returns the options that make uv use pip's package sources. `pip_settings`: the lines of `pip config list`."""
+    found: dict[str, str] = {}
+    lines = list(pip_settings)
+    for section in ("global.", "install.", ":env:."):  # in pip's order of precedence, lowest first
+        for line in lines:
+            name, _, value = line.partition("=")
+            if name.startswith(section):
+                found[name.removeprefix(section)] = str(ast.literal_eval(value))
+    offline = ["--no-index"] if found.get("no-index", "").lower() in ("1", "true", "yes", "on") else []
+    return offline + [
+        part
+        for setting, option in UV_OPTIONS.items()
+        for value in found.get(setting, "").split()
+        for part in (option, value)
+    ]
+
+
+def install(pip: Sequence[str], requirements: Sequence[str], machine: Machine) -> None:
+    """Installs with uv, which downloads in parallel and leaves compilation to imports; with pip if uv fails."""
+    python = pip[0]
+    try:
+        follow([*pip, "install", "-q", "uv"], machine)
+        # pip takes the best version of all indexes; uv's default stops at the first index that has the package.
+        like_pip = ["--index-strategy", "unsafe-best-match", "--system-certs"]
+        like_pip += uv_options(machine.stream([*pip, "config", "list"]))
+        uv = str(Path(python).with_name("uv"))
+        follow([uv, "pip", "install", "--python", python, *like_pip, *requirements], machine)
+    except (SetupError, subprocess.CalledProcessError):
+        machine.say("uv did not succeed; installing with pip, which takes minutes longer")
+        follow([*pip, "install", "--progress-bar", "off", *requirements], machine)
+
+
 def ensure_venv(venv: Path, record: Record | None, wanted: Record, machine: Machine) -> Path:
-    """Returns the environment's Python; makes the environment where it is missing, broken, or cannot be built upon."""
+    """Returns the environment's Python. Creates the environment if it is missing, broken or incompatible."""
     python = venv / "bin" / "python"
     if record is not None and record.root != wanted.root:
         machine.say(".venv was made in another folder; making it anew")
@@ -192,19 +235,19 @@ def ensure_venv(venv: Path, record: Record | None, wanted: Record, machine: Mach
 
 
 def set_up(root: Path, requested: str | None, machine: Machine) -> bool:
-    """Returns whether there was anything to do. Raises SetupError."""
+    """Sets up the environment and returns whether anything had to be done. Raises SetupError."""
     venv = root / ".venv"
     record = Record.read(venv / RECORD_NAME)
     extras, chosen = choose_extras(requested, record, machine)
     wanted = Record(fingerprint(root), str(root), extras, chosen)
-    if record == wanted and (venv / "bin" / "python").exists():  # a link to an interpreter that may have gone
+    if record == wanted and (venv / "bin" / "python").exists():  # a link, whose interpreter may have been removed
         return False
     on_cpu = backend(extras) == "cpu"
     if on_cpu:
         check_cpu_platform(platform.system(), platform.machine())
     python = ensure_venv(venv, record, wanted, machine)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    # Named on the command line, the pin is known from the start: pip would fetch the newest torch first, and drop it.
+    # Naming the pin on the command line keeps pip from downloading the newest torch and then discarding it.
     pinned = [cpu_torch(root / "pyproject.toml")] if on_cpu else []
     for requirement in pinned:
         ensure_cpu_torch(pip, requirement, machine)
@@ -214,21 +257,19 @@ def set_up(root: Path, requested: str | None, machine: Machine) -> bool:
         constraints.parent.mkdir(exist_ok=True)
         constraints.write_text(locked((root / "locks" / f"{chosen_backend}.txt").read_text()))
         constrained = ["--constraint", str(constraints)]
-    patience = f"; the first time takes {'about two' if on_cpu else 'several'} minutes" if record is None else ""
+    patience = f"; the first time takes {'about a minute' if on_cpu else 'minutes'}" if record is None else ""
     machine.say(f"installing vitray[{extras}]{patience}")
-    follow(
-        [*pip, "install", "--progress-bar", "off", "--editable", f"{root}[{extras}]", *pinned, *constrained], machine
-    )
+    install(pip, ["--editable", f"{root}[{extras}]", *pinned, *constrained], machine)
     wanted.write(venv / RECORD_NAME)
     return True
 
 
 class ThisMachine:
-    """The real one; keeps a log of the commands that it streamed."""
+    """The `Machine` that runs commands; keeps a log of those that it streamed."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        self._log_mode = "w"  # a new set-up starts a new log
+        self._log_mode = "w"  # each set-up starts a new log
 
     def succeeds(self, command: Sequence[str]) -> bool:
         if shutil.which(command[0]) is None:
@@ -246,7 +287,7 @@ class ThisMachine:
                     lines.append(line)
                     yield line.rstrip("\n")
         finally:
-            if self._log.parent.is_dir():  # not before the environment is made
+            if self._log.parent.is_dir():  # the log is inside the environment, which may not exist yet
                 with self._log.open(self._log_mode) as log:
                     log.writelines([f"$ {' '.join(command)}\n", *lines])
                 self._log_mode = "a"

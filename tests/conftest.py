@@ -6,16 +6,19 @@ And how much is fuzzed: `--fuzz-cases` in all, of which each fuzzer of tests/fuz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deployments import import_shim
+from deployments.llm.engine import import_shim
+from training.checkpoints import make_checkpoint
 
 FUZZ_CASES = 10_000
 SOAK_S = 24
-CHAOS_S = 20
+CHAOS_S = 15
+FLEET_REQUESTS = 120
 
 import_shim.activate()
 settings.register_profile("untimed", deadline=None)  # tests never time, and a busy machine is no bug
@@ -40,7 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--chaos-seconds",
         type=float,
         default=CHAOS_S,
-        help="of killed encoders in unit/deployments/test_chaos.py",
+        help="of killed replicas in cluster/test_chaos.py",
+    )
+    parser.addoption(
+        "--fleet-requests",
+        type=int,
+        default=FLEET_REQUESTS,
+        help="of each test in cluster/test_served_fleet.py",
     )
 
 
@@ -59,3 +68,10 @@ def fuzzing(request: pytest.FixtureRequest) -> Callable[[float], settings]:
         )
 
     return share
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One in float32 of each architecture."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {arch: make_checkpoint(arch, folder / arch) for arch in ("qwen3_vl", "qwen2_5_vl")}

@@ -1,8 +1,9 @@
-"""Programs that a test runs to their end. It must not know what they do."""
+"""Programs that a test runs to their end."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,3 +33,10 @@ def output_of_python(program: str, *arguments: str, folder: Path = PROJECT_ROOT,
 
 def _end(text: str) -> str:
     return "\n".join(text.splitlines()[-_LINES_TOLD:])
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on. Serve would share one with another Serve without a word (SO_REUSEPORT)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -21,8 +21,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from deployments import cli
-from deployments.commands import bench
+from deployments.cli import bench
+from deployments.cli import main as cli
 from tests.programs import output_of
 from training import card
 
@@ -41,33 +41,38 @@ RECORDS = sorted((ROOT / "training" / "results").glob("*.json"))
 BY_TESTS = {
     "make test": ".ci/run",
     "make check": ".ci/run",
-    "vitray serve --config my_config.yaml": "tests/unit/test_cli.py::test_serve_becomes_serve_run",
+    "vitray serve --config my_config.yaml": "tests/unit/deployments/cli/test_main.py::test_serve_becomes_serve_run",
     "vitray ask 'What is in the picture?' picture.png":
         "tests/test_readme.py::test_the_command_asks_what_the_ingress_takes",
     "vitray ask 'Which picture has more circles?' one.png two.png --timing":
-        "tests/unit/test_cli_ask.py::test_timing_tells_what_the_server_and_the_client_measured",
+        "tests/unit/deployments/cli/test_ask.py::test_timing_tells_what_the_server_and_the_client_measured",
     "curl http://127.0.0.1:8000/v1/chat/completions":
         "tests/test_readme.py::test_curl_snippet_and_script_ask_what_the_ingress_takes",
-    "vitray bench serve http://127.0.0.1:8000": "tests/unit/test_bench_serve.py::test_a_generated_trace",
+    "vitray bench serve http://127.0.0.1:8000": "tests/unit/benchmarks/test_bench_serve.py::test_a_generated_trace",
     "vitray bench serve http://127.0.0.1:8000 --trace chat.jsonl --speed 2 --plot chat.png":
-        "tests/unit/test_bench_serve.py::test_a_plot",
+        "tests/unit/benchmarks/test_bench_serve.py::test_a_plot",
     "vitray bench serve http://127.0.0.1:8000 --against http://127.0.0.1:8100 --trace chat.jsonl":
-        "tests/unit/test_bench_serve.py::test_two_servers_one_after_the_other",
+        "tests/unit/benchmarks/test_bench_serve.py::test_two_servers_one_after_the_other",
     "vitray bench serve URL": "tests/serve/test_bench_clients.py::test_ours",
-    "vitray bench serve URL --trace trace.jsonl": "tests/unit/test_bench_serve.py::test_requests_are_the_traces",
-    "vitray bench serve URL --against URL": "tests/unit/test_bench_serve.py::test_two_servers_one_after_the_other",
+    "vitray bench serve URL --trace trace.jsonl": "tests/unit/benchmarks/test_bench_serve.py::test_requests_are_the_traces",
+    "vitray bench serve URL --against URL": "tests/unit/benchmarks/test_bench_serve.py::test_two_servers_one_after_the_other",
     "vllm bench serve --backend openai-chat": "tests/serve/test_bench_clients.py::test_vllms_own",
-    'eval "$(_VITRAY_COMPLETE=bash_source vitray)"': "tests/unit/test_cli_completion.py::test_bash_completes",
+    'eval "$(_VITRAY_COMPLETE=bash_source vitray)"': "tests/unit/deployments/cli/test_completion.py::test_bash_completes",
     "python scripts/readme.py": "tests/test_readme.py::test_tables_are_those_that_the_code_makes",
-    "python scripts/metrics.py": "tests/unit/test_dashboard.py::test_files_are_up_to_date",
+    "python scripts/reference.py": "tests/unit/scripts/test_reference.py::test_regenerating_changes_nothing",
+    "python scripts/count_path.py": "tests/unit/scripts/test_count_path.py::test_this_repository_keeps_its_path_short",
     "python scripts/audit.py --osv-url URL":
-        "tests/unit/test_audit.py::test_every_locked_package_is_looked_up_and_a_flaw_fails",
-    "python benchmarks/bench_encoder.py --ladder": "tests/unit/test_bench_encoder.py",
-    "python benchmarks/fit_budgets.py trace.jsonl --evaluate":
-        "tests/unit/test_bench_fit_budgets.py::test_evaluation_counts_the_second_half",
-    "python benchmarks/simulate.py trace.jsonl": "tests/unit/test_bench_simulate.py::test_the_report",
-    "vitray check --config my_config.yaml": "tests/unit/test_cli_check.py::test_the_command_speaks_json",
-    "vitray check --config my_config.yaml --cluster": "tests/unit/test_cli_check.py::test_the_command_speaks_json",
+        "tests/unit/scripts/test_audit.py::test_every_locked_package_is_looked_up_and_a_flaw_fails",
+    "python -m training.checkpoints --arch qwen2_5_vl --out DIR":
+        "tests/unit/training/test_checkpoints.py::test_the_command_line",
+    "python benchmarks/bench_encoder.py --ladder": "tests/unit/benchmarks/test_bench_encoder.py",
+    "vitray bench packing trace.jsonl":
+        "tests/unit/benchmarks/test_bench_packing.py::test_the_configured_packer_and_budgets_count",
+    "python benchmarks/simulation/simulate.py trace.jsonl": "tests/unit/benchmarks/test_bench_simulate.py::test_the_report",
+    "vitray check --config my_config.yaml": "tests/unit/deployments/cli/test_check.py::test_the_command_speaks_json",
+    "vitray check --url http://127.0.0.1:8000":
+        "tests/unit/deployments/cli/test_check.py::test_a_fallback_of_a_running_replica_is_reported_first",
+    "vitray check --config my_config.yaml --cluster": "tests/unit/deployments/cli/test_check.py::test_the_command_speaks_json",
     "sh examples/ask.sh picture.png 'What is in the picture?' [http://127.0.0.1:8000]":
         "tests/test_readme.py::test_curl_snippet_and_script_ask_what_the_ingress_takes",
     "python examples/ask_openai.py 'What is in the picture?' picture.jpg [another.png …]":
@@ -75,7 +80,7 @@ BY_TESTS = {
     "python examples/ask_langchain.py 'What is in the picture?' picture.jpg [another.png …]":
         "tests/test_readme.py::test_example_program_asks_what_the_ingress_takes",
     "python examples/demo.py [--config serve_config.yaml] [--model FOLDER_OR_HUB_NAME] [--keep]":
-        "tests/unit/test_demo.py",
+        "tests/unit/scripts/test_demo.py",
 }  # fmt: skip
 """Command -> the file, or the test in it, that runs it. Addresses and files may be others there."""
 
@@ -103,8 +108,6 @@ HERE: dict[str, Callable[[Path], None]] = {
     "vitray check-config my_config.yaml": of_our_command("check-config", "my_config.yaml"),
     "vitray encode pictures/ --out embeddings/ --model models/scenes-8m":
         of_our_command("encode", "pictures/", "--out", "embeddings/", "--model", "models/scenes-8m"),
-    "vitray checkpoint --arch qwen2_5_vl --out DIR":
-        of_our_command("checkpoint", "--arch", "qwen2_5_vl", "--out", "DIR"),
     "vitray new-key NAME": of_our_command("new-key", "NAME"),
     "git archive --format=zip --prefix=vitray/ --output=/tmp/vitray.zip HEAD": git_archive,
 }  # fmt: skip
@@ -163,8 +166,11 @@ def shown_name(page: Path) -> str:
 
 
 def bare(words: str) -> bool:
-    """The name of a command or of a target alone: what it does is told where it is shown."""
+    """The name of a command, a subcommand or a target alone: its purpose is stated where it is shown."""
     name, *rest = (word for word in words.split()[1:] if not word.startswith("-"))
+    group = cli.main.commands.get(name)
+    if words.startswith("vitray ") and isinstance(group, click.Group) and rest:
+        return len(rest) == 1 and rest[0] in group.commands
     return words.startswith(("vitray ", "serve ", "ray ", "make ", "vllm ", "git ")) and not rest and bool(name)
 
 
@@ -246,7 +252,7 @@ def test_it_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def examples_of_help(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:
     """Command lines that the help texts show, with the command that shows them."""
     for name, command in group.commands.items():
-        lines = re.sub(r"\\\n *", " ", (command.help or "").replace("\b", "")).splitlines()
+        lines = re.sub(r" *\\\n *", " ", (command.help or "").replace("\b", "")).splitlines()
         for line in lines:
             if line.strip().startswith("vitray "):
                 yield (*path, name), shlex.split(re.split(r"  +|→| > |\|", line.strip())[0])

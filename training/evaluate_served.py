@@ -4,7 +4,6 @@
     python -m training.evaluate_served http://127.0.0.1:8000 http://127.0.0.1:8100 --questions 12 --seed 1000
 
 Of several servers it shows each question that they do not answer alike, to the letter. The last line on stdout is JSON.
-It must not know of a server more than OpenAI's chat route.
 """
 
 from __future__ import annotations

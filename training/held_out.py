@@ -1,7 +1,6 @@
 """Questions about held-out scenes, who may be asked them, and what is right.
 
-They follow from a family and a seed, so that everything that answers them answers the same ones. It must not know what
-answers: evaluate.py asks through transformers, evaluate_served.py over HTTP.
+They follow from a family and a seed, so that everything that answers them answers the same ones.
 """
 
 from __future__ import annotations

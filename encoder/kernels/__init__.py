@@ -1,5 +1,5 @@
-"""Triton kernels of the fused towers, one idea a file; each module pairs a kernel with the function that launches it.
+"""Triton kernels of the fused towers; each module pairs a kernel with the function that launches it.
 
-They know tensors, not towers. All launch on the current device and stream: whoever calls them makes the tensors'
-device current. Importing one needs Triton; nothing outside the fused path imports them.
+Kernels operate on tensors and know nothing of towers. They launch on the current device and stream: callers make the
+tensors' device current. These modules require Triton and are imported lazily.
 """

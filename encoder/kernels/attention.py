@@ -1,6 +1,6 @@
-"""Attention within packed segments of any length; q and k are turned already.
+"""Attention within packed segments of any length, on q and k that are rotated already.
 
-A block reads rows of its own segment alone, so nothing of another image or of padding can reach it.
+A block reads rows of its own segment only, so other images and padding cannot affect it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from encoder.kernels.flash import BOTTOM, LOG2_E, MASKED, Tile, softmax_step
-from encoder.kernels.launch import parts
+from encoder.kernels.launch import OPTIONS, parts
 from encoder.kernels.overlap import begin_after, overlapping
 
 
@@ -126,10 +126,10 @@ def _attention_kernel(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile: Tile) -> Tensor:
-    """Full attention of each row to the rows of its segment, scaled by 1/√head_dim.
+    """Full attention within each segment, scaled by 1/√head_dim.
 
-    `q`, `k`, `v`: `[rows, heads, head_dim]`, the heads of a row contiguous; `tiles`: of `segment_tiles` for
-    `tile.rows`. Returns the same shape, contiguous; rows of no segment are not written.
+    `q`, `k`, `v`: `[rows, heads, head_dim]`, the heads of a row contiguous; `tiles`: from `segment_tiles` with
+    `tile.rows`. Returns the same shape, contiguous; rows outside all segments are not written.
     """
     rows, heads, dim = q.shape
     head, tail = parts(dim, smallest_tail=16)
@@ -153,5 +153,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tile: Tile) -> Tensor
         **overlapping(out),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **OPTIONS,
     )
     return out

@@ -1,18 +1,22 @@
-"""How a width is cut into the powers of two that blocks must be."""
+"""Shared by all launches: Triton's options, and the split of a width into powers of two, which block sizes must be."""
 
 from __future__ import annotations
 
+OPTIONS = {"enable_fp_fusion": True}
+"""Options of every launch. A multiplication and an addition become one instruction, rounded once. Triton does so by
+default only up to version 3.9; the kernels' speed and their exact results depend on it."""
+
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number` (at least 1)."""
+    """Returns the smallest power of two that is at least `number` and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def parts(width: int, smallest_tail: int = 1) -> tuple[int, int]:
-    """`width` as a power of two plus a power of two that covers the rest, 0 if there is none.
+    """Splits `width` into a power of two and a power of two that covers the rest, 0 if there is none.
 
-    One block over 1152 features would idle on 896 lanes of 2048: 1024 + 128 idles on none. The tail is at least
-    `smallest_tail`, since a matrix product has a smallest depth.
+    One block over 1152 features would idle on 896 of 2048 lanes; 1024 + 128 idles on none. The tail is at least
+    `smallest_tail`, since a matrix product has a minimum depth.
     """
     head = 1 << (width.bit_length() - 1)
     return (width, 0) if width == head else (head, max(smallest_tail, next_power_of_2(width - head)))

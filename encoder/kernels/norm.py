@@ -1,9 +1,8 @@
-"""LayerNorm or RMSNorm of a residual stream in one pass: each row is read once and its norm written once.
+"""LayerNorm or RMSNorm of a residual stream in one pass, which reads each row once and writes its norm once.
 
-Residuals are added by the products that make them, in their epilogues, and the biases of those products by this norm:
-the stream holds everything but the biases. A product that cannot add leaves its sum, maybe in parts, which this norm
-adds to the stream first. What an 8-bit product takes is written as such, with its scales. It must not know what the
-rows are; a row that does not count comes out as zeros.
+GEMMs add residuals in their epilogues but not their biases, which this norm adds. It also adds the partial sums of
+GEMMs that cannot add to the stream. Rows for an 8-bit GEMM are written in 8 bits, with their scales; padding rows are
+written as zeros.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from encoder.kernels.launch import parts
+from encoder.kernels.launch import OPTIONS, parts
 from encoder.kernels.overlap import begin_after, overlapping
 from encoder.kernels.scaled import LARGEST, SMALLEST_MAXIMUM
 
@@ -34,11 +33,11 @@ def _with_sums(
     WIDTH: tl.constexpr,
     SUMS: tl.constexpr,
 ) -> tl.tensor:
-    """The stream's values with the parts of a sum added, which are stored, and go on as they were stored."""
+    """Adds partial sums to the stream's values, stores the result and returns it as rounded."""
     for part in tl.static_range(SUMS):
         x += _load(sums_ptr + tl.cast(rows, tl.int64) * (part * WIDTH) + place, mask)
     rounded = x.to(x_ptr.dtype.element_ty)
-    # Where a block has fewer elements than threads, several threads load the same one: all before any stores.
+    # If a block has fewer elements than threads, several threads load the same one: all loads must precede the stores.
     tl.debug_barrier()
     tl.store(x_ptr + place, rounded, mask=mask)
     return rounded.to(tl.float32)
@@ -100,7 +99,7 @@ def _norm_kernel(
     x = x * scale * tl.load(weight_ptr + head).to(tl.float32)
     if not RMS:
         x += tl.load(bias_ptr + head).to(tl.float32)
-    # Selected, not multiplied: a row that does not count may hold NaN.
+    # Selected, not multiplied: a padding row may hold NaN.
     x = tl.where(counts, x, 0.0)
     if TAIL:
         y = y * scale * _load(weight_ptr + tail, within)
@@ -134,8 +133,8 @@ def norm(
     """LayerNorm with a `bias`, RMSNorm without, of `x + shift`, computed in float32 and rounded once.
 
     `x`, result: `[rows, width]`, contiguous; `weight`, `bias`: `[width]`; `shift`: float32 `[width]`. `valid`: int32
-    `[1]` on the device or None: rows from `valid` on come out as zeros, whatever is in them. `sums`: float32 or as `x`,
-    `[parts, rows, width]`, contiguous, or None: is added to `x` in place first, rounded once.
+    `[1]` on the device or None: rows from `valid` on are written as zeros, whatever they hold. `sums`:
+    `[parts, rows, width]`, contiguous, float32 or the dtype of `x`, or None: added to `x` in place first, rounded once.
     """
     out = torch.empty_like(x)
     _launch(x, weight, bias, eps, shift, valid, sums, out, None)
@@ -152,7 +151,7 @@ def norm_scaled(
     valid: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `norm`, to float8_e4m3fn `[rows, width]` and a float32 scale for each row `[rows, 1]`."""
+    """Like `norm`, but returns float8_e4m3fn `[rows, width]` and one float32 scale per row, `[rows, 1]`."""
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
     _launch(x, weight, bias, eps, shift, valid, sums, out, scales)
@@ -172,7 +171,7 @@ def _launch(
 ) -> None:
     rows, width = x.shape
     head, tail = parts(width)
-    # Many narrow rows: a warp each, so that sums need no exchange between warps. Few: spread over the chip.
+    # Many narrow rows: one-warp programs, so that sums need no exchange between warps. Few rows: spread over the GPU.
     a_warp_each = rows > 512 and width <= 2048
     rows_each = 2 if a_warp_each else 1
     _norm_kernel[(triton.cdiv(rows, rows_each),)](
@@ -197,4 +196,5 @@ def _launch(
         SCALED=scales is not None,
         **overlapping(x),
         num_warps=1 if a_warp_each else 4 if width <= 2048 else 8,
+        **OPTIONS,
     )

@@ -1,7 +1,7 @@
-"""Kernels that are launched while the kernel before them still runs (programmatic dependent launch, Hopper and newer).
+"""Programmatic dependent launch (Hopper and newer): a kernel is launched while the kernel before it still runs.
 
-A kernel that is launched so begins with `begin_after`, before it reads or writes anything that others use too. It must
-not know what the kernels do.
+Such a kernel begins with `begin_after`, before it accesses any memory that other kernels use. This module is
+independent of what the kernels compute.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FIRST_CAPABILITY = (9, 0)
-"""From which on a device has it."""
+"""First compute capability with programmatic dependent launch."""
 
 
 @triton.jit
 def begin_after(OVERLAP: tl.constexpr) -> None:
-    """Waits until all that came before is done and seen; from then on the next kernel may be put on the device."""
+    """Waits until preceding kernels have finished and their writes are visible; then the next kernel may launch."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def overlapping(x: Tensor) -> dict[str, bool]:
-    """What a kernel over `x` is launched with: its constant `OVERLAP`, and Triton's option where the device has it."""
+    """Returns the launch arguments of a kernel over `x`: its constant `OVERLAP`, and Triton's option if supported."""
     if x.is_cuda and _overlaps(x.device.index):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

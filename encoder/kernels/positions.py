@@ -1,10 +1,12 @@
-"""Learned positions, interpolated and added to the embedded patches of all images in one launch."""
+"""Interpolates learned positions and adds them to the embedded patches of all images, in one launch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from encoder.kernels.launch import OPTIONS
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def _positions_kernel(
         place = tl.load(indices_ptr + 4 * row + tap, mask=inside, other=0).to(tl.int64)
         weight = tl.load(weights_ptr + 4 * row + tap, mask=inside, other=0.0)
         total += weight * tl.load(table_ptr + place * WIDTH + column, mask=covered, other=0.0).to(tl.float32)
-    # Where a block has fewer elements than threads, several threads load the same one: all before any stores.
+    # If a block has fewer elements than threads, several threads load the same one: all loads must precede the stores.
     tl.debug_barrier()
     tl.store(x_ptr + row * WIDTH + column, total, mask=covered)
 
@@ -40,5 +42,5 @@ def add_positions_(x: Tensor, table: Tensor, indices: Tensor, weights: Tensor) -
     rows, width = x.shape
     rows_each, columns = 4 if rows <= 1024 else 16, 128
     _positions_kernel[(triton.cdiv(rows, rows_each), triton.cdiv(width, columns))](
-        x, table, indices, weights, rows, WIDTH=width, ROWS=rows_each, COLUMNS=columns, num_warps=2
+        x, table, indices, weights, rows, WIDTH=width, ROWS=rows_each, COLUMNS=columns, num_warps=2, **OPTIONS
     )

@@ -1,7 +1,7 @@
-"""Rotary positions: the table of angles of a batch, and the turning of q and k where they lie in the packed product.
+"""Rotary positions: a batch's table of angles, and the rotation of q and k in place in the packed qkv.
 
-The pair (i, i + head_dim / 2) of a head turns by angle i; the first half of the angles grows with the row, the second
-with the column.
+The pair (i, i + head_dim / 2) of a head is rotated by angle i; the first half of the angles is proportional to the row,
+the second to the column.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from encoder.kernels.launch import next_power_of_2, parts
+from encoder.kernels.launch import OPTIONS, next_power_of_2, parts
 from encoder.kernels.overlap import begin_after, overlapping
 
 
@@ -36,10 +36,10 @@ def _table_kernel(
 
 
 def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines, then sines, of each patch: `[num_patches, 2, head_dim / 2]` in `dtype`.
+    """Returns cosines, then sines, of each patch: `[num_patches, 2, head_dim / 2]` in `dtype`.
 
-    `positions`: int32 `[num_patches, 2]`, row and column; `frequencies`: float32 `[head_dim / 4]`. float16 is fine
-    beside bfloat16 heads: it resolves [-1, 1] eight times finer than they do.
+    `positions`: int32 `[num_patches, 2]`, row and column; `frequencies`: float32 `[head_dim / 4]`. float16 suffices for
+    bfloat16 heads: it resolves [-1, 1] eight times finer.
     """
     rows, count = positions.shape[0], frequencies.shape[0]
     table = torch.empty(rows, 2, 2 * count, dtype=dtype, device=positions.device)
@@ -53,17 +53,18 @@ def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Te
         ROWS=rows_each,
         COLUMNS=next_power_of_2(2 * count),
         num_warps=4,
+        **OPTIONS,
     )
     return table
 
 
 @triton.jit
-def _turn(base_ptr: tl.tensor, table_ptr: tl.tensor, pair: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> None:
+def _rotate(base_ptr: tl.tensor, table_ptr: tl.tensor, pair: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> None:
     cos = tl.load(table_ptr + pair, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(table_ptr + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     first = tl.load(base_ptr + pair, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(base_ptr + HALF + pair, mask=mask, other=0.0).to(tl.float32)
-    # Where a block has fewer elements than threads, several threads load the same one: all before any stores.
+    # If a block has fewer elements than threads, several threads load the same one: all loads must precede the stores.
     tl.debug_barrier()
     tl.store(base_ptr + pair, first * cos - second * sin, mask=mask)
     tl.store(base_ptr + HALF + pair, second * cos + first * sin, mask=mask)
@@ -89,16 +90,16 @@ def _rope_kernel(
     inside = row < rows
     base_ptr = qkv_ptr + row * row_stride + (line % (2 * HEADS)) * (2 * HALF)
     angles_ptr = table_ptr + row * (2 * HALF)
-    _turn(base_ptr, angles_ptr, tl.arange(0, HEAD)[None, :], inside, HALF)
+    _rotate(base_ptr, angles_ptr, tl.arange(0, HEAD)[None, :], inside, HALF)
     if TAIL:
         tail = HEAD + tl.arange(0, TAIL)[None, :]
-        _turn(base_ptr, angles_ptr, tail, inside & (tail < HALF), HALF)
+        _rotate(base_ptr, angles_ptr, tail, inside & (tail < HALF), HALF)
 
 
 def rope_(qkv: Tensor, table: Tensor, heads: int) -> None:
-    """Turns q and k in place, computed in float32, rounded once.
+    """Rotates q and k in place, computed in float32 and rounded once.
 
-    `qkv`: `[rows, 3 * heads * head_dim]`, q, k, v, each row contiguous; `table`: of `rope_table`.
+    `qkv`: `[rows, 3 * heads * head_dim]`, q, k, v, each row contiguous; `table`: from `rope_table`.
     """
     rows, half = qkv.shape[0], table.shape[2]
     head, tail = parts(half)
@@ -115,4 +116,5 @@ def rope_(qkv: Tensor, table: Tensor, heads: int) -> None:
         LINES=lines,
         **overlapping(qkv),
         num_warps=4,
+        **OPTIONS,
     )

@@ -1,7 +1,7 @@
-"""Rows to 8-bit floats with a scale each, in one pass, after an activation where one is asked for.
+"""Quantises rows to e4m3 with one scale per row, in one pass, optionally after an activation.
 
-A row's scale is its largest magnitude over 448, the largest e4m3 number; a row of zeros stays one, and what is in a row
-touches no other. It must not know what is multiplied with the rows.
+A row's scale is its largest magnitude over 448, the largest e4m3 number. Rows of zeros remain zero, and rows are
+independent of each other.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from encoder.kernels.launch import parts
+from encoder.kernels.launch import OPTIONS, parts
 from encoder.kernels.overlap import begin_after, overlapping
 
 LARGEST = tl.constexpr(448.0)
-# Rows of less than this lose their smallest numbers, and no scale or its inverse leaves float32's range.
+# Keeps scales and their inverses within float32's range. Rows with a smaller maximum lose their smallest numbers.
 SMALLEST_MAXIMUM = tl.constexpr(1e-30)
 
-ACTIVATIONS = ("nothing", "gelu_pytorch_tanh", "gelu", "silu", "swiglu")
-"""What may come first. "swiglu" takes features in pairs, a gate and what it gates, to half as many."""
+ACTIVATIONS = ("none", "gelu_pytorch_tanh", "gelu", "silu", "swiglu")
+"""Activations before the quantisation. "swiglu" takes pairs of a gate and a gated feature and halves the width."""
 
 _NARROW, _FEW_ROWS = 2048, 512
 
@@ -28,7 +28,7 @@ _NARROW, _FEW_ROWS = 2048, 512
 def _activated(
     x_ptr: tl.tensor, start: tl.tensor, first: int, mask: tl.tensor, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """`[rows, BLOCK]` features from `first` on, in float32."""
+    """Returns `[rows, BLOCK]` activated features from `first` on, in float32."""
     if ACTIVATION == "swiglu":
         feature = 2 * first + tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.reshape(tl.broadcast_to(mask[:, :, None], mask.shape[0], BLOCK, 2), mask.shape[0], 2 * BLOCK)
@@ -78,11 +78,12 @@ def _scaled_kernel(
         tl.store(out_ptr + start + tail, (y * (LARGEST / largest)).to(out_ptr.dtype.element_ty), mask=within)
 
 
-def scaled_rows(x: Tensor, activation: str = "nothing") -> tuple[Tensor, Tensor]:
-    """`[rows, width]`, contiguous (for "swiglu" twice as wide) to float8_e4m3fn and float32 scales `[rows, 1]`.
+def scaled_rows(x: Tensor, activation: str = "none") -> tuple[Tensor, Tensor]:
+    """Quantises `activation(x)` to float8_e4m3fn `[rows, width]` with float32 scales `[rows, 1]`.
 
-    `values * scales` is `activation(x)` within half a step of e4m3, 1/16 of a number's magnitude at most, or half of
-    its smallest step, 2⁻¹⁰ of the scale. `activation`: of `ACTIVATIONS`.
+    `x`: `[rows, width]`, for "swiglu" twice as wide, contiguous. `activation`: one of `ACTIVATIONS`. `values * scales`
+    equals `activation(x)` within half a step of e4m3: at most 1/16 of a number's magnitude, or half of the smallest
+    step, 2⁻¹⁰ of the scale.
     """
     assert activation in ACTIVATIONS
     assert x.is_contiguous()
@@ -90,7 +91,7 @@ def scaled_rows(x: Tensor, activation: str = "nothing") -> tuple[Tensor, Tensor]
     out = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = x.new_empty(rows, 1, dtype=torch.float32)
     head, tail = parts(width)
-    # Many narrow rows: a warp each, so that maxima need no exchange between warps. Few: spread over the chip.
+    # Many narrow rows: one-warp programs, so that maxima need no exchange between warps. Few rows: spread over the GPU.
     a_warp_each = rows > _FEW_ROWS and width <= _NARROW
     rows_each = 2 if a_warp_each else 1
     _scaled_kernel[(triton.cdiv(rows, rows_each),)](
@@ -105,5 +106,6 @@ def scaled_rows(x: Tensor, activation: str = "nothing") -> tuple[Tensor, Tensor]
         ACTIVATION=activation,
         **overlapping(x),
         num_warps=1 if a_warp_each else 4 if width <= _NARROW else 8,
+        **OPTIONS,
     )
     return out, scales

@@ -1,7 +1,7 @@
-"""From the borders of packed segments to the tiles of rows that attention kernels work on, on the device.
+"""Computes on the device, from the borders of packed segments, the tiles of rows that attention kernels process.
 
-The number of tiles follows from the number of rows and segments alone, not from how the rows are cut: one graph serves
-every layout, and tiles that a layout does not need are empty.
+The number of tiles depends only on the numbers of rows and segments: one graph serves every layout, and tiles that a
+layout does not need are empty.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from encoder.kernels.launch import OPTIONS
 
 
 @triton.jit
@@ -23,8 +25,8 @@ def _tiles_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # Segment s owns the tiles from borders[s] // TILE_ROWS + s on: enough for its rows wherever it begins. The last
-    # one that begins at or before the tile, by bisection.
+    # Segment s owns the tiles from borders[s] // TILE_ROWS + s on, which are enough for its rows wherever it begins.
+    # Bisection finds the last segment whose tiles begin at or before this tile.
     low = tl.zeros([BLOCK], tl.int32)
     high = low + segments
     for _ in tl.static_range(STEPS):
@@ -44,17 +46,25 @@ def _tiles_kernel(
 
 
 def segment_tiles(cu_seqlens: Tensor, rows: int, tile_rows: int) -> Tensor:
-    """Tiles of up to `tile_rows` rows of one segment each: int32 `[tiles, 4]`, first row, segment's start and end.
+    """Returns tiles of up to `tile_rows` rows of one segment: int32 `[tiles, 4]`, first row, segment's start and end.
 
-    The fourth number is nothing. A tile whose first row is not before its segment's end is empty. Every row up to the
-    last border is in one tile. `cu_seqlens`: int32 `[segments + 1]`, from 0 upwards, at most `rows`; repeated borders
-    (padding) are empty segments.
+    The fourth number is unused. A tile whose first row is not before its segment's end is empty. Every row up to the
+    last border is in exactly one tile. `cu_seqlens`: int32 `[segments + 1]`, ascending from 0, at most `rows`; repeated
+    borders (padding) are empty segments.
     """
     segments = cu_seqlens.shape[0] - 1
     count = rows // tile_rows + segments
     tiles = torch.empty(count, 4, dtype=torch.int32, device=cu_seqlens.device)
     block = 128
     _tiles_kernel[(triton.cdiv(count, block),)](
-        cu_seqlens, tiles, count, segments, STEPS=segments.bit_length(), TILE_ROWS=tile_rows, BLOCK=block, num_warps=4
+        cu_seqlens,
+        tiles,
+        count,
+        segments,
+        STEPS=segments.bit_length(),
+        TILE_ROWS=tile_rows,
+        BLOCK=block,
+        num_warps=4,
+        **OPTIONS,
     )
     return tiles

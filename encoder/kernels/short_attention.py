@@ -1,8 +1,7 @@
-"""Attention within segments that fit one block, as windows do, with the rotary positions turned on the way in.
+"""Attention within segments that fit one block, such as windows; rotates q and k as it reads them.
 
-A block holds a whole segment of one head: q, k and v are read once, nothing is summed over blocks, and the rotary
-positions need no pass of their own. It reads rows of its own segment alone, so nothing of another image or of padding
-can reach it.
+A block holds a whole segment of one head: q, k and v are read once, no sum spans blocks, and the rotary positions need
+no separate pass. A block reads rows of its own segment only, so other images and padding cannot affect it.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from encoder.kernels.flash import LOG2_E, MASKED
-from encoder.kernels.launch import parts
+from encoder.kernels.launch import OPTIONS, parts
 from encoder.kernels.overlap import begin_after, overlapping
 
-# Patches of a window of Qwen2.5-VL.
+# Longest segment in patches: a window of Qwen2.5-VL.
 LONGEST = 64
 
 
 @triton.jit
-def _turned(
+def _rotated(
     base_ptr: tl.tensor,
     table_ptr: tl.tensor,
     there: tl.tensor,
@@ -28,9 +27,9 @@ def _turned(
     COUNT: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Features `FIRST` … `FIRST + COUNT` of the heads at `base_ptr` `[rows, 1]`, turned: `[rows, COUNT]`.
+    """Returns features `FIRST` … `FIRST + COUNT` of the heads at `base_ptr` `[rows, 1]`, rotated: `[rows, COUNT]`.
 
-    Each feature is read beside its partner, half a head away: two reads from the same lines, and no exchange.
+    Each thread reads a feature and its partner, half a head away: from the same cache lines, and without an exchange.
     """
     HALF: tl.constexpr = DIM // 2
     feature = FIRST + tl.arange(0, COUNT)[None, :]
@@ -41,8 +40,8 @@ def _turned(
     table_ptr += tl.where(first_half, feature, feature - HALF)
     cos = tl.load(table_ptr, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(table_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    turned = own.to(tl.float32) * cos + partner.to(tl.float32) * tl.where(first_half, -sin, sin)
-    return turned.to(own.dtype)
+    rotated = own.to(tl.float32) * cos + partner.to(tl.float32) * tl.where(first_half, -sin, sin)
+    return rotated.to(own.dtype)
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _short_attention_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     begin_after(OVERLAP)
-    # Heads of the same rows are neighbours in the grid: together they read whole rows, and one table.
+    # Heads of the same rows are adjacent in the grid: together they read whole rows and one table.
     tile_ptr = tiles_ptr + 4 * tl.program_id(1)
     first, start, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     if first >= end:
@@ -81,14 +80,14 @@ def _short_attention_kernel(
 
     head = tl.arange(0, HEAD)[None, :]
     v_head = tl.load(v_ptr + head, mask=there[:, None], other=0.0)
-    q = _turned(q_ptr, q_table_ptr, inside, 0, HEAD, DIM)
-    k = _turned(k_ptr, k_table_ptr, there, 0, HEAD, DIM)
+    q = _rotated(q_ptr, q_table_ptr, inside, 0, HEAD, DIM)
+    k = _rotated(k_ptr, k_table_ptr, there, 0, HEAD, DIM)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if TAIL:
         tail = HEAD + tl.arange(0, TAIL)[None, :]
         v_tail = tl.load(v_ptr + tail, mask=there[:, None] & (tail < DIM), other=0.0)
-        q = _turned(q_ptr, q_table_ptr, inside, HEAD, TAIL, DIM)
-        k = _turned(k_ptr, k_table_ptr, there, HEAD, TAIL, DIM)
+        q = _rotated(q_ptr, q_table_ptr, inside, HEAD, TAIL, DIM)
+        k = _rotated(k_ptr, k_table_ptr, there, HEAD, TAIL, DIM)
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
     scores = tl.where(there[None, :], scores * scale, MASKED)
     weights = tl.exp2(scores - tl.max(scores, axis=1)[:, None])
@@ -100,12 +99,12 @@ def _short_attention_kernel(
         tl.store(out_ptr + tail, out, mask=inside[:, None] & (tail < DIM))
 
 
-def attend_turning(qkv: Tensor, table: Tensor, tiles: Tensor, heads: int, tile_rows: int) -> Tensor:
-    """Full attention of each row to the rows of its segment, at most `LONGEST`, scaled by 1/√head_dim.
+def attend_with_rope(qkv: Tensor, table: Tensor, tiles: Tensor, heads: int, tile_rows: int) -> Tensor:
+    """Full attention within each segment of at most `LONGEST` rows, scaled by 1/√head_dim.
 
-    `qkv`: `[rows, 3 * heads * head_dim]`, q, k, v before their positions are turned, each row contiguous; it is not
-    changed. `table`: of `rope_table`; `tiles`: of `segment_tiles` for `tile_rows`. Returns `[rows, heads * head_dim]`;
-    rows of no segment are not written. Longer segments are cut off: the caller checks their bound.
+    `qkv`: `[rows, 3 * heads * head_dim]`, q, k, v before rotation, each row contiguous; it is not changed. `table`:
+    from `rope_table`; `tiles`: from `segment_tiles` with `tile_rows`. Returns `[rows, heads * head_dim]`; rows outside
+    all segments are not written. Longer segments are truncated: the caller checks the bound.
     """
     rows, width = qkv.shape[0], qkv.shape[1] // 3
     dim = width // heads
@@ -126,5 +125,6 @@ def attend_turning(qkv: Tensor, table: Tensor, tiles: Tensor, heads: int, tile_r
         KEYS=LONGEST,
         **overlapping(out),
         num_warps=4,
+        **OPTIONS,
     )
     return out

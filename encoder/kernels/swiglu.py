@@ -1,4 +1,4 @@
-"""A gated activation over a packed product: silu of each even feature times the odd one after it."""
+"""Gated activation over a packed product: SiLU of each even feature times the odd feature after it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from encoder.kernels.launch import OPTIONS
 from encoder.kernels.overlap import begin_after, overlapping
 
 
@@ -31,7 +32,7 @@ def _swiglu_kernel(
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """`[rows, 2 * width]`, gates and what they gate in turn, contiguous, to `[rows, width]`; computed in float32."""
+    """`[rows, 2 * width]`, alternating gate and gated feature, contiguous, to `[rows, width]`; computed in float32."""
     rows, width = packed.shape[0], packed.shape[1] // 2
     out = packed.new_empty(rows, width)
     columns, few = 128, rows <= 512
@@ -45,5 +46,6 @@ def swiglu(packed: Tensor) -> Tensor:
         COLUMNS=columns,
         **overlapping(packed),
         num_warps=2 if few else 4,
+        **OPTIONS,
     )
     return out

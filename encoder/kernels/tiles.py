@@ -1,4 +1,4 @@
-"""Which blocks the attention kernels work in: measured on an H200, within an A100's registers and shared memory."""
+"""Tile sizes of the attention kernels, measured on an H200, within an A100's registers and shared memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from encoder.kernels.flash import Tile
 
-# Up to here large blocks would leave multiprocessors without one.
+# Up to this number of rows, large tiles would leave multiprocessors idle.
 _FEW_ROWS = 1024
 
 
 def attention_tile(rows: int, dtype: torch.dtype) -> Tile:
-    """For `attention.attend` over `rows` rows in all. float32 is for parity, not for speed."""
+    """Returns the tile of `attention.attend` for a batch of `rows` rows. float32 is for parity, not for speed."""
     if dtype == torch.float32:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     return Tile(64, 64, 4, 2) if rows <= _FEW_ROWS else Tile(128, 64, 4, 3)
 
 
 def short_rows(dtype: torch.dtype) -> int:
-    """Rows of a block of `short_attention`."""
+    """Returns the rows of a block of `short_attention`."""
     return 32 if dtype == torch.float32 else 64

@@ -1,4 +1,4 @@
-"""What share of `--fuzz-cases` each fuzzer takes, by what a case of it costs. It must not know what they try.
+"""What share of `--fuzz-cases` each fuzzer takes, by what a case of it costs.
 
 What a fuzzer finds becomes an `@example` beside it, once it is mended.
 """

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from encoder.image_load import load_rgb
-from encoder.image_size import ImageError, header
+from encoder.images.load import load_rgb
+from encoder.images.size import ImageError, header
 from tests.fuzz.shares import IN_PROCESS
 from tests.hostile import files
 

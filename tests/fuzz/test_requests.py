@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from deployments.chat_images import MEDIA_KEYS
-from deployments.media_keys import KEY_PREFIX
+from deployments.common.messages import KEY_PREFIX
+from deployments.ingress.http.chat_request import MEDIA_KEYS
 from tests.fuzz.shares import IN_PROCESS, OVER_HTTP
-from tests.hostile.test_door import serving, started
+from tests.hostile.ingress_server import serving, started
 from tests.unit.deployments.stand_ins import IMAGE, StandIns, ingress_of
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")
@@ -142,7 +142,7 @@ def test_over_http(fuzzing: Callable[[float], settings], monkeypatch: pytest.Mon
         return status
 
     with asyncio.Runner() as runner:
-        manager = serving(started(monkeypatch, StandIns(), authentication="none"))
+        manager = serving(started(monkeypatch, StandIns(), mode="none"))
         client = runner.run(manager.__aenter__())
 
         @fuzzing(OVER_HTTP["requests"])

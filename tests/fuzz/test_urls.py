@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import FetchConfig
-from deployments.addresses import is_public
-from deployments.media import MediaError, MediaFetcher
+from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from deployments.ingress.fetch.pinned_network import is_public
 from tests.fuzz.shares import IN_PROCESS
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deployments.wire import EncodedImage, EncodeTimings, WireError
+from deployments.common.messages import EncodedImage, EncodeTimings, WireError
 from tests.fuzz.shares import IN_PROCESS
 
 WIDTH, MERGE = 8, 2

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from encoder.attention import AttentionBackend, Segments, attention
-from encoder.attention_backends import BackendUnavailableError, load, unfit
+from encoder.metadata.segments import AttentionBackend, Segments
+from encoder.towers.attention import attention
+from encoder.towers.backends import BackendUnavailableError, load, unfit
 from tests.gpu.test_kernels import borders, expected_attention, random
 from tests.parity.reference_towers import relative_error
 
@@ -77,12 +78,12 @@ def test_one_graph_serves_every_layout_and_padding_is_inert(backend: AttentionBa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_plan_measures_and_says_what_it_chose(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("triton", reason="the plan may choose Triton's kernels")
-    from encoder.attention_plan import measure_backends
+    from encoder.fused.attention_plan import measure_backends
 
-    with caplog.at_level(logging.INFO, logger="encoder.attention_plan"):
+    with caplog.at_level(logging.INFO, logger="encoder.fused.attention_plan"):
         plan = measure_backends(16, 80, dtype, CUDA)
-    assert len(plan.ways) == len(plan.lengths) == len(caplog.records)
-    for length, way, record in zip(plan.lengths, plan.ways, caplog.records, strict=True):
+    assert len(plan.kernels) == len(plan.lengths) == len(caplog.records)
+    for length, way, record in zip(plan.lengths, plan.kernels, caplog.records, strict=True):
         assert f"segments of up to {length} patches: {way}" in record.getMessage()
-        assert plan.way(length) == way
+        assert plan.kernel(length) == way
         assert unfit(way.backend, torch.cuda.get_device_capability(), dtype, 80) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,23 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from configs.encoder_config import EncoderConfig  # noqa: E402
-from encoder.attention import AttentionBackend  # noqa: E402
+from encoder.checkpoint.image_rules import ImageRules  # noqa: E402
 from encoder.encoder import Encoder  # noqa: E402
 from encoder.forwards import choose_forward  # noqa: E402
-from encoder.fp8_products import FEWEST_ROWS, FEWEST_ROWS_OF_ATTENTION, Fp8Products, scaled  # noqa: E402
-from encoder.fp8_tower import CAPABILITY  # noqa: E402
-from encoder.fp8_trial import Agreement, Fp8RefusedError, agreement  # noqa: E402
-from encoder.fused import FusedTower, best_products, fuse  # noqa: E402
-from encoder.fused_attention import AttentionPlan, Way  # noqa: E402
-from encoder.image_rules import ImageRules  # noqa: E402
-from encoder.products import Affine, After, Part, TorchProducts  # noqa: E402
-from encoder.rotation import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
-from encoder.trial_images import trial_batch, trial_images  # noqa: E402
-from encoder.weights import VisionTower, load_tower  # noqa: E402
+from encoder.fp8.calibration_images import trial_batch, trial_images  # noqa: E402
+from encoder.fp8.gemm import Fp8Gemm, scaled  # noqa: E402
+from encoder.fp8.tower import CAPABILITY  # noqa: E402
+from encoder.fp8.validation import Agreement, Fp8RefusedError, agreement  # noqa: E402
+from encoder.fused.affine import Affine  # noqa: E402
+from encoder.fused.gemm import CublasGemm, Epilogue, Layer  # noqa: E402
+from encoder.fused.rope_attention import AttentionKernel, AttentionPlan  # noqa: E402
+from encoder.fused.rope_in_gemm import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
+from encoder.fused.tower import FusedTower, best_gemm, fuse  # noqa: E402
+from encoder.metadata.builder import MetadataBuilder  # noqa: E402
+from encoder.metadata.geometry import Grid  # noqa: E402
+from encoder.metadata.segments import AttentionBackend  # noqa: E402
+from encoder.towers.tower import VisionTower  # noqa: E402
+from encoder.towers.weights import load_tower  # noqa: E402
 from tests.gpu.test_kernels import random  # noqa: E402
 from tests.gpu.test_products import AFTER, expected, layer  # noqa: E402
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error  # noqa: E402
@@ -34,13 +39,11 @@ from tests.parity.reference_towers import Reference, make_reference, relative_er
 
 CUDA, BFLOAT16 = torch.device("cuda"), torch.bfloat16
 SCENES = Path(__file__).parents[2] / "models" / "scenes-8m"
-FP8 = EncoderConfig(fusion=True, fp8=True)
-PLAN = AttentionPlan.single(Way(AttentionBackend.TRITON, turns=True))
+FP8 = EncoderConfig(fused_kernels=True, fp8=True)
+PLAN = AttentionPlan.single(AttentionKernel(AttentionBackend.TRITON, rotates=True))
 # e4m3 keeps 4 bits: a factor is off by 1/16 at most and 0.026 on average, so a product of two is off by 0.037. It gets
 # no better in long sums, which grow as the errors do.
 FP8_ERROR = 0.05
-# Of what GELU makes of `layer`'s products of random rows.
-LARGEST_BETWEEN = 8.0
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +52,18 @@ def hopper() -> None:
         pytest.skip(f"8-bit products with a scale for each row need compute capability {CAPABILITY}")
 
 
-@pytest.fixture(params=["cuBLAS", "the fastest", "the fastest, one factor between"])
-def products(request: pytest.FixtureRequest) -> Fp8Products:
+@pytest.fixture(params=["cuBLAS", "the fastest"])
+def products(request: pytest.FixtureRequest) -> Fp8Gemm:
     if request.param == "cuBLAS":
-        return Fp8Products(TorchProducts(), fewest_rows=0)
-    return fastest((LARGEST_BETWEEN,) if "factor" in request.param else ())
+        return Fp8Gemm(CublasGemm())
+    return fastest()
 
 
-def fastest(largest: tuple[float, ...]) -> Fp8Products:
-    wide = best_products(BFLOAT16, CUDA)
-    if not wide.turns:
+def fastest() -> Fp8Gemm:
+    wide = best_gemm(BFLOAT16, CUDA)
+    if not wide.rotates:
         pytest.skip("quack-kernels, which comes with FlashAttention-4, is not installed")
-    from encoder.quack_fp8 import QuackFp8Products
-    from encoder.quack_products import QuackProducts
-
-    assert isinstance(wide, QuackProducts)
-    return QuackFp8Products(wide, largest=largest, fewest_rows=0)
+    return Fp8Gemm(wide)
 
 
 def dequantised(x: Tensor) -> Tensor:
@@ -74,8 +73,8 @@ def dequantised(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(144, 432), (1152, 3456), (4304, 1152), (3456, 1280)])
 @pytest.mark.parametrize("rows", [1, 196, 1031, 3136])
-def test_a_product_is_that_of_the_rounded_factors(products: Fp8Products, rows: int, inputs: int, outputs: int) -> None:
-    affine, x = products.load(layer(inputs, outputs, BFLOAT16), Part.QKV, 0), random(rows, inputs, dtype=BFLOAT16)
+def test_a_product_is_that_of_the_rounded_factors(products: Fp8Gemm, rows: int, inputs: int, outputs: int) -> None:
+    affine, x = products.load(layer(inputs, outputs, BFLOAT16), Layer.QKV, 0), random(rows, inputs, dtype=BFLOAT16)
     # Rows and features of very different sizes: each has a scale of its own.
     x *= torch.logspace(-3, 3, rows, device=CUDA).unsqueeze(1)
     found = products(affine, x)
@@ -86,18 +85,19 @@ def test_a_product_is_that_of_the_rounded_factors(products: Fp8Products, rows: i
         assert relative_error(ours, true) < FP8_ERROR
 
 
-@pytest.mark.parametrize("after", [After.GELU_TANH, After.GELU, After.SILU, After.SWIGLU])
+@pytest.mark.parametrize("after", [Epilogue.GELU_TANH, Epilogue.GELU, Epilogue.SILU, Epilogue.SWIGLU])
 @pytest.mark.parametrize("rows", [77, 3136])
-def test_two_products_with_an_activation_between_are_added(products: Fp8Products, rows: int, after: After) -> None:
+def test_two_products_with_an_activation_between_are_added(products: Fp8Gemm, rows: int, after: Epilogue) -> None:
     width = 1152
-    first, second = layer(width, 4608, BFLOAT16), layer(2304 if after is After.SWIGLU else 4608, width, BFLOAT16)
+    first, second = layer(width, 4608, BFLOAT16), layer(2304 if after is Epilogue.SWIGLU else 4608, width, BFLOAT16)
     x, stream = random(rows, width, dtype=BFLOAT16), random(rows, width, dtype=BFLOAT16, seed=3)
     plain = F.linear(AFTER[after](expected(first, x)), second.weight.double())
     residual = stream.clone()
-    sums = products.add_both_later(
-        products.load(first, Part.UP, 0), products.load(second, Part.DOWN, 0), scaled(x), after, residual
-    )
-    assert (sums is None) == products.turns
+    # Rows of a norm, or a little longer.
+    norm = torch.full((width,), 1.25, device=CUDA), torch.zeros(width, device=CUDA)
+    loaded = products.load_mlp(first, second, 0, norm if after is Epilogue.GELU_TANH else None)
+    sums = products.mlp(*loaded, scaled(x), after, residual)
+    assert (sums is None) == products.rotates
     added = residual.double() - stream.double() if sums is None else sums.sum(0)
     assert relative_error(added, plain) < 2 * FP8_ERROR
 
@@ -105,37 +105,52 @@ def test_two_products_with_an_activation_between_are_added(products: Fp8Products
 @pytest.mark.parametrize(("inputs", "heads", "dim"), [(1152, 16, 72), (1280, 16, 80)])
 @pytest.mark.parametrize("rows", [4, 1032, 3136, 17008])
 def test_q_and_k_turn_as_they_do_in_bfloat16(inputs: int, heads: int, dim: int, rows: int) -> None:
-    products = fastest(())
+    products = fastest()
     qkv, x = layer(inputs, 3 * heads * dim, BFLOAT16), random(rows, inputs, dtype=BFLOAT16)
     positions = torch.randint(0, 64, (rows, 2), dtype=torch.int32, device=CUDA)
     turn = rotation(positions, pair_frequencies(torch.logspace(0, -3, dim // 4, device=CUDA), heads))
     paired = adjacent_pairs(qkv, heads)
-    found = products.turned(products.load(paired, Part.QKV, 0), scaled(x), turn)
-    assert relative_error(found, best_products(BFLOAT16, CUDA).turned(paired, x, turn)) < FP8_ERROR
+    found = products.rotated(products.load(paired, Layer.QKV, 0), scaled(x), turn)
+    assert relative_error(found, best_gemm(BFLOAT16, CUDA).rotated(paired, x, turn)) < FP8_ERROR
 
 
-def test_what_is_over_the_range_between_two_products_is_cut_off_and_stays_a_number() -> None:
-    products = fastest((0.01,))
+def test_nothing_is_clipped_between_two_products() -> None:
+    """Values over eight times the largest of seven images were. The longest rows lie along a feature's weights."""
+    products = fastest()
     first, second = layer(1152, 4608, BFLOAT16), layer(4608, 1152, BFLOAT16)
+    weight, bias = random(1152, dtype=BFLOAT16, seed=5), random(1152, dtype=BFLOAT16, seed=6)
+    weight[3] = 1000
+    x = F.layer_norm(first.weight[:1024] * weight, (1152,), weight, bias)
     residual = torch.zeros(1024, 1152, dtype=BFLOAT16, device=CUDA)
-    x = 100 * random(1024, 1152, dtype=BFLOAT16)
-    loaded = products.load(first, Part.UP, 0), products.load(second, Part.DOWN, 0)
-    assert products.add_both_later(*loaded, scaled(x), After.GELU_TANH, residual) is None
-    assert residual.isfinite().all()
-    assert residual.any()
+    loaded = products.load_mlp(first, second, 0, (weight, bias))
+    assert products.mlp(*loaded, scaled(x), Epilogue.GELU_TANH, residual) is None
+    plain = F.linear(F.gelu(expected(first, x), approximate="tanh"), second.weight.double())
+    assert relative_error(residual, plain) < 2 * FP8_ERROR
 
 
-def test_few_rows_and_odd_sides_stay_as_they_are() -> None:
-    products = Fp8Products(TorchProducts())
-    assert products.load(layer(144, 90, BFLOAT16), Part.UP, 0).scaled is None
-    affine, attended = (
-        products.load(layer(144, 144, BFLOAT16), Part.QKV, 0),
-        products.load(layer(144, 144, BFLOAT16), Part.PROJ, 0),
-    )
-    assert [products.takes_scaled(affine, FEWEST_ROWS + n) for n in (-1, 0)] == [False, True]
-    assert [products.takes_scaled(attended, FEWEST_ROWS_OF_ATTENTION + n) for n in (-1, 0)] == [False, True]
-    x = random(FEWEST_ROWS - 1, 144, dtype=BFLOAT16)
-    assert torch.equal(products(affine, x), TorchProducts()(affine, x))
+def test_odd_sides_stay_as_they_are() -> None:
+    assert Fp8Gemm(CublasGemm()).load(layer(144, 90, BFLOAT16), Layer.UP, 0).scaled is None
+
+
+def test_an_image_has_the_same_embedding_alone_and_in_a_batch() -> None:
+    """Batches of up to 1023 rows ran in bfloat16: one digest had two embeddings."""
+    tower, rules = load_tower(SCENES, dtype=BFLOAT16, device=CUDA), ImageRules.from_checkpoint(SCENES)
+    forward = choose_forward(tower, FP8, rules)
+    patches, grids = trial_batch(rules, CUDA, 9000)
+    counts = [t * h * w // tower.config.merge_unit for t, h, w in grids]
+    builder = MetadataBuilder(tower.config)
+
+    def run(rows: Tensor, of: Sequence[Grid]) -> Tensor:
+        return forward.run(rows, builder.build(of, device=CUDA, backend=forward.backend))
+
+    with torch.inference_mode():
+        together = run(patches, grids)
+        each = zip(patches.split([t * h * w for t, h, w in grids]), grids, strict=True)
+        alone = torch.cat([run(rows, [grid]) for rows, grid in each])
+    found = agreement(together, alone, counts, tower.config.out_hidden_size)
+    print(found)
+    assert found.lowest_token_cosine >= FP8.fp8_min_token_cosine
+    assert found.lowest_image_cosine >= FP8.fp8_min_image_cosine
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -147,8 +162,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def beside_bfloat16(tower: VisionTower, rules: ImageRules | None = None) -> Agreement:
     """Of all layers in 8 bits with the eager tower, on the trial images."""
     rules = rules or ImageRules(patch_size=tower.config.patch_size)
-    patches, grids = trial_batch(rules, CUDA, FEWEST_ROWS_OF_ATTENTION)
-    narrow = FusedTower(tower, PLAN, Fp8Products(TorchProducts()))
+    patches, grids = trial_batch(rules, CUDA, 1)
+    narrow = FusedTower(tower, PLAN, Fp8Gemm(CublasGemm()))
     exact = tower(patches, tower.prepare(grids))
     counts = [t * h * w // tower.config.merge_unit for t, h, w in grids]
     return agreement(narrow(patches, narrow.prepare(grids)), exact, counts, tower.config.out_hidden_size)
@@ -185,9 +200,7 @@ def test_the_trained_model_is_taken_within_the_limits() -> None:
 def test_padding_of_nan_touches_no_row_of_an_image(reference: Reference) -> None:
     from tests.gpu.test_fused import padded
 
-    tower = FusedTower(
-        load_tower(reference.path, dtype=BFLOAT16, device=CUDA), PLAN, Fp8Products(TorchProducts(), fewest_rows=0)
-    )
+    tower = FusedTower(load_tower(reference.path, dtype=BFLOAT16, device=CUDA), PLAN, Fp8Gemm(CublasGemm()))
     grids = [(1, 8, 8), (1, 6, 10), (1, 4, 18)]
     metadata = tower.prepare(grids)
     patches = random(metadata.num_patches, tower.config.patch_dim, dtype=BFLOAT16)
@@ -200,9 +213,7 @@ def test_padding_of_nan_touches_no_row_of_an_image(reference: Reference) -> None
 
 
 def test_a_graph_replays_what_runs_eagerly_and_nothing_waits(reference: Reference) -> None:
-    tower = FusedTower(
-        load_tower(reference.path, dtype=BFLOAT16, device=CUDA), PLAN, Fp8Products(TorchProducts(), fewest_rows=0)
-    )
+    tower = FusedTower(load_tower(reference.path, dtype=BFLOAT16, device=CUDA), PLAN, Fp8Gemm(CublasGemm()))
     grids = [(1, 16, 20), (1, 8, 8)]
     metadata = tower.prepare(grids)
     patches = [random(metadata.num_patches, tower.config.patch_dim, dtype=BFLOAT16, seed=seed) for seed in range(3)]
@@ -251,9 +262,9 @@ def test_outliers_are_refused_and_nothing_else_is_run_in_their_place() -> None:
     rules = ImageRules.from_checkpoint(SCENES)
     assert choose_forward(tower, FP8, rules).name == "fp8"
     monster(tower)
-    for fusion in (True, "auto"):
+    for fused_kernels in (True, "auto"):
         with pytest.raises(Fp8RefusedError, match=r"fp8 is true, .* the limit is 0\.99"):
-            choose_forward(tower, dataclasses.replace(FP8, fusion=fusion), rules)  # type: ignore[arg-type]
+            choose_forward(tower, dataclasses.replace(FP8, fused_kernels=fused_kernels), rules)  # type: ignore[arg-type]
 
 
 def test_before_hopper_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +282,6 @@ def test_float32_is_refused() -> None:
 def test_the_fused_tower_in_bfloat16_is_as_before() -> None:
     """8 bits took no part of it over: its products are not told of them."""
     tower = load_tower(SCENES, dtype=BFLOAT16, device=CUDA)
-    assert not isinstance(fuse(tower, PLAN).products, Fp8Products)
-    affine = TorchProducts().load(Affine.of(torch.nn.Linear(32, 32)), Part.UP, 0)
+    assert not isinstance(fuse(tower, PLAN).gemm, Fp8Gemm)
+    affine = CublasGemm().load(Affine.of(torch.nn.Linear(32, 32)), Layer.UP, 0)
     assert affine.scaled is None

@@ -11,12 +11,12 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="the fused towers are made of Triton's kernels")
 
-from encoder.attention import AttentionBackend, Segments  # noqa: E402
-from encoder.fused import FusedTower, fuse  # noqa: E402
-from encoder.fused_attention import AttentionPlan, Way  # noqa: E402
-from encoder.metadata import TowerMetadata  # noqa: E402
-from encoder.products import TorchProducts  # noqa: E402
-from encoder.weights import load_tower  # noqa: E402
+from encoder.fused.gemm import CublasGemm  # noqa: E402
+from encoder.fused.rope_attention import AttentionKernel, AttentionPlan  # noqa: E402
+from encoder.fused.tower import FusedTower, fuse  # noqa: E402
+from encoder.metadata.segments import AttentionBackend, Segments  # noqa: E402
+from encoder.metadata.tower_metadata import TowerMetadata  # noqa: E402
+from encoder.towers.weights import load_tower  # noqa: E402
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error  # noqa: E402
 from tests.parity.reference_towers import Grid, Reference, make_reference, random_patches, relative_error  # noqa: E402
 
@@ -26,9 +26,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 GRIDS: list[Grid] = [(1, 6, 10), (2, 10, 12), (1, 8, 8), (3, 4, 18), (1, 2, 2), (1, 34, 22), (1, 2, 120), (1, 50, 64)]
 COUNTS = [t * h * w // 4 for t, h, w in GRIDS]
 PLANS = {
-    "ours": AttentionPlan.single(Way(AttentionBackend.TRITON, turns=True)),
-    "ours, turned before": AttentionPlan.single(Way(AttentionBackend.TRITON)),
-    "torch's": AttentionPlan((64,), (Way(AttentionBackend.TRITON, turns=True), Way(AttentionBackend.VARLEN))),
+    "ours": AttentionPlan.single(AttentionKernel(AttentionBackend.TRITON, rotates=True)),
+    "ours, turned before": AttentionPlan.single(AttentionKernel(AttentionBackend.TRITON)),
+    "torch's": AttentionPlan(
+        (64,), (AttentionKernel(AttentionBackend.TRITON, rotates=True), AttentionKernel(AttentionBackend.VARLEN))
+    ),
 }
 # Other kernels sum in another order. In bfloat16 the fused tower rounds less often than the eager one, and less may be
 # no more than chance allows.
@@ -49,7 +51,7 @@ def exact(reference: Reference, patches: Tensor, grid_thw: list[Grid]) -> Tensor
 
 
 def fused(reference: Reference, dtype: torch.dtype, plan: str = "ours") -> FusedTower:
-    return fuse(load_tower(reference.path, dtype=dtype, device=CUDA), PLANS[plan], TorchProducts())
+    return fuse(load_tower(reference.path, dtype=dtype, device=CUDA), PLANS[plan], CublasGemm())
 
 
 def patches_of(reference: Reference, grid_thw: list[Grid]) -> Tensor:
@@ -71,7 +73,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_eager_tower(reference: Reference
     expected = exact(reference, patches, GRIDS)
     eager = load_tower(reference.path, dtype=torch.bfloat16, device=CUDA)
     theirs = relative_error(eager(patches.to(CUDA), eager.prepare(GRIDS)).cpu(), expected)
-    tower = fuse(eager, PLANS[plan], TorchProducts())
+    tower = fuse(eager, PLANS[plan], CublasGemm())
     assert relative_error(tower(patches.to(CUDA), tower.prepare(GRIDS)).cpu(), expected) <= BFLOAT16_RATIO * theirs
 
 
@@ -205,7 +207,7 @@ def test_an_image_alone_equals_the_image_among_others(reference: Reference) -> N
 def test_the_patches_and_the_weights_are_left_alone(reference: Reference) -> None:
     eager = load_tower(reference.path, dtype=torch.bfloat16, device=CUDA)
     weights = {name: tensor.clone() for name, tensor in eager.state_dict().items()}
-    tower = fuse(eager, PLANS["ours"], TorchProducts())
+    tower = fuse(eager, PLANS["ours"], CublasGemm())
     patches = patches_of(reference, GRIDS).to(CUDA, torch.bfloat16)
     before = patches.clone()
     tower(patches, tower.prepare(GRIDS))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 
 import pytest
 import torch
 
 from configs.encoder_config import EncoderConfig
 from encoder.forwards import TowerForward, choose_forward
-from encoder.graph_inputs import GraphClass, GraphKey, whole
-from encoder.graph_trials import trial_batch
-from encoder.graphs import EncoderGraphs, GraphRefusedError
-from encoder.grid_tables import GridTables, Layout
-from encoder.metadata import TowerMetadata
-from encoder.weights import VisionTower, load_tower
+from encoder.graphs.buffers import GraphClass, GraphKey, whole
+from encoder.graphs.captured import EncoderGraphs, GraphRefusedError
+from encoder.graphs.trial_batches import trial_batch
+from encoder.metadata.device_tables import GridTables, Layout
+from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.towers.tower import VisionTower
+from encoder.towers.weights import load_tower
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error
 from tests.parity.reference_towers import Grid, make_reference, random_patches, relative_error
 
@@ -36,7 +38,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module", params=[False, "auto"])
 def forward(request: pytest.FixtureRequest, tower: VisionTower) -> TowerForward:
-    return choose_forward(tower, EncoderConfig(fusion=request.param))
+    return choose_forward(tower, EncoderConfig(fused_kernels=request.param))
 
 
 class Captured:
@@ -182,6 +184,26 @@ def test_a_capture_that_breaks_off_leaves_the_device_usable(forward: TowerForwar
     patches, layout = broken.batch([(1, 8, 8)])
     expected = forward.run(patches, forward.exact_metadata(broken.tables, layout))
     assert relative_error(broken.replayed(patches, layout), expected) <= TOLERANCE
+
+
+@torch.inference_mode()
+def test_memory_of_other_threads_is_not_counted_as_the_graphs(forward: TowerForward) -> None:
+    """It was: a graph's bytes were the growth of all memory that the process had reserved."""
+    kept: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        kept.append(torch.empty(2**28, dtype=torch.uint8, device=CUDA))
+
+    def beside_another(patches: torch.Tensor, metadata: TowerMetadata) -> torch.Tensor:
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+        return forward.run(patches, metadata)
+
+    captured = Captured(dataclasses.replace(forward, run=beside_another, run_into=None))
+    graph = captured.graphs.capture(whole(512, forward.config))
+    assert len(kept) == 2, "once beside the forward itself and once beside the capture"
+    assert 0 < graph.pool_bytes < 2**28
 
 
 def test_trial_batches_leave_padding_and_use_several_images(tower: VisionTower) -> None:

@@ -19,7 +19,7 @@ from encoder.kernels.norm import norm  # noqa: E402
 from encoder.kernels.positions import add_positions_  # noqa: E402
 from encoder.kernels.rope import rope_, rope_table  # noqa: E402
 from encoder.kernels.segments import segment_tiles  # noqa: E402
-from encoder.kernels.short_attention import LONGEST, attend_turning  # noqa: E402
+from encoder.kernels.short_attention import LONGEST, attend_with_rope  # noqa: E402
 from encoder.kernels.swiglu import swiglu  # noqa: E402
 from encoder.kernels.tiles import attention_tile, short_rows  # noqa: E402
 from tests.parity.reference_towers import relative_error  # noqa: E402
@@ -202,7 +202,7 @@ def test_short_attention_turns_and_attends(case: str, heads: int, dim: int, dtyp
     q, k, v = qkv[:total].view(total, 3, heads, dim).unbind(1)
     expected = expected_attention(turned(q, angles[:total]), turned(k, angles[:total]), v, lengths)
     rows = short_rows(dtype)
-    found = attend_turning(qkv, table, segment_tiles(borders(lengths, 5), total + padding, rows), heads, rows)
+    found = attend_with_rope(qkv, table, segment_tiles(borders(lengths, 5), total + padding, rows), heads, rows)
     assert relative_error(found[:total].view(total, heads, dim), expected) < ATTENDED[dtype]
     assert torch.equal(qkv[:total], before[:total])
 

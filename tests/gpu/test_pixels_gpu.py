@@ -16,24 +16,25 @@ import torch
 from PIL import Image
 
 from configs.encoder_config import EncoderConfig
-from deployments.arena import Arena
-from deployments.decode import DecodePool
-from deployments.gpu_jobs import Encoded
-from deployments.gpu_worker import GpuWorker
-from encoder.bicubic import TapCache
-from encoder.decoded import Decoded
-from encoder.device_pixels import fill_patches, to_patches
+from deployments.encoder_replica.decode.pool import DecodePool
+from deployments.encoder_replica.gpu.jobs import Encoded
+from deployments.encoder_replica.gpu.worker import GpuWorker
+from deployments.transfer.shared_memory import Arena
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.vision_config import VisionConfig
 from encoder.encoder import Encoder
-from encoder.image_rules import ImageRules
-from encoder.image_size import Grid
-from encoder.lanes import lanes_of, pin_shared, unpin_shared
-from encoder.packing import Batch
-from encoder.pipeline import Launched, Pipeline
-from encoder.pixel_plan import plan_pixels
-from encoder.preprocess import Pixels, patchify, resize
-from encoder.staging import Staging, StagingBounds
-from encoder.vision_config import VisionConfig
+from encoder.images.decoded import Decoded
+from encoder.images.size import Grid
+from encoder.packing.greedy import Batch
+from encoder.pixels.device import fill_patches
+from encoder.pixels.layout import plan_pixels
+from encoder.pixels.preprocess import Pixels, patchify, resize
+from encoder.pixels.resize_weights import remembered_taps
+from encoder.staging.pipeline import Launched, Pipeline
+from encoder.staging.staging import Staging, StagingBounds
+from encoder.staging.streams import lanes_of, pin_shared, unpin_shared
 from tests.parity.reference_towers import Reference, make_reference
+from tests.unit.encoder.pixels.filled import patches_of
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -90,13 +91,13 @@ def test_a_batch_of_all_sizes_equals_the_cpu(rules: ImageRules, dtype: torch.dty
 def test_each_size_alone_equals_the_cpu(size: tuple[int, int], blocks: tuple[int, int]) -> None:
     image = Decoded(picture(*size, seed=1), (1, 2 * blocks[0], 2 * blocks[1]))
     values = torch.from_numpy(image.values).to(CUDA)
-    found = to_patches(values, (32 * blocks[1], 32 * blocks[0]), QWEN3)
+    found = patches_of(values, image.grid_thw, QWEN3)
     assert torch.equal(found.cpu(), by_the_cpu(image, QWEN3))
 
 
 def test_the_patches_of_a_graphs_buffer_are_not_touched_behind_the_batch() -> None:
     image = Decoded(picture(60, 90), (1, 4, 6))
-    plan = plan_pixels([(60, 90, False)], [image.grid_thw], QWEN3, TapCache(0))
+    plan = plan_pixels([(60, 90, False)], [image.grid_thw], QWEN3, remembered_taps(0))
     buffer = torch.zeros(plan.buffer_bytes, dtype=torch.uint8, device=CUDA)
     buffer[: image.values.size] = torch.from_numpy(image.values.reshape(-1)).to(CUDA)
     out = torch.full((40, 1536), 7.0, dtype=torch.bfloat16, device=CUDA)
@@ -181,9 +182,9 @@ def test_pinned_shared_memory_is_copied_straight_to_the_device() -> None:
     arena = Arena(2**22)
     pin_shared(arena.address, arena.num_bytes)
     try:
-        lease = arena.take(200 * 300 * 3)
-        assert lease is not None
-        values = lease.array((200, 300, 3))
+        allocation = arena.allocate(200 * 300 * 3)
+        assert allocation is not None
+        values = allocation.array((200, 300, 3))
         values[:] = picture(200, 300)
         assert torch.from_numpy(values).is_pinned()
         image = Decoded(values, (1, 12, 18))
@@ -222,9 +223,9 @@ def encoder_of(path: Path) -> Encoder:
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     config = EncoderConfig(
         dtype="bfloat16",
-        fusion="auto",
+        fused_kernels="auto",
         cudagraph_mm_encoder="auto",
-        capture="lazy",
+        graph_capture="on_demand",
         encoder_cudagraph_token_budgets=(64, 256, 1024),
     )
     return Encoder.from_checkpoint(path, config, device="cuda")

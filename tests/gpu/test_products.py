@@ -10,8 +10,9 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="SwiGLU beside a product is a Triton kernel")
 
-from encoder.products import Affine, After, TorchProducts  # noqa: E402
-from encoder.rotation import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
+from encoder.fused.affine import Affine  # noqa: E402
+from encoder.fused.gemm import CublasGemm, Epilogue, Gemm  # noqa: E402
+from encoder.fused.rope_in_gemm import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
 from tests.gpu.test_kernels import random  # noqa: E402
 from tests.parity.reference_towers import relative_error  # noqa: E402
 
@@ -19,11 +20,11 @@ CUDA = torch.device("cuda")
 # One rounding to bfloat16, two where the activation is a pass of its own.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 AFTER = {
-    After.NOTHING: lambda y: y,
-    After.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"),
-    After.GELU: F.gelu,
-    After.SILU: F.silu,
-    After.SWIGLU: lambda y: F.silu(y[:, 0::2]) * y[:, 1::2],
+    Epilogue.NONE: lambda y: y,
+    Epilogue.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"),
+    Epilogue.GELU: F.gelu,
+    Epilogue.SILU: F.silu,
+    Epilogue.SWIGLU: lambda y: F.silu(y[:, 0::2]) * y[:, 1::2],
 }
 
 
@@ -36,11 +37,11 @@ def expected(of: Affine, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("after", After)
+@pytest.mark.parametrize("after", Epilogue)
 @pytest.mark.parametrize("rows", [3, 196, 1031])
-def test_torch_products(rows: int, after: After, dtype: torch.dtype) -> None:
+def test_torch_products(rows: int, after: Epilogue, dtype: torch.dtype) -> None:
     affine, x = layer(144, 432, dtype), random(rows, 144, dtype=dtype)
-    found = TorchProducts()(affine, x, after)
+    found = CublasGemm()(affine, x, after)
     assert relative_error(found, AFTER[after](expected(affine, x))) < TOLERANCE[dtype]
 
 
@@ -48,7 +49,7 @@ def test_torch_products(rows: int, after: After, dtype: torch.dtype) -> None:
 def test_a_residual_is_added_without_the_bias(dtype: torch.dtype) -> None:
     affine, x, residual = layer(160, 144, dtype), random(77, 160, dtype=dtype), random(77, 144, dtype=dtype, seed=3)
     sum_of_both = residual.double() + expected(affine, x) - affine.bias.double()
-    TorchProducts().add_(affine, x, residual)
+    CublasGemm().accumulate(affine, x, residual)
     assert relative_error(residual, sum_of_both) < TOLERANCE[dtype]
 
 
@@ -56,26 +57,26 @@ def test_an_output_may_be_a_slice_of_wider_rows() -> None:
     affine, x = layer(144, 48, torch.bfloat16), random(20, 144, dtype=torch.bfloat16)
     wide = random(20, 144, dtype=torch.bfloat16, seed=4)
     before = wide.clone()
-    TorchProducts()(affine, x, out=wide[:, 48:96])
+    CublasGemm()(affine, x, out=wide[:, 48:96])
     assert relative_error(wide[:, 48:96], expected(affine, x)) < TOLERANCE[torch.bfloat16]
     assert torch.equal(wide[:, :48], before[:, :48])
     assert torch.equal(wide[:, 96:], before[:, 96:])
 
 
 @pytest.fixture
-def quack(monkeypatch: pytest.MonkeyPatch) -> TorchProducts:
+def quack(monkeypatch: pytest.MonkeyPatch) -> Gemm:
     """QuACK's products, which may not leave a product to cuBLAS."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("QuACK's products are for Hopper")
     pytest.importorskip("quack", reason="QuACK comes with FlashAttention-4: pip install 'vitray[fa4]'")
-    from encoder.quack_products import QuackProducts
+    from encoder.fused.quack_gemm import QuackGemm
 
-    products = QuackProducts(CUDA)
+    products = QuackGemm(CUDA)
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("left to cuBLAS")
 
-    monkeypatch.setattr(TorchProducts, "__call__", refuse)
+    monkeypatch.setattr(CublasGemm, "__call__", refuse)
     return products
 
 
@@ -83,19 +84,19 @@ def quack(monkeypatch: pytest.MonkeyPatch) -> TorchProducts:
 QUACK_CASES = [
     (rows, after)
     for rows in (4, 196, 4001, 6272)
-    for after in (After.NOTHING, After.GELU_TANH, After.SILU, After.SWIGLU)
-    if rows > 256 or after is not After.SILU
+    for after in (Epilogue.NONE, Epilogue.GELU_TANH, Epilogue.SILU, Epilogue.SWIGLU)
+    if rows > 256 or after is not Epilogue.SILU
 ]
 
 
 @pytest.mark.parametrize(("rows", "after"), QUACK_CASES)
-def test_quack_products(quack: TorchProducts, rows: int, after: After) -> None:
+def test_quack_products(quack: Gemm, rows: int, after: Epilogue) -> None:
     affine, x = layer(1152, 3456, torch.bfloat16), random(rows, 1152, dtype=torch.bfloat16)
     found = quack(affine, x, after)
     assert relative_error(found, AFTER[after](expected(affine, x))) < TOLERANCE[torch.bfloat16]
 
 
-def test_quack_writes_into_a_slice(quack: TorchProducts) -> None:
+def test_quack_writes_into_a_slice(quack: Gemm) -> None:
     affine, x = layer(512, 4096, torch.bfloat16), random(4252, 512, dtype=torch.bfloat16)
     wide = torch.zeros(4252, 3 * 4096, device=CUDA, dtype=torch.bfloat16)
     quack(affine, x, out=wide[:, 4096:8192])
@@ -106,13 +107,13 @@ def test_quack_writes_into_a_slice(quack: TorchProducts) -> None:
 
 @pytest.mark.parametrize("rows", [1, 196, 700, 3136, 4001])
 @pytest.mark.parametrize("head_dim", [72, 80])
-def test_quack_turns_q_and_k_and_leaves_v(quack: TorchProducts, rows: int, head_dim: int) -> None:
+def test_quack_turns_q_and_k_and_leaves_v(quack: Gemm, rows: int, head_dim: int) -> None:
     heads, width = 16, 16 * head_dim
     affine, x = layer(width, 3 * width, torch.bfloat16), random(rows, width, dtype=torch.bfloat16)
     positions = torch.randint(300, (rows, 2), generator=torch.Generator().manual_seed(5)).to(CUDA, torch.int32)
     frequencies = 1 / 10000 ** (torch.arange(0, head_dim // 2, 2, device=CUDA) / (head_dim // 2))
     turning = rotation(positions, pair_frequencies(frequencies, heads))
-    found = quack.turned(adjacent_pairs(affine, heads), x, turning).view(rows, 3, heads, head_dim)
+    found = quack.rotated(adjacent_pairs(affine, heads), x, turning).view(rows, 3, heads, head_dim)
     plain = expected(affine, x).view(rows, 3, heads, head_dim)
     angles = (positions.unsqueeze(-1).double() * frequencies.double()).flatten(1)[:, None, None]
     first, second = plain[:, :2].chunk(2, dim=-1)
@@ -123,13 +124,11 @@ def test_quack_turns_q_and_k_and_leaves_v(quack: TorchProducts, rows: int, head_
 
 @pytest.mark.parametrize("rows", [4, 196, 256, 512])
 @pytest.mark.parametrize(("outputs", "depth", "parts"), [(1152, 4320, 3), (1280, 3456, 3), (1280, 1280, 1)])
-def test_quack_leaves_sums_of_few_rows_in_parts(
-    quack: TorchProducts, rows: int, outputs: int, depth: int, parts: int
-) -> None:
+def test_quack_leaves_sums_of_few_rows_in_parts(quack: Gemm, rows: int, outputs: int, depth: int, parts: int) -> None:
     affine, x = layer(depth, outputs, torch.bfloat16), random(rows, depth, dtype=torch.bfloat16)
     residual = random(rows, outputs, dtype=torch.bfloat16, seed=3)
     before = residual.clone()
-    sums = quack.add_later(affine, x, residual)
+    sums = quack.accumulate(affine, x, residual)
     added = expected(affine, x) - affine.bias.double()
     if sums is None:
         assert relative_error(residual, before.double() + added) < TOLERANCE[torch.bfloat16]
@@ -140,13 +139,13 @@ def test_quack_leaves_sums_of_few_rows_in_parts(
         assert torch.equal(residual, before)
 
 
-def test_quack_adds_a_residual_where_that_fills_the_device(quack: TorchProducts) -> None:
-    from encoder.quack_products import _RESIDUAL, _RESIDUAL_BUSY_ENOUGH, QuackProducts
+def test_quack_adds_a_residual_where_that_fills_the_device(quack: Gemm) -> None:
+    from encoder.fused.quack_gemm import _RESIDUAL, _RESIDUAL_BUSY_ENOUGH, QuackGemm
 
-    assert isinstance(quack, QuackProducts)
+    assert isinstance(quack, QuackGemm)
     affine, x = layer(1152, 1280, torch.bfloat16), random(8192, 1152, dtype=torch.bfloat16)
     assert quack._busy(_RESIDUAL, 8192, 1280) >= _RESIDUAL_BUSY_ENOUGH
     residual = random(8192, 1280, dtype=torch.bfloat16, seed=3)
     sum_of_both = residual.double() + expected(affine, x) - affine.bias.double()
-    quack.add_(affine, x, residual)
+    quack.accumulate(affine, x, residual)
     assert relative_error(residual, sum_of_both) < TOLERANCE[torch.bfloat16]

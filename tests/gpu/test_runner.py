@@ -13,11 +13,12 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from encoder import Encoder
-from encoder.image_rules import ImageRules
-from encoder.preprocess import Pixels
-from encoder.run_counts import Reason
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.forwards import choose_forward
+from encoder.packing.run_counts import Reason
+from encoder.pixels.preprocess import Pixels
 from encoder.runner import TowerRunner
-from encoder.weights import load_tower
+from encoder.towers.weights import load_tower
 from tests.parity.reference_towers import Grid, Reference, make_reference, random_patches, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -27,18 +28,18 @@ BUDGETS = (64, 128, 512, 1024)
 MAX_IMAGES = 8
 CONFIG = EncoderConfig(
     dtype="bfloat16",
-    fusion="auto",
+    fused_kernels="auto",
     cudagraph_mm_encoder="auto",
     encoder_cudagraph_token_budgets=BUDGETS,
     encoder_cudagraph_max_images_per_batch=MAX_IMAGES,
 )
 RUNGS = {
-    "eager": {"fusion": False, "cudagraph_mm_encoder": False},
-    "compile": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
-    "compile and graphs": {"fusion": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
-    "graphs": {"fusion": False, "cudagraph_mm_encoder": True},
-    "fusion": {"fusion": True, "cudagraph_mm_encoder": False},
-    "fusion and graphs": {"fusion": True, "cudagraph_mm_encoder": True},
+    "eager": {"fused_kernels": False, "cudagraph_mm_encoder": False},
+    "compile": {"fused_kernels": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": False},
+    "compile and graphs": {"fused_kernels": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
+    "graphs": {"fused_kernels": False, "cudagraph_mm_encoder": True},
+    "fusion": {"fused_kernels": True, "cudagraph_mm_encoder": False},
+    "fusion and graphs": {"fused_kernels": True, "cudagraph_mm_encoder": True},
     "auto": {},
 }
 GRIDS: list[Grid] = [(1, 6, 10), (2, 10, 12), (1, 8, 8), (1, 4, 18), (1, 2, 2), (1, 34, 22)]
@@ -55,7 +56,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def build(reference: Reference, **settings: object) -> TowerRunner:
     config = dataclasses.replace(CONFIG, **settings)  # type: ignore[arg-type]
-    return TowerRunner.build(load_tower(reference.path, dtype=torch.bfloat16, device=CUDA), config, progress=False)
+    tower = load_tower(reference.path, dtype=torch.bfloat16, device=CUDA)
+    return TowerRunner.of(choose_forward(tower, config), config, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,7 @@ def test_plans_use_what_was_measured(runner: TowerRunner) -> None:
 
 
 def test_a_lazily_captured_graph_is_replayed_afterwards(reference: Reference) -> None:
-    runner = build(reference, capture="lazy")
+    runner = build(reference, graph_capture="on_demand")
     grids: list[Grid] = [(1, 12, 16)]
     patches = patches_of(runner, grids).to(CUDA)
     (batch,) = runner.plan(grids)
@@ -161,7 +163,7 @@ def test_a_lazily_captured_graph_is_replayed_afterwards(reference: Reference) ->
 
 
 def test_hybrid_captures_the_rest_in_idle_moments(reference: Reference) -> None:
-    runner = build(reference, capture="hybrid")
+    runner = build(reference, graph_capture="hybrid")
     started = runner.counts.captures
     assert 0 < started < len(BUDGETS)
     steps = 0
@@ -180,11 +182,11 @@ def test_the_memory_bound_is_kept(reference: Reference) -> None:
 
 
 def test_what_was_wanted_outlives_the_runner(reference: Reference, tmp_path: Path) -> None:
-    runner = build(reference, capture="lazy", state_folder=str(tmp_path))
+    runner = build(reference, graph_capture="on_demand", cache_dir=str(tmp_path))
     grids: list[Grid] = [(1, 8, 8)]
     runner.run(patches_of(runner, grids).to(CUDA), grids, 64)
     runner.close()
-    again = build(reference, capture="lazy", state_folder=str(tmp_path))
+    again = build(reference, graph_capture="on_demand", cache_dir=str(tmp_path))
     assert again.idle_step()
     assert again.counts.captures == 1
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from encoder.attention import AttentionBackend
-from encoder.weights import load_tower
+from encoder.metadata.segments import AttentionBackend
+from encoder.towers.weights import load_tower
 from tests.parity.reference_towers import Grid, Reference, make_reference, random_patches, relative_error
 
 pytestmark = pytest.mark.gpu

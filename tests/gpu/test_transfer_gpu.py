@@ -8,15 +8,15 @@ import time
 import pytest
 import torch
 
-from deployments.embedding_header import Header, WrongEmbeddingError
-from deployments.embedding_shelf import EmbeddingShelf
-from deployments.engine_memory import EngineMemory
-from deployments.engine_table import Place
-from deployments.lending import Borrowed, Held, Lender
-from deployments.wire import EncodedImage, EncodeTimings
-from encoder.image_rules import ImageRules
-from encoder.lanes import lanes_of, pin_shared, unpin_shared
-from encoder.staging import Staging
+from deployments.common.messages import EncodedImage, EncodeTimings
+from deployments.llm.engine.lease_table import EngineLease
+from deployments.llm.engine.worker_memory import WorkerMemory
+from deployments.transfer.header import Header, WrongEmbeddingError
+from deployments.transfer.same_host import ShmClient, ShmServer
+from deployments.transfer.shared_store import EmbeddingStore
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.staging.staging import Staging
+from encoder.staging.streams import lanes_of, pin_shared, unpin_shared
 
 pytestmark = pytest.mark.gpu
 
@@ -29,46 +29,46 @@ PATIENCE_S = 60.0
 def test_it_arrives_bit_by_bit(dtype: torch.dtype) -> None:
     """Both ends pin the memory, as two processes do, and both unpin what goes."""
     device = torch.device("cuda")
-    shelf = EmbeddingShelf(64 * 2**20)
-    pin_shared(shelf.arena.address, shelf.arena.num_bytes)
-    lender = Lender(shelf)
-    borrowed = Borrowed(lender.address)
-    memory = EngineMemory(device)
-    memory.map(lender.address, os.dup(borrowed.file), borrowed.num_bytes)
+    store = EmbeddingStore(64 * 2**20)
+    pin_shared(store.arena.address, store.arena.num_bytes)
+    server = ShmServer(store)
+    client = ShmClient(server.address)
+    memory = WorkerMemory(device)
+    memory.map(server.address, os.dup(client.file), client.num_bytes)
     try:
         lanes = lanes_of(device)
         staging = Staging(ImageRules(), lanes)
         outputs = torch.randn(30, WIDTH, device=device).to(dtype)
-        first, second = staging.fetch(outputs, [6, 24], lanes.compute.mark(), shelf.room)
+        first, second = staging.fetch(outputs, [6, 24], lanes.compute.mark(), store.allocate)
         assert staging.counts.bytes_fetched_direct == outputs.nbytes
         assert staging.counts.bytes_fetched_pinned == 0
         assert torch.equal(second, outputs[6:].cpu())
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
         image = EncodedImage.pack(first, (1, 4, 6), DIGEST, timings)
-        assert shelf.offer(image)
-        held = Held(image.lent_by(lender.address), borrowed, borrowed.hold(DIGEST).result(PATIENCE_S))
-        place = Place("lease", lender.address, held.start, held.header, 0.0)
+        assert store.offer(image)
+        held = client.acquire(Header.of(image)).result(PATIENCE_S)
+        place = EngineLease("lease", server.address, held.start, held.header, 0.0)
         loaded = memory.load(place, torch.bfloat16)
         assert loaded.device.type == "cuda"
         assert torch.equal(loaded, outputs[:6].to(torch.bfloat16))
         other = EncodedImage("b" * 64, image.grid_thw, image.dtype, image.bits, timings)
-        shelf.offer(other)
+        store.offer(other)
         with pytest.raises(WrongEmbeddingError):
             memory.load(place, torch.bfloat16)
     finally:
-        memory.forget(lender.address)
-        borrowed.close()
-        lender.close()
-        unpin_shared(shelf.arena.address)
+        memory.forget(server.address)
+        client.close()
+        server.close()
+        unpin_shared(store.arena.address)
 
 
 def test_what_is_not_pinned_comes_through_pinned_memory() -> None:
     device = torch.device("cuda")
-    shelf = EmbeddingShelf(2**20)
+    store = EmbeddingStore(2**20)
     lanes = lanes_of(device)
     staging = Staging(ImageRules(), lanes)
     outputs = torch.randn(6, WIDTH, device=device)
-    (found,) = staging.fetch(outputs, [6], lanes.compute.mark(), shelf.room)
+    (found,) = staging.fetch(outputs, [6], lanes.compute.mark(), store.allocate)
     assert torch.equal(found, outputs.cpu())
     assert staging.counts.bytes_fetched_pinned == outputs.nbytes
     assert staging.counts.bytes_fetched_direct == 0
@@ -77,19 +77,19 @@ def test_what_is_not_pinned_comes_through_pinned_memory() -> None:
 def test_a_load_waits_for_nothing_on_the_current_stream_and_is_whole_when_it_returns() -> None:
     """An encoder may write over the memory as soon as the load has returned."""
     device = torch.device("cuda")
-    shelf = EmbeddingShelf(64 * 2**20)
-    memory = EngineMemory(device)
-    memory.map("here", os.dup(shelf.arena.file), shelf.arena.num_bytes)
+    store = EmbeddingStore(64 * 2**20)
+    memory = WorkerMemory(device)
+    memory.map("here", os.dup(store.arena.file), store.arena.num_bytes)
     try:
-        room = shelf.room(1024, WIDTH, torch.bfloat16)
+        room = store.allocate(1024, WIDTH, torch.bfloat16)
         assert room is not None
         room.copy_(torch.randn(1024, WIDTH))
         expected = room.clone()
         image = EncodedImage.pack(room, (1, 64, 64), DIGEST, EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=False))
-        shelf.offer(image)
-        lent = shelf.lend(DIGEST)
+        store.offer(image)
+        lent = store.acquire(DIGEST)
         assert lent is not None
-        place = Place("lease", "here", lent[0], Header(DIGEST, "bfloat16", (1024, WIDTH), (1, 64, 64)), 0.0)
+        place = EngineLease("lease", "here", lent[0], Header(DIGEST, "bfloat16", (1024, WIDTH), (1, 64, 64)), 0.0)
         torch.cuda._sleep(200_000_000)  # cycles: the current stream has something to do
         loaded = memory.load(place, torch.bfloat16)
         room.zero_()

@@ -1,6 +1,6 @@
 """Web servers that mean harm, on this machine, and a network on which they stand at public addresses.
 
-A test says which address leads to which server; nothing leaves the machine. It must not know who fetches.
+A test says which address leads to which server; nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpcore
 
-from tests.unit.deployments.loopback import LoopbackServer, Respond, answer, serving
+from tests.unit.deployments.ingress.fetch.loopback import LoopbackServer, Respond, answer, serving
 
 IMAGE = b"the image"
 SECRET = b"the secret of a server that strangers cannot reach"

@@ -1,7 +1,4 @@
-"""Image files that mean harm, generated. Each is a whole file around a good picture; none is on a disk.
-
-It must not know what is done with them.
-"""
+"""Image files that mean harm, generated. Each is a whole file around a good picture; none is on a disk."""
 
 from __future__ import annotations
 

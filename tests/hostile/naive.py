@@ -12,8 +12,7 @@ from collections.abc import Iterable
 import httpcore
 import httpx
 
-from deployments.addresses import is_public
-from deployments.pinned_network import Resolve
+from deployments.ingress.fetch.pinned_network import Resolve, is_public
 
 MAX_HOPS = 30
 

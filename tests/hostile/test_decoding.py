@@ -21,16 +21,15 @@ import pytest
 from PIL import Image
 
 from configs.schema import FetchConfig, IngressConfig
-from deployments.chat_images import ImagePart
-from deployments.decode import DecodePool
-from deployments.errors import ApiError
-from deployments.image_jobs import request_images
-from deployments.media import MediaFetcher
-from deployments.memory_bound import OutOfBoundError, memory_bound
-from encoder.image_size import ImageError
+from deployments.common.api_error import ApiError
+from deployments.encoder_replica.decode.memory_bound import OutOfBoundError, memory_bound
+from deployments.encoder_replica.decode.pool import DecodePool
+from deployments.ingress.fetch.fetcher import MediaFetcher
+from deployments.ingress.http.chat_request import ImagePart
+from encoder.images.size import ImageError
 from tests.hostile import files
 from tests.hostile.files import BMP, GIF, JPEG, PNG, TIFF, WEBP, chunk, encoded, picture, png_stating
-from tests.unit.deployments.samples import IDENTITY, RULES
+from tests.unit.deployments.samples import IDENTITY, RULES, request_images
 
 MEMORY_BYTES = 400_000_000
 SHARED: Any = {"shared_bytes": 2**26, "resize": True}
@@ -137,7 +136,7 @@ async def through(data: bytes, pool: DecodePool, limits: IngressConfig = LIMITS)
         pixels = await pool.pixels(found.jobs[0].data, None, found.jobs[0].size)
     except ApiError as error:
         return f"{error.status}, {error.message}"
-    except ImageError as error:  # the replica names the image then: deployments/llm.py
+    except ImageError as error:  # the replica names the image then: deployments/llm/deployment.py
         return str(error)
     finally:
         await fetcher.close()

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 from pydantic import JsonValue
 from starlette.requests import Request
 
-from configs.schema import AppConfig, DoorConfig
-from deployments import door as door_module
-from deployments import ingress as ingress_module
-from deployments import proxy_bounds
-from deployments.cluster_view import ClusterView
-from deployments.door import Door, OpenDoorError
-from deployments.ingress import Ingress
-from deployments.listening import is_loopback
+from configs.schema import AuthConfig, IngressConfig
+from deployments.http_proxy import limits as proxy_bounds
+from deployments.ingress.admission import Admission
+from deployments.ingress.auth import gate as gate_module
+from deployments.ingress.auth.bind_address import is_loopback
+from deployments.ingress.auth.gate import AccessControl, UnprotectedServerError
+from deployments.ingress.dashboard.cluster_view import ClusterView
+from tests.hostile.ingress_server import CHAT, PICTURE, TEXT, asked, started, statuses
 from tests.unit.deployments.stand_ins import IMAGE, StandIns
 
 KEY, OTHER_KEY = "alice-has-a-key-of-her-own", "bob-has-another-key-of-his"
-CHAT = "/v1/chat/completions"
-TEXT = {"messages": [{"role": "user", "content": "x"}]}
-PICTURE = {"messages": [{"role": "user", "content": [IMAGE]}]}
 MANAGEMENT = ("/metrics", "/load", "/version", "/docs", "/openapi.json")
 
 
@@ -53,56 +45,11 @@ def early_in_a_minute() -> None:
         time.sleep(left)
 
 
-def started(
-    monkeypatch: pytest.MonkeyPatch, stand_ins: StandIns, *, host: str | None = "0.0.0.0", **door: Any
-) -> Ingress:
-    """An ingress as Serve starts it where it listens on `host`."""
-    monkeypatch.setattr(ingress_module, "serve_host", lambda: host)
-    handle: Any = stand_ins
-    return Ingress(AppConfig.model_validate({"ingress": {"door": door}}), handle, handle)
-
-
-@asynccontextmanager
-async def serving(ingress: Ingress) -> AsyncIterator[httpx.AsyncClient]:
-    async def app(
-        scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]], send: Callable[[Any], Awaitable[None]]
-    ) -> None:
-        await (await ingress(Request(scope, receive)))(scope, receive, send)
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        task = asyncio.create_task(server.serve(sockets=[listening]))
-        while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this alone
-            await asyncio.sleep(0.01)
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            await task
-
-
-def asked(ingress: Ingress, *requests: dict[str, Any]) -> list[httpx.Response]:
-    """The answers, one after the other."""
-
-    async def ask() -> list[httpx.Response]:
-        async with serving(ingress) as client:
-            return [await client.request(**{"method": "POST", "url": CHAT, **request}) for request in requests]
-
-    return asyncio.run(ask())
-
-
-def statuses(responses: list[httpx.Response]) -> list[int]:
-    return [response.status_code for response in responses]
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.4", "example.org", None])
 def test_without_keys_it_does_not_start_where_strangers_reach_it(host: str | None) -> None:
-    with pytest.raises(OpenDoorError, match=r"has no API keys: set ingress\.door\.api_keys_file"):
-        Door(DoorConfig(), host=host)
-    Door(DoorConfig(authentication="none"), host=host)
+    with pytest.raises(UnprotectedServerError, match=r"has no API keys: set ingress\.auth\.api_keys_file"):
+        AccessControl(IngressConfig(), host=host)
+    AccessControl(IngressConfig(auth=AuthConfig(mode="none")), host=host)
 
 
 @pytest.mark.parametrize(("host", "bounded", "warned"), [("0.0.0.0", 0, 1), ("0.0.0.0", 1, 0), ("::1", 0, 0)])
@@ -110,11 +57,11 @@ def test_a_proxy_without_bounds_is_told_of(
     host: str, bounded: int, warned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(door_module.logger, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(gate_module.logger, "warning", lambda text, *values: told.append(text % values))
     monkeypatch.delenv(proxy_bounds.VARIABLE, raising=False)
     if bounded:
         monkeypatch.setenv(proxy_bounds.VARIABLE, proxy_bounds.IMPORT_PATH)
-    Door(DoorConfig(authentication="none"), host=host)
+    AccessControl(IngressConfig(auth=AuthConfig(mode="none")), host=host)
     assert len([text for text in told if proxy_bounds.VARIABLE in text]) == warned
 
 
@@ -165,7 +112,7 @@ def test_no_valid_key_is_a_401_everywhere(headers: Any, keys: Path, monkeypatch:
 
 def test_without_a_door_everybody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the requests above do where nothing is checked."""
-    ingress = started(monkeypatch, StandIns(), authentication="none", management_routes="open")
+    ingress = started(monkeypatch, StandIns(), mode="none", management_routes="open")
     assert statuses(asked(ingress, {"json": TEXT}, {"method": "GET", "url": "/metrics"})) == [200, 200]
 
 
@@ -176,6 +123,47 @@ def test_load_balancers_need_no_key(keys: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     assert statuses(asked(ingress, *gets))[:2] == [200, 200]
     assert set(statuses(asked(ingress, *gets))[2:]) == {401}
+
+
+PROBES = [("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")]
+
+
+@pytest.mark.parametrize(("method", "path"), PROBES)
+def test_a_probe_needs_no_body_and_no_replica(
+    method: str, path: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body was read without a key, up to 64 MiB in ten minutes, parsed, and sent to a language model. A connection
+    that announced one and sent nothing kept one of the ingress' 1024 places for 30 s."""
+    stand_ins = StandIns()
+
+    async def never() -> Any:
+        raise AssertionError("the body is read")
+
+    async def probe() -> int:
+        ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys))
+        headers = [(b"content-length", b"60000000")]
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+        return (await ingress(Request(scope, never))).status_code
+
+    assert asyncio.run(probe()) == 200
+    assert stand_ins.requests == []
+    stand_ins.run()
+    assert asyncio.run(probe()) == 503
+
+
+def test_probes_are_outside_quotas_and_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by its address, a balancer that probes each second got 429 from a quota of 60 a minute; and 503 where the
+    line was full, so that it took busy nodes out of service."""
+    probes = [{"method": method, "url": path} for method, path in PROBES]
+
+    async def nobody(_: Admission, late: object) -> Any:
+        raise AssertionError("a probe stands in line")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Admission, "visit", nobody)
+        ingress = started(monkeypatch, StandIns(), mode="none", ingress={"rate_limit": {"requests_per_minute": 1}})
+        assert statuses(asked(ingress, *probes)) == [200] * 3
+    assert statuses(asked(ingress, *probes, {"json": TEXT}, {"json": TEXT}, *probes)) == [200] * 4 + [429] + [200] * 3
 
 
 def test_the_page_needs_no_key_and_what_it_asks_does(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +178,19 @@ def test_an_open_page_takes_nothing_of_a_quota(monkeypatch: pytest.MonkeyPatch) 
         return {}
 
     monkeypatch.setattr(ClusterView, "now", nothing)
-    ingress = started(monkeypatch, StandIns(), authentication="none", management_routes="open", requests_per_minute=1)
+    ingress = started(
+        monkeypatch,
+        StandIns(),
+        mode="none",
+        management_routes="open",
+        ingress={"rate_limit": {"requests_per_minute": 1}},
+    )
     page = [{"method": "GET", "url": path} for path in ("/", "/page/main.js", "/cluster", "/cluster")]
     assert statuses(asked(ingress, *page, {"json": TEXT}, {"json": TEXT})) == [200] * 5 + [429]
 
 
 def test_keys_are_exchanged_while_the_server_runs(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.api_keys.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("deployments.ingress.auth.api_keys.LOOK_AGAIN_S", 0.0)
     ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
     old, new = {"headers": bearer(KEY), "json": TEXT}, {"headers": bearer("a-new-key-for-alice-alone"), "json": TEXT}
     assert statuses(asked(ingress, old, new)) == [200, 401]
@@ -271,7 +265,7 @@ def test_routes_for_the_operator_are_closed_to_the_outside(
     ],
 )
 def test_headers_are_bounded(request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    ingress = started(monkeypatch, StandIns(), authentication="none")
+    ingress = started(monkeypatch, StandIns(), mode="none")
     refused, good = asked(ingress, {"json": TEXT, **request_}, {"json": TEXT})
     assert statuses([refused, good]) == [431, 200]
     assert refused.json()["error"]["code"] == "headers_too_large"
@@ -280,7 +274,9 @@ def test_headers_are_bounded(request_: dict[str, Any], monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("early_in_a_minute")
 def test_requests_are_counted_by_the_keys_name(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys.write_text(f"alice {KEY}\nalice {KEY}-two\nbob {OTHER_KEY}\n")
-    ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys), requests_per_minute=3)
+    ingress = started(
+        monkeypatch, StandIns(), api_keys_file=str(keys), ingress={"rate_limit": {"requests_per_minute": 3}}
+    )
     alice, too, bob = ({"headers": bearer(key), "json": TEXT} for key in (KEY, KEY + "-two", OTHER_KEY))
     answers = asked(ingress, alice, too, alice, too, alice, bob)
     assert statuses(answers) == [200, 200, 200, 429, 429, 200]
@@ -289,10 +285,38 @@ def test_requests_are_counted_by_the_keys_name(keys: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("early_in_a_minute")
+class Looked(dict[str, float]):
+    """Counts who looks through all of it."""
+
+    times = 0
+
+    def keys(self) -> Any:
+        self.times += 1
+        return super().keys()
+
+
+def test_a_request_does_not_look_at_every_clients_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looked through all that there were for some that had expired: 2 ms on the event loop with 10,000 clients in
+    two minutes, 64 with 60,000, and whoever has a network of IPv6 has as many addresses."""
+    ingress = started(
+        *(monkeypatch, StandIns()),
+        mode="none",
+        tenant_header="X-Tenant",
+        ingress={"rate_limit": {"requests_per_minute": 2}},
+    )
+    ingress._access._counters.expirations = looked = Looked()
+    clients = [{"headers": {"x-tenant": f"tenant {number}"}, "json": TEXT} for number in range(40)]
+    assert statuses(asked(ingress, *clients)) == [200] * 40
+    assert 1 <= looked.times <= 4
+    assert len(looked) == 40
+
+
 def test_visual_tokens_are_counted(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each picture of the samples is 4 tokens."""
     stand_ins = StandIns()
-    ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys), visual_tokens_per_minute=9)
+    ingress = started(
+        monkeypatch, stand_ins, api_keys_file=str(keys), ingress={"rate_limit": {"visual_tokens_per_minute": 9}}
+    )
     alice, bob = ({"headers": bearer(key), "json": PICTURE} for key in (KEY, OTHER_KEY))
     large = {"headers": bearer(OTHER_KEY), "json": {"messages": [{"role": "user", "content": [IMAGE] * 3}]}}
     answers = asked(ingress, alice, alice, alice, {**alice, "json": TEXT}, bob, large)
@@ -353,7 +377,13 @@ def test_text_is_kept_apart_too(path: str, keys: Path, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("early_in_a_minute")
 def test_a_header_of_the_operators_names_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins = StandIns()
-    ingress = started(monkeypatch, stand_ins, authentication="none", tenant_header="X-Tenant", requests_per_minute=2)
+    ingress = started(
+        monkeypatch,
+        stand_ins,
+        mode="none",
+        tenant_header="X-Tenant",
+        ingress={"rate_limit": {"requests_per_minute": 2}},
+    )
     one, other = ({"headers": {"x-tenant": name}, "json": PICTURE} for name in ("one", "other"))
     answers = asked(ingress, one, other, one, one, other, {"headers": {"x-tenant": "x" * 300}, "json": TEXT})
     assert statuses(answers) == [200, 200, 200, 429, 200, 400]
@@ -361,7 +391,7 @@ def test_a_header_of_the_operators_names_the_tenant(monkeypatch: pytest.MonkeyPa
     assert (first, second) == (third, fourth)
     assert set(first).isdisjoint(second)
     nobody = StandIns()
-    unnamed = started(monkeypatch, nobody, authentication="none")
+    unnamed = started(monkeypatch, nobody, mode="none")
     asked(unnamed, {"headers": {"x-tenant": "one"}, "json": PICTURE})
     assert sent(nobody)[0][0] is None, "without the setting the header says nothing"
 
@@ -369,7 +399,7 @@ def test_a_header_of_the_operators_names_the_tenant(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params", "prompt_embeds", "media_io_kwargs"])
 def test_fields_that_would_send_the_engine_somewhere_are_refused(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins = StandIns()
-    ingress = started(monkeypatch, stand_ins, authentication="none")
+    ingress = started(monkeypatch, stand_ins, mode="none")
     value = {"do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80}
     (refused,) = asked(ingress, {"json": {**TEXT, field: value}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from configs.schema import FetchConfig
-from deployments.media import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
+from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import IMAGE, METADATA, OTHER_PUBLIC, PUBLIC, SECRET, MappedNetwork, Names
 from tests.hostile.naive import naive_fetch
-from tests.unit.deployments.loopback import Respond
+from tests.unit.deployments.ingress.fetch.loopback import Respond
 
 MAX_BYTES = 200_000
 TIMEOUT_S = 0.4

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image, ImageOps
 
-from encoder import image_load, image_structure
-from encoder.image_size import ImageError, header
+from encoder.images import load as image_load
+from encoder.images import structure
+from encoder.images.size import ImageError, header
 from tests.hostile import files
 
 # At 20 MB, what the ingress takes by default, each would be twenty times as many.
@@ -99,7 +100,7 @@ def test_generous_metadata_passes() -> None:
     assert header(files.png_with(texts + files.chunk(b"eXIf", files.exif(900)), after=texts[:1000])).format == "PNG"
     large = files.encoded(files.picture(1500, 1500), "PNG")
     pixels = large.index(b"IDAT") - 4
-    assert image_structure.check_structure(large) is None
+    assert structure.check_structure(large) is None
     assert large.count(b"IDAT") > 100 or pixels < 100
 
 
@@ -117,7 +118,7 @@ def test_generous_metadata_passes() -> None:
 def test_a_format_is_what_the_content_says_and_nothing_else(start: bytes, name: str) -> None:
     """The ingress and the decoders allow other lists, and Pillow tries one reader after the other: a file that two of
     them take would be measured as one image and decoded as another."""
-    assert image_structure.signature_format(start) == name
+    assert structure.signature_format(start) == name
     assert header(start, formats=(name,)).format == name
     others = tuple(other for other in image_load.FORMATS if other != name)
     with pytest.raises(ImageError, match="not an image of a supported format"):

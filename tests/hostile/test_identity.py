@@ -16,15 +16,14 @@ import pytest
 from PIL import Image
 
 from configs.schema import FetchConfig, IngressConfig
-from deployments.chat_images import ImagePart
-from deployments.image_jobs import request_images
-from deployments.media import MediaFetcher
-from encoder.image_load import load_rgb
-from encoder.image_size import PixelBounds
+from deployments.ingress.fetch.fetcher import MediaFetcher
+from deployments.ingress.http.chat_request import ImagePart
+from encoder.images.load import load_rgb
+from encoder.images.size import PixelBounds
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import Names
 from tests.hostile.files import encoded, picture
-from tests.unit.deployments.samples import IDENTITY
+from tests.unit.deployments.samples import IDENTITY, request_images
 
 
 def data_url(data: bytes) -> str:

@@ -1,6 +1,6 @@
 """Raw sockets against the HTTP server that Serve's proxy is, with our bounds and, to see what they are for, without.
 
-`tests/unit/deployments/test_served_proxy.py` tries the same on Serve's own proxy.
+`tests/cluster/test_served_proxy.py` tries the same on Serve's own proxy.
 """
 
 from __future__ import annotations
@@ -8,106 +8,40 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 import uvicorn
 from starlette.requests import Request
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from deployments import body, proxy_bounds
-from deployments.ingress import Ingress
-from deployments.proxy_bounds import BoundedProtocol, PlainRequests
+from deployments.http_proxy import limits as proxy_bounds
+from deployments.http_proxy.limits import BoundedProtocol
+from deployments.ingress.deployment import Ingress
+from deployments.ingress.http import request_body
+from tests.hostile.ingress_server import TEXT, started
+from tests.hostile.proxy_server import GOOD, Noted, answered, chunked, flood, good, last, open_head, serving
 from tests.hostile.sockets import Address, connected, head, replies, statuses
-from tests.hostile.test_door import CHAT, TEXT, started
 from tests.unit.deployments.stand_ins import StandIns
 
-GOOD = json.dumps(TEXT).encode()
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-class Noted:
-    """An application that answers 200 to everything and notes what it was asked."""
+@pytest.mark.parametrize("first", [open_head, chunked], ids=["head", "trailers"])
+def test_headers_without_end_take_no_memory(first: Callable[[Address], bytes]) -> None:
+    """100 MB of them: uvicorn as Serve starts it keeps every byte, and waits for more.
 
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, str, bytes, dict[bytes, bytes]]] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        assert scope["type"] == "http"
-        body = await Request(scope, receive).body()
-        self.requests.append((scope["method"], scope["path"], body, dict(scope["headers"])))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
-
-@asynccontextmanager
-async def serving(app: Any, *, bounded: bool = True) -> AsyncIterator[Address]:
-    """As Serve sets its server up."""
-    protocol = BoundedProtocol if bounded else HttpToolsProtocol
-    wrapped = PlainRequests(app) if bounded else app
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(wrapped, http=protocol, log_level="critical", lifespan="off")
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listening]))
-        while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this alone
-            await asyncio.sleep(0.01)
-        try:
-            yield Address("127.0.0.1", listening.getsockname()[1], CHAT)
-        finally:
-            server.should_exit = True
-            server.force_exit = True
-            with suppress(asyncio.CancelledError):
-                await task
-
-
-def good(address: Address, *headers: str) -> bytes:
-    return head(address, f"Content-Length: {len(GOOD)}", *headers) + GOOD
-
-
-def last(address: Address) -> bytes:
-    """A good request after which the server closes."""
-    return good(address, "Connection: close")
-
-
-def answered(sent: Callable[[Address], bytes], *, bounded: bool = True) -> tuple[list[int], Noted]:
-    """The statuses of all answers on one connection, after which a good request is answered on another."""
-
-    async def scenario() -> tuple[list[int], Noted]:
-        app = Noted()
-        async with serving(app, bounded=bounded) as address:
-            found = statuses(await replies(address, sent(address)))
-            asked = len(app.requests)
-            assert statuses(await replies(address, last(address))) == [200]
-            del app.requests[asked:]
-        return found, app
-
-    return asyncio.run(scenario())
-
-
-async def flood(writer: asyncio.StreamWriter, address: Address, num_bytes: int) -> None:
-    """Sends headers without an end until the server has enough."""
-    with suppress(ConnectionError):
-        writer.write(head(address)[:-2])
-        for number in range(num_bytes // 50_000):
-            writer.write(f"X-{number}: ".encode() + b"y" * 50_000 + b"\r\n")
-            await writer.drain()
-
-
-def test_headers_without_end_take_no_memory() -> None:
-    """100 MB of them: uvicorn as Serve starts it keeps every byte, and waits for more."""
+    Trailers of a chunked body were not counted, since the head was complete: 121 MB of them stayed in one connection.
+    """
 
     def grown(*, bounded: bool) -> int:
         async def scenario() -> int:
             async with serving(Noted(), bounded=bounded) as address:
                 before = tracemalloc.get_traced_memory()[0]
                 async with connected(address) as (_reader, writer):
-                    await flood(writer, address, 100_000_000)
+                    await flood(writer, first(address), 100_000_000)
                     assert statuses(await replies(address, last(address))) == [200]  # on another connection
                     return tracemalloc.get_traced_memory()[0] - before
 
@@ -132,6 +66,61 @@ def test_a_head_over_the_bound(filler: bytes) -> None:
     assert (found, app.requests) == ([431], [])
     found, app = answered(lambda address: b"POST /" + b"x" * 1_000_000)
     assert (found, app.requests) == ([431], [])
+
+
+@pytest.mark.parametrize("trailers", [b"X-A: b\r\n\r\n", b"".join(b"X-%d: y\r\n" % number for number in range(10_000))])
+def test_trailers_close_the_connection(trailers: bytes) -> None:
+    """uvicorn appends them to the headers that the application is reading."""
+    found, app = answered(lambda address: chunked(address) + trailers)
+    assert (found, app.requests) == ([400], [])
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"X-Long: " + b"x" * 1_000_000, b"2;" + b"x" * 1_000_000],
+    ids=["one trailer", "a chunk's extension"],
+)
+def test_what_is_neither_head_nor_body_is_bounded(endless: bytes) -> None:
+    """No callback tells of these bytes before their line ends."""
+    start = chunked if endless.startswith(b"X") else lambda a: head(a, "Transfer-Encoding: chunked")
+    found, app = answered(lambda address: start(address) + endless)
+    assert (found, app.requests) == ([431], [])
+
+
+def test_small_chunks_may_add_up() -> None:
+    """Framing is counted from the last byte of the body: five bytes of it for each byte here, 500 kB in all."""
+    request_body = b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
+    found, app = answered(lambda a: head(a, "Transfer-Encoding: chunked", "Connection: close") + request_body)
+    assert found == [200]
+    assert [len(request[2]) for request in app.requests] == [100_000]
+
+
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before its body was read, as without a key: each byte reset uvicorn's own keep-alive timer."""
+    monkeypatch.setattr(proxy_bounds, "HEAD_TIMEOUT_S", 0.3)
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def scenario(*, bounded: bool) -> list[int] | None:
+        async with serving(refuse, bounded=bounded) as address, connected(address) as (reader, writer):
+            writer.write(head(address, "Content-Length: 1000000"))
+            drip = asyncio.create_task(dripping(writer))
+            try:
+                return statuses(await asyncio.wait_for(reader.read(), 1.5))
+            except TimeoutError:
+                return None
+            finally:
+                drip.cancel()
+
+    async def dripping(writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            writer.write(b"x")
+
+    assert asyncio.run(scenario(bounded=True)) == [401]
+    assert asyncio.run(scenario(bounded=False)) is None
 
 
 def test_large_bodies_are_no_heads() -> None:
@@ -300,6 +289,22 @@ def test_instructions_to_serve_stop_here() -> None:
         assert sum(value == b"?1" for value in headers.values()) == expected
 
 
+@pytest.mark.parametrize(("trusted", "address"), [(None, "127.0.0.1"), ("127.0.0.1", "203.0.113.7")])
+def test_a_client_cannot_name_its_own_address(
+    trusted: str | None, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn trusts `X-Forwarded-For` from loopback. Serve's HAProxy connects from there and forwards what the client
+    sent, so a client that named another address in each request had no quota. An operator may still name whom to
+    trust."""
+    monkeypatch.setattr(uvicorn.protocols.http.auto, "AutoHTTPProtocol", BoundedProtocol)
+    monkeypatch.setenv(proxy_bounds.TRUSTED_PROXIES, trusted or "")
+    if trusted is None:
+        monkeypatch.delenv(proxy_bounds.TRUSTED_PROXIES)
+    proxy_bounds.bounded()
+    _, app = answered(lambda a: good(a, "X-Forwarded-For: 203.0.113.7", "Connection: close"))
+    assert app.clients[0] == address
+
+
 def test_serves_own_list_of_applications_is_closed() -> None:
     found, app = answered(lambda a: b"GET /-/routes HTTP/1.1\r\nConnection: close\r\n\r\n")
     assert (found, app.requests) == ([404], [])
@@ -319,12 +324,12 @@ def ingress_app(ingress: Ingress) -> Any:
 )
 def test_a_body_that_comes_too_slowly(rate: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 kB/s are enough where 10 are asked for, although the whole takes longer than the grace."""
-    monkeypatch.setattr(body, "GRACE_S", 0.5)
-    monkeypatch.setattr(body, "LEAST_BYTES_PER_S", 10_000)
+    monkeypatch.setattr(request_body, "GRACE_S", 0.5)
+    monkeypatch.setattr(request_body, "LEAST_BYTES_PER_S", 10_000)
     whole = json.dumps({**TEXT, "user": "x" * 40_000}).encode()
 
     async def scenario() -> list[int]:
-        ingress = started(monkeypatch, StandIns(), authentication="none")
+        ingress = started(monkeypatch, StandIns(), mode="none")
         async with serving(ingress_app(ingress)) as address, connected(address) as (reader, writer):
             writer.write(head(address, f"Content-Length: {len(whole)}"))
 

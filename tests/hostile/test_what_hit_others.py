@@ -23,20 +23,20 @@ import urllib3
 from PIL import Image
 
 from configs.schema import FetchConfig
-from deployments.decode import DecodePool
-from deployments.media import MediaError, MediaFetcher
-from deployments.wire import ImageRefused, ResponseHead
-from encoder.image_size import ImageError, grid_of, header
+from deployments.common.messages import ImageRefused, ResponseHead
+from deployments.encoder_replica.decode.pool import DecodePool
+from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from encoder.images.size import ImageError, grid_of, header
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import PUBLIC, SECRET, Names
 from tests.hostile.files import encoded, picture
+from tests.hostile.ingress_server import CHAT, PICTURE, TEXT, asked, started
 from tests.hostile.naive import naive_fetch
-from tests.hostile.test_door import CHAT, PICTURE, TEXT, asked, started
+from tests.unit.deployments.llm.test_llm import encoded as embedding
+from tests.unit.deployments.llm.test_llm import place, replica
+from tests.unit.deployments.llm.test_llm import request as chat_request
 from tests.unit.deployments.samples import RULES, at_once
 from tests.unit.deployments.stand_ins import Pieces, StandIns
-from tests.unit.deployments.test_llm import encoded as embedding
-from tests.unit.deployments.test_llm import place, replica
-from tests.unit.deployments.test_llm import request as chat_request
 
 
 def data_url(data: bytes) -> str:
@@ -108,7 +108,7 @@ def test_pickles_from_clients_are_never_read(tmp_path: Path, monkeypatch: pytest
         bodies += [(CHAT, {"messages": [{"role": "user", "content": [part]}]}) for part in parts]
         bodies += [("/v1/completions", {"prompt_embeds": text}), (CHAT, {**TEXT, "prompt_embeds": text})]
     stand_ins = StandIns()
-    ingress = started(monkeypatch, stand_ins, authentication="none")
+    ingress = started(monkeypatch, stand_ins, mode="none")
     answers = asked(ingress, *({"url": path, "json": body} for path, body in bodies), {"json": TEXT})
     assert [answer.status_code for answer in answers] == [400] * len(bodies) + [200]
     assert len(stand_ins.requests) == 1, "that of the good request"
@@ -158,7 +158,7 @@ def test_a_decompression_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         assert len(Image.open(io.BytesIO(bomb)).tobytes()) == 81_000_000
     stand_ins = StandIns()
-    ingress = started(monkeypatch, stand_ins, authentication="none")
+    ingress = started(monkeypatch, stand_ins, mode="none")
     ingress._limits = ingress._limits.model_copy(update={"max_image_pixels": 4_000_000})
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decoded at the door"))
     parts = [{"type": "image_url", "image_url": {"url": data_url(bomb)}}]
@@ -191,7 +191,7 @@ def test_an_image_that_could_not_be_encoded_is_never_left_out(lost: int) -> None
 def test_an_encoder_that_fails_is_never_answered_with_200(monkeypatch: pytest.MonkeyPatch) -> None:
     """The language model finds that it failed, and the ingress why."""
     failing = Pieces(RuntimeError("out of memory at 0x7f0000000000"))
-    ingress = started(monkeypatch, StandIns(failing), authentication="none")
+    ingress = started(monkeypatch, StandIns(failing), mode="none")
     broken, good = asked(ingress, {"json": PICTURE}, {"json": TEXT})
     assert broken.status_code == 500
     assert "0x" not in broken.text

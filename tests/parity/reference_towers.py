@@ -6,18 +6,26 @@ not at their starting values, positions are as large as patches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    Qwen4ExpConfig,
+    Qwen4ExpForConditionalGeneration,
 )
 
 Grid = tuple[int, int, int]
@@ -26,7 +34,11 @@ MODELS = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
     "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
+    "qwen3_5": Qwen3_5ForConditionalGeneration,
+    "qwen3_5_moe": Qwen3_5MoeForConditionalGeneration,
+    "qwen4_exp": Qwen4ExpForConditionalGeneration,
 }
+WITHOUT_LEVELS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 
 _TEXT = {
     "vocab_size": 64,
@@ -47,10 +59,17 @@ _QWEN3_VISION = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [0, 2],
 }
+_CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
+    "qwen3_vl": Qwen3VLConfig,
+    "qwen3_vl_moe": Qwen3VLMoeConfig,
+    "qwen3_5": Qwen3_5Config,
+    "qwen3_5_moe": Qwen3_5MoeConfig,
+    "qwen4_exp": Qwen4ExpConfig,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 
 
-def _config(model_type: str) -> Qwen2_5_VLConfig | Qwen3VLConfig | Qwen3VLMoeConfig:
+def _config(model_type: str) -> PretrainedConfig:
     text = {**_TEXT, "rope_parameters": _ROPE}
     if model_type == "qwen2_5_vl":
         vision = {
@@ -62,10 +81,13 @@ def _config(model_type: str) -> Qwen2_5_VLConfig | Qwen3VLConfig | Qwen3VLMoeCon
             "fullatt_block_indexes": [1, 3],
         }
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    if model_type == "qwen3_vl":
-        return Qwen3VLConfig(text_config=text, vision_config=_QWEN3_VISION, tie_word_embeddings=False)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return Qwen3VLMoeConfig(text_config=text | experts, vision_config=_QWEN3_VISION, tie_word_embeddings=False)
+    if model_type in ("qwen3_vl_moe", "qwen3_5_moe", "qwen4_exp"):
+        text |= experts
+    vision = dict(_QWEN3_VISION)
+    if model_type in WITHOUT_LEVELS:
+        del vision["deepstack_visual_indexes"]
+    return _CONFIGS[model_type](text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
 def _randomise(tower: nn.Module, generator: torch.Generator) -> None:

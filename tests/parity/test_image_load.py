@@ -19,11 +19,10 @@ from PIL import Image
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS, open_image
 from vllm.multimodal.media.image import ImageMediaIO
 
-from encoder.image_load import FORMATS, ImageError, header, load_rgb, to_rgb
+from encoder.images.load import FORMATS, ImageError, header, load_rgb, to_rgb
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F")
-COMMON_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-ALL_FORMATS = (*COMMON_FORMATS, "AVIF", "JPEG2000", "ICO", "TGA", "PPM", "PCX", "DDS", "MPO")
+ALL_FORMATS = (*FORMATS, "MPO")  # a JPEG with further pictures behind it, which Pillow names apart
 
 
 def picture(mode: str, width: int = 37, height: int = 23) -> Image.Image:
@@ -100,7 +99,7 @@ def test_every_mode_of_every_format(image_format: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "MPO"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "MPO"])
 def test_exif_orientation(image_format: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -124,7 +123,7 @@ XMP = (
 )
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize("image_format", ["JPEG", "WEBP", "TIFF"])
 def test_orientation_in_xmp(image_format: str) -> None:
     options = {"tiffinfo": {700: XMP.encode()}} if image_format == "TIFF" else {"xmp": XMP.encode()}
     data = encoded(picture("RGB"), image_format, **options)
@@ -187,7 +186,7 @@ def test_transparent_colours_without_alpha() -> None:
     assert_as_vllm(encoded(picture("I;16"), "PNG", transparency=1700))
 
 
-@pytest.mark.parametrize("image_format", ["GIF", "WEBP", "PNG", "TIFF", "AVIF", "MPO"])
+@pytest.mark.parametrize("image_format", ["GIF", "WEBP", "PNG", "TIFF", "MPO"])
 def test_first_of_several_frames(image_format: str) -> None:
     frames = [picture("RGB"), picture("RGB", 37, 23).transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     assert_as_vllm(encoded(frames[0], image_format, save_all=True, append_images=frames[1:]))
@@ -208,17 +207,15 @@ def test_progressive_and_interlaced() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 7), (7, 1), (3, 1), (199, 1)])
 def test_smallest_sizes(size: tuple[int, int]) -> None:
-    for image_format in COMMON_FORMATS:
+    for image_format in FORMATS:
         assert_as_vllm(encoded(picture("RGB", *size), image_format))
 
 
-def test_formats_are_vllms() -> None:
-    assert set(FORMATS) == set(ALLOWED_IMAGE_FORMATS)
-    postscript = encoded(picture("RGB"), "EPS")
-    with pytest.raises(ValueError, match="cannot identify"):
-        by_vllm(postscript)
-    with pytest.raises(ImageError, match="not an image of a supported format"):
-        load_rgb(postscript)
+def test_formats_are_some_of_vllms() -> None:
+    assert set(FORMATS) < set(ALLOWED_IMAGE_FORMATS)
+    for other in ("EPS", "AVIF", "ICO", "PPM", "TGA"):
+        with pytest.raises(ImageError, match="not an image of a supported format"):
+            load_rgb(encoded(picture("RGB", 32, 32), other))
 
 
 def test_images_that_pillow_holds() -> None:
@@ -256,8 +253,6 @@ SAMPLES = {
     "BMP": encoded(picture("RGB"), "BMP"),
     "TIFF": encoded(picture("RGB"), "TIFF"),
     "TIFF deflate": encoded(picture("RGBA"), "TIFF", compression="tiff_adobe_deflate"),
-    "ICO": encoded(picture("RGBA", 32, 32), "ICO"),
-    "AVIF": encoded(picture("RGB"), "AVIF"),
     "MPO": encoded(picture("RGB"), "MPO", save_all=True, append_images=[picture("L")]),
 }
 

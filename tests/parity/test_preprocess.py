@@ -20,9 +20,9 @@ from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from encoder.image_load import load_rgb
-from encoder.image_size import ImageError, ImageRules, PixelBounds, grid_of, header, num_tokens, resized
-from encoder.preprocess import Preprocessor, patchify
+from encoder.images.load import load_rgb
+from encoder.images.size import ImageError, ImageRules, PixelBounds, grid_of, header, num_tokens, resized
+from encoder.pixels.preprocess import Preprocessor, patchify
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

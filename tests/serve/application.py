@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +25,16 @@ import psutil
 import yaml
 
 from configs.resolve import PROJECT_ROOT
-from deployments import proxy_bounds
-from deployments.metrics import Count
+from deployments.http_proxy import limits as proxy_bounds
+from deployments.http_proxy.haproxy import environment
+from deployments.telemetry.metrics import Counter
+from tests.programs import free_port
 from tests.serve.asking import KEY
 from tests.serve.conversations import MODEL
-from tests.serve.processes import Server, family, free_port, title
+from tests.serve.processes import Server, family, title
 from tests.serve.vllm_alone import MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_BLOCKS
 
+SERVE = str(Path(sys.executable).parent / "serve")
 START_TIMEOUT_S = 500.0
 LOOKS = 5
 # By the names of the applications with generous limits.
@@ -70,7 +75,7 @@ def _application(
             "encoder_replica": {"num_cpus": 0.01, "decode_workers": 1},
             "llm": {
                 "num_cpus": 0.01,
-                "begin_from_tokens": 16,  # small pictures are read one by one too
+                "early_prefill_min_tokens": 16,  # small pictures are read one by one too
                 "engine_args": {
                     "served_model_name": [MODEL],
                     "dtype": dtype,  # of itself vLLM takes bfloat16 for a checkpoint in float32
@@ -97,7 +102,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         dtype="bfloat16",
         transfer="object_store",
         ingress={
-            "door": {"api_keys_variable": KEYS_VARIABLE, "management_routes": "open"},
+            "auth": {"api_keys_env": KEYS_VARIABLE, "management_routes": "open"},
             "max_body_bytes": MAX_BODY_BYTES,
             "max_image_bytes": MAX_IMAGE_BYTES,
             "max_image_pixels": MAX_IMAGE_PIXELS,
@@ -133,7 +138,6 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
             },
         ],
     )
-    tight["args"]["llm"] |= {"fallback": "local", "fallback_after_s": 1}  # while it has no encoder
     roomy = [
         _application(
             name,
@@ -146,7 +150,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         for name in ARCHITECTURES
     ]
     roomy[1]["args"]["encoder_replica"] |= {
-        "shared_embedding_bytes": SHARED_EMBEDDING_BYTES,
+        "embedding_shm_bytes": SHARED_EMBEDDING_BYTES,
         "cache_bytes": CACHE_BYTES,
     }
     return {
@@ -158,17 +162,19 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
 class ServedApplication:
     """`serve run` of a configuration. Starts at once, in the background; `wait` before the first request."""
 
-    def __init__(self, settings: Settings, *, folder: Path) -> None:
+    def __init__(self, settings: Settings, *, folder: Path, haproxy: bool = False) -> None:
+        """`haproxy`: in front, as `vitray serve` has it, in place of Serve's own proxy."""
         self._settings = settings
         self._url = "http://127.0.0.1:{port}".format(**settings["http_options"])
         config_file = folder / "serve_config.yaml"
         config_file.write_text(yaml.safe_dump(settings, sort_keys=False))
         # Paths of Ray's sockets must be short, which pytest's folders are not.
         self._ray_folder = Path(tempfile.mkdtemp(prefix="vitray", dir="/tmp"))
+        self._environment = _environment(self._ray_folder)
         self._server = Server(
-            [str(Path(sys.executable).parent / "serve"), "run", str(config_file), "--address", "local"],
+            [SERVE, "run", str(config_file), "--address", "local"],
             log=folder / "serve_run.log",
-            environment=_environment(self._ray_folder),
+            environment=self._environment | (environment(self._ray_folder / "haproxy") if haproxy else {}),
             folder=PROJECT_ROOT,
         )
 
@@ -189,6 +195,16 @@ class ServedApplication:
         if waiting:
             raise RuntimeError(f"{waiting} did not start:\n{self._server.log_tail()}")
 
+    def serve(self, *arguments: str) -> str:
+        """What Serve's command prints about this cluster, by way of Ray's dashboard: `deploy`, `status`."""
+        found = re.search(r"dashboard at \S*?(127\.0\.0\.1:\d+)", self.log())
+        assert found is not None, "Ray has no dashboard"
+        command = [SERVE, *arguments, "--address", f"http://{found[1]}"]
+        operators = self._environment | {"RAY_AUTH_MODE": "token"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=operators)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def replicas(self, name: str, deployment: str) -> list[psutil.Process]:
         """The processes of a deployment's replicas, by the title that Ray gives them.
 
@@ -206,8 +222,7 @@ class ServedApplication:
     def engine_cores(self, name: str) -> list[psutil.Process]:
         """The processes of vLLM's engines behind an application, at least one.
 
-        They are what an LLM replica spawns; vLLM's title for them does not always take. A replica that has encoded by
-        itself has spawned a decoder too, which is smaller.
+        They are what an LLM replica spawns; vLLM's title for them does not always take.
         """
         found = []
         for replica in self.replicas(name, "LLM"):
@@ -237,7 +252,7 @@ class ServedApplication:
         files = self._ray_folder.glob(f"**/logs/serve/replica_{name}_{deployment}_*.log")
         return "\n".join(file.read_text(errors="replace") for file in files if not file.is_symlink())
 
-    def exported(self, name: str, deployment: str, count: Count) -> float:
+    def exported(self, name: str, deployment: str, count: Counter) -> float:
         """A counter of an application's deployment, as Ray's metrics ports tell it now."""
         listed = [
             json.loads(file.read_text()) for file in self._ray_folder.glob("**/prom_metrics_service_discovery.json")

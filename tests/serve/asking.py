@@ -1,4 +1,4 @@
-"""Requests over HTTP, and the answers to all of them at once. It must not know what the answers should be.
+"""Requests over HTTP, and the answers to all of them at once.
 
 Every request carries a key; a server that wants none does not look at it.
 """
@@ -90,15 +90,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
-
-
-def by_an_encoder(base_url: str, body: Body) -> Json:
-    """The answer once an encoder is up: until then the language model may encode the images by itself."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while " local" in (response := post(base_url, "/v1/chat/completions", body)).headers["server-timing"]:
-        assert time.monotonic() < deadline, "no encoder came up"
-        time.sleep(0.2)
-    return response.json()
 
 
 def collect(base_url: str, conversations: Sequence[Conversation]) -> Answers:

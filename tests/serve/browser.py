@@ -1,4 +1,4 @@
-"""A headless Chromium of the system, and what a test wants of a page in it. It must not know the page.
+"""A headless Chromium of the system, and what a test wants of a page in it.
 
 Where there is no Chromium, tests that want one are skipped, unless the environment says that there has to be one.
 """

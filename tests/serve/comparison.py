@@ -1,4 +1,4 @@
-"""How far two answers of OpenAI-compatible servers are apart. It must not know which server gave which.
+"""How far two answers of OpenAI-compatible servers are apart.
 
 Everything must be equal, key by key, but identifiers and times, which no two answers share, and log-probabilities,
 which may differ by rounding.

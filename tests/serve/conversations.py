@@ -1,4 +1,4 @@
-"""The requests that are put both to the application and to vLLM alone. Data only: it must not know who is asked."""
+"""The requests that are put both to the application and to vLLM alone."""
 
 from __future__ import annotations
 

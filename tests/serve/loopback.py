@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.serve.processes import free_port
+from tests.programs import free_port
 from tests.threaded import serving
 
 

@@ -1,4 +1,4 @@
-"""Pictures drawn from a seed, in the formats and modes that clients send. It must not know of requests or servers."""
+"""Pictures drawn from a seed, in the formats and modes that clients send."""
 
 from __future__ import annotations
 

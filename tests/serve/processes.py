@@ -1,13 +1,9 @@
-"""Servers as child processes that leave nothing behind: not on failure, not on Ctrl-C, not when pytest itself dies.
-
-It must not know what the servers serve.
-"""
+"""Servers as child processes that leave nothing behind: not on failure, not on Ctrl-C, not when pytest itself dies."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,13 +14,6 @@ import psutil
 LOG_TAIL_LINES = 60
 STOP_GRACE_S = 25.0
 LAUNCH = Path(__file__).parent / "launch.py"
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -20,14 +20,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from configs.schema import AppConfig
-from deployments.early import Early
-from deployments.embedding_shelf import EmbeddingShelf
-from deployments.lending import Lender
-from deployments.llm import LLM
-from deployments.media_keys import new_key
-from deployments.metrics import Count
-from deployments.replica_errors import TransferFailedError
-from deployments.wire import (
+from deployments.common.messages import (
     Accepted,
     EncodedImage,
     EncodeTimings,
@@ -37,8 +30,15 @@ from deployments.wire import (
     NotEncoded,
     ResponseHead,
     SharedEmbedding,
+    new_key,
 )
-from tests.unit.deployments.test_incoming import FreeAdded, eventually
+from deployments.common.replica_errors import TransferFailedError
+from deployments.llm.deployment import LLM
+from deployments.llm.early_prefill import EarlyPrefill
+from deployments.telemetry.metrics import Counter
+from deployments.transfer.same_host import ShmServer
+from deployments.transfer.shared_store import EmbeddingStore
+from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually
 
 PATIENCE_S = 120.0
 LOOK_S = 0.3
@@ -54,13 +54,15 @@ Coming = asyncio.Future[SharedEmbedding | EncodedImage | ImageRefused]
 @dataclass
 class Replica:
     llm: LLM
-    early: Early
+    early: EarlyPrefill
     counts: FreeAdded
-    shelf: EmbeddingShelf
-    lender: Lender
+    store: EmbeddingStore
+    server: ShmServer
     width: int
     merge: int
     loop: asyncio.AbstractEventLoop
+    num_compiled: int
+    """What torch had compiled in the engine when the replica was ready."""
     num_made: int = 0
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None:
@@ -74,16 +76,16 @@ class Replica:
         for h, w in SIDES:
             self.num_made += 1
             rows = h * w // self.merge**2
-            tokens = self.shelf.room(rows, self.width, torch.float32)
+            tokens = self.store.allocate(rows, self.width, torch.float32)
             assert tokens is not None
             tokens.copy_(torch.randn(rows, self.width, generator=torch.Generator().manual_seed(self.num_made)))
             timings = EncodeTimings(1.0, 2.0, 3.0, time.time(), cached=False)
             made.append(EncodedImage.pack(tokens, (1, h, w), f"{self.num_made:064x}", timings))
-            assert self.shelf.offer(made[-1])
+            assert self.store.offer(made[-1])
         return made
 
     def lent(self, image: EncodedImage) -> SharedEmbedding:
-        return image.lent_by(self.lender.address)
+        return image.shared_by(self.server.address)
 
     def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ImagePlace]]:
         """Each with a salt of its own, by which it finds nothing in the prefix cache."""
@@ -126,19 +128,19 @@ class Replica:
 
     @property
     def num_loaded(self) -> int:
-        return self.llm._incoming.num_loaded
+        return self.llm._receiver.num_loaded
 
     def nothing_is_left(self) -> bool:
         return (
-            len(self.llm._incoming) == len(self.llm._answers.keys) == self.early.num_begun == 0
-            and self.llm._requests.num_under_way == 0
+            len(self.llm._receiver) == len(self.llm._frontend.keys) == self.early.num_waiting == 0
+            and self.llm._requests.num_in_flight == 0
         )
 
     def in_vain(self) -> dict[str | None, int]:
         return {why: number for (which, why), number in self.counts.added.items() if which is IN_VAIN}
 
 
-IN_VAIN = Count.PROMPTS_BEGUN_IN_VAIN
+IN_VAIN = Counter.EARLY_PREFILLS_ABORTED
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +151,14 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
             "transfer": "shared_memory",
             "llm": {
                 "num_gpus": 0,
-                "begin_from_tokens": 8,
+                "early_prefill_min_tokens": 8,
                 "engine_args": {
                     "served_model_name": ["tiny"],
                     "dtype": "float32",
                     "max_model_len": 2048,
                     "max_num_seqs": 4,
                     "enforce_eager": True,
+                    "worker_extension_cls": "tests.serve.compiles.Compiles",
                     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
                     "num_gpu_blocks_override": 512,
                 },
@@ -167,19 +170,26 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     loop.run_until_complete(llm.__init__(config))  # type: ignore[func-returns-value, misc]
     early = llm._requests.early
     assert early is not None
+    num_compiled = loop.run_until_complete(compiled(llm))
     counts = FreeAdded()
-    early._counts = llm._incoming._counts = counts
-    shape = llm._answers._shape
-    shelf = EmbeddingShelf(2**22)
-    lender = Lender(shelf)
+    llm._requests._counts = llm._receiver._counts = counts
+    shape = llm._frontend._shape
+    store = EmbeddingStore(2**22)
+    server = ShmServer(store)
     try:
-        yield Replica(llm, early, counts, shelf, lender, shape.width, shape.merge_size, loop)
+        yield Replica(llm, early, counts, store, server, shape.width, shape.merge_size, loop, num_compiled)
     finally:
-        lender.close()
+        server.close()
         llm.__del__()
         llm._engine = None  # type: ignore[assignment]  # ended
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
+
+
+async def compiled(llm: LLM) -> int:
+    engine: Any = llm._engine
+    (number,) = await engine.collective_rpc("num_compiled")
+    return int(number)
 
 
 def coming(loop: asyncio.AbstractEventLoop, number: int) -> list[Coming]:
@@ -228,7 +238,7 @@ def test_a_prompt_is_read_as_its_images_come_and_the_answer_is_the_same(replica:
             await eventually(lambda number=number: replica.num_loaded == before + number + 1)  # type: ignore[misc]
         status, tokens = answered(await answer)
         assert status == 200
-        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 1
+        assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 1
         assert replica.in_vain() == {}
         same(tokens, await at_once(replica, images))
         await eventually(replica.nothing_is_left)
@@ -256,7 +266,7 @@ def test_images_that_come_in_another_order_are_read_in_the_prompts(replica: Repl
 def test_others_are_answered_while_one_waits(replica: Replica) -> None:
     async def scenario() -> None:
         waiting, futures, answer = await replica.begun()
-        assert replica.early.num_begun == 1
+        assert replica.early.num_waiting == 1
         await at_once(replica, replica.images())
         assert not answer.done()
         for number in (1, 2):
@@ -271,11 +281,11 @@ def test_what_waits_for_encoders_is_no_reason_for_more_language_models(replica: 
         images = replica.images()
         futures = coming(replica.loop, 3)
         answers = [asyncio.ensure_future(replica.told(images, list(futures))) for _ in range(2)]
-        replica.llm._requests.num_under_way += 1
+        replica.llm._requests.num_in_flight += 1
         await eventually(lambda: sum(replica.llm._stats._loggers[0].load.__dict__.values()) >= 2)
         stats = replica.llm.record_autoscaling_stats()
         assert (stats["engine_running_requests"], stats["engine_waiting_requests"]) == (0, 0)
-        replica.llm._requests.num_under_way -= 1
+        replica.llm._requests.num_in_flight -= 1
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         for pieces in await asyncio.gather(*answers):
@@ -292,7 +302,7 @@ def test_an_image_that_is_refused_is_told_and_the_engine_goes_on(replica: Replic
         pieces = await answer
         assert answered(pieces)[0] == 400
         assert b"image 2: the image is broken" in b"".join(one for one in pieces if isinstance(one, bytes))
-        assert replica.in_vain() == {"refused": 1}
+        assert replica.in_vain() == {"rejected": 1}
         await eventually(replica.nothing_is_left)
         await at_once(replica, replica.images())
 
@@ -335,11 +345,11 @@ def test_where_embeddings_come_otherwise_requests_are_given_to_vllm_once(replica
         begun = []
         for by_the_store in [True] * 3 + [False] * 12:
             images = replica.images()[:1]
-            before = replica.counts.added[Count.PROMPTS_BEGUN, None]
+            before = replica.counts.added[Counter.EARLY_PREFILLS, None]
             (future,) = coming(replica.loop, 1)
             future.set_result(images[0] if by_the_store else replica.lent(images[0]))
             assert answered(await replica.told(images, [future], max_tokens=1))[0] == 200
-            begun.append(replica.counts.added[Count.PROMPTS_BEGUN, None] > before)
+            begun.append(replica.counts.added[Counter.EARLY_PREFILLS, None] > before)
         assert begun == [True] + [False] * 11 + [True] * 3, "3 of 4 have come so"
         assert replica.in_vain() == {"not_loaded": 1}
 
@@ -357,7 +367,7 @@ def test_an_embedding_that_is_not_what_its_file_said_is_answered_as_what_it_is(r
         pieces = [piece async for piece in replica.llm.handle(request, places, list(futures))]
         status, tokens = answered(pieces)
         assert status == 200
-        assert replica.in_vain() == {"unlike": 1}
+        assert replica.in_vain() == {"shape_mismatch": 1}
         same(tokens, await at_once(replica, images))
 
     replica.run(scenario())
@@ -368,7 +378,7 @@ def test_an_embedding_that_has_gone_is_asked_for_again(replica: Replica) -> None
         images = replica.images()
         futures = coming(replica.loop, 3)
         futures[0].set_result(replica.lent(images[0]))
-        futures[1].set_result(EncodedImage.lent_by(images[1], "\0nobody"))
+        futures[1].set_result(EncodedImage.shared_by(images[1], "\0nobody"))
         with pytest.raises(TransferFailedError):
             await replica.told(images, list(futures))
         await eventually(replica.nothing_is_left)
@@ -411,12 +421,12 @@ def test_what_lies_in_shared_memory_is_not_waited_for(replica: Replica) -> None:
         request, places = replica.request(images)
         lent = [replica.lent(image) for image in images]
         assert answered([piece async for piece in replica.llm.handle(request, places, lent)])[0] == 200
-        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 0
+        assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 0
         coming_one = [*lent[:2], *coming(replica.loop, 1)]
         request, places = replica.request(images)
         coming_one[2].set_result(lent[2])
         assert answered([piece async for piece in replica.llm.handle(request, places, coming_one)])[0] == 200
-        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 1
+        assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 1
 
     replica.run(scenario())
 
@@ -432,6 +442,29 @@ def test_where_a_place_does_not_say_what_comes_all_is_waited_for(replica: Replic
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         assert answered([piece async for piece in replica.llm.handle(request, places, list(futures))])[0] == 200
-        assert replica.counts.added[Count.PROMPTS_BEGUN, None] == 0
+        assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 0
+
+    replica.run(scenario())
+
+
+def test_no_option_of_a_request_has_anything_compiled_while_others_wait(replica: Replica) -> None:
+    """vLLM compiled what ranks log-probabilities at the first request that asked for them, which took 15 s and stopped
+    all others; without a C++ compiler that ended the engine."""
+    options: list[dict[str, object]] = [
+        {"logprobs": True, "top_logprobs": 5},
+        {"logprobs": True, "n": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+        {"prompt_logprobs": 1},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1, "temperature": 1.0, "seed": 1},
+        {"logit_bias": {"5": 1.0}, "bad_words": ["a"], "min_tokens": 1},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a", "b"]}, "temperature": 1.0},
+    ]
+
+    async def scenario() -> None:
+        for given in options:
+            request, _ = replica.request([], messages=[{"role": "user", "content": "Hi"}], **given)
+            pieces = [piece async for piece in replica.llm.handle(request, [], [])]
+            assert [piece.status for piece in pieces if isinstance(piece, ResponseHead)] == [200], given
+        assert await compiled(replica.llm) == replica.num_compiled
 
     replica.run(scenario())

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from deployments.metrics import Count
+from deployments.telemetry.metrics import Counter
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
 from tests.serve.asking import Json, ask, post, streaming, until
@@ -52,15 +52,15 @@ def test_the_engine_loads_embeddings_by_itself(base_url: str) -> None:
     of vLLM alone is what test_parity.py compares."""
     ask(base_url, about(pictures.url(410)))
     body = chat(user(image(pictures.url(411)), image(pictures.url(412)), text("Compare.")))
-    assert timing(post(base_url, CHAT, body))["way"] == 'desc="engine_loads"'
+    assert timing(post(base_url, CHAT, body))["path"] == 'desc="engine_loads"'
 
 
 def test_vllm_has_a_request_while_its_images_are_encoded(application: ServedApplication, qwen3: str) -> None:
     """Once the engine has loaded what came before. The answers are those of vLLM alone: test_parity.py again."""
-    before = application.exported("qwen3", "LLM", Count.PROMPTS_BEGUN)
+    before = application.exported("qwen3", "LLM", Counter.EARLY_PREFILLS)
     for number in range(8):
         ask(qwen3, chat(user(*(image(pictures.url(380 + 2 * number + n, 90, 90)) for n in range(2)), text("Compare."))))
-    until(lambda: application.exported("qwen3", "LLM", Count.PROMPTS_BEGUN) >= before + 4)
+    until(lambda: application.exported("qwen3", "LLM", Counter.EARLY_PREFILLS) >= before + 4)
 
 
 def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedApplication, qwen3: str) -> None:
@@ -69,7 +69,7 @@ def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedA
     has nothing left of the first."""
 
     def loaded() -> float:
-        return application.exported("qwen3", "LLM", Count.EMBEDDINGS_LOADED)
+        return application.exported("qwen3", "LLM", Counter.EMBEDDINGS_LOADED)
 
     def about_two(number: int, opening: str) -> Body:
         return chat(
@@ -85,7 +85,7 @@ def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedA
     assert sum(ask(qwen3, body)["usage"]["prompt_tokens"] for body in others) > VLLM_CACHES_TOKENS + 2 * 100
     before = _settled(loaded)
     again = post(qwen3, CHAT, about_two(2, "Be brief."))
-    assert timing(again)["way"] == 'desc="engine_loads"', "it was lent both"
+    assert timing(again)["path"] == 'desc="engine_loads"', "it was lent both"
     until(lambda: loaded() == before + 1)
     ask(qwen3, about_two(3, "Take your time."))
     until(lambda: loaded() == before + 3)
@@ -107,9 +107,9 @@ def test_an_image_that_the_engine_has_loaded_may_come_with_a_request(application
     small, large = image(pictures.url(413)), image(pictures.url(414, 896, 896))
     ask(qwen25, chat(user(image(pictures.url(415)), text("What is it?"))))
     first = post(qwen25, CHAT, chat(user(small, text("What is it?"))))
-    assert timing(first)["way"] == 'desc="engine_loads"'
+    assert timing(first)["path"] == 'desc="engine_loads"'
     both = httpx.post(qwen25 + CHAT, json=chat(user(small, large, text("Compare."))), timeout=120)
-    assert timing(both)["way"] == 'desc="in_request"'
+    assert timing(both)["path"] == 'desc="in_request"'
 
 
 def test_answers_stay_right_while_clients_leave(qwen3: str) -> None:
@@ -173,7 +173,7 @@ def test_an_image_asked_for_by_many_at_once(base_url: str) -> None:
 
 def test_every_stage_is_timed(base_url: str) -> None:
     stages = timing(post(base_url, CHAT, about(pictures.url(407, 200, 150))))
-    assert set(stages) == {*STAGES, "cache", "way", "image-1"}
+    assert set(stages) == {*STAGES, "cache", "path", "image-1"}
     durations = {name: float(re.fullmatch(r"dur=(\d+\.\d+)", stages[name])[1]) for name in STAGES}  # type: ignore[index]
     for name in ("preprocess", "encode", "first-token"):
         assert durations[name] > 0, name
@@ -181,7 +181,7 @@ def test_every_stage_is_timed(base_url: str) -> None:
 
 def test_a_streamed_answer_is_timed_before_it_ends(qwen3: str) -> None:
     with streaming(qwen3, about(pictures.url(408))) as response:
-        assert {*STAGES, "cache", "way", "image-1"} == set(timing(response))
+        assert {*STAGES, "cache", "path", "image-1"} == set(timing(response))
 
 
 def test_text_has_no_stages_of_images(qwen3: str) -> None:

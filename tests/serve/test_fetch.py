@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deployments.routes import open_rows
+from deployments.ingress.http.routes import open_rows
 from tests.serve import pictures
 from tests.serve.application import FETCH_TIMEOUT_S, MAX_IMAGE_BYTES, MAX_REDIRECTS
 from tests.serve.asking import ask, post

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 
-from deployments.routes import ROUTES, Service
+from deployments.ingress.http.routes import ROUTES, Service
 from tests.serve.asking import TIMEOUT_S, ask
 from tests.serve.conversations import MODEL, chat
 from tests.serve.errors import error_of

@@ -25,7 +25,7 @@ from tests.serve.application import (
     RETRY_AFTER_S,
     ServedApplication,
 )
-from tests.serve.asking import KEY, TIMEOUT_S, WITH_KEY, ask, by_an_encoder, chunks, post, streaming
+from tests.serve.asking import KEY, TIMEOUT_S, WITH_KEY, ask, chunks, post, streaming
 from tests.serve.conversations import MODEL, Body, about, chat
 from tests.serve.errors import error_of
 
@@ -72,7 +72,7 @@ def overloaded(application: ServedApplication, bodies: Sequence[Body]) -> Iterat
 )
 def test_more_than_may_wait(application: ServedApplication, tight: str, bodies: list[Body]) -> None:
     """As many as may wait do, and no fewer: images are still to be encoded, which Serve's own queue would not count."""
-    by_an_encoder(tight, about(pictures.url(420)))
+    ask(tight, about(pictures.url(420)))
     with overloaded(application, bodies) as refusals:
         for refused in refusals:
             error = error_of(refused, 503)
@@ -87,7 +87,7 @@ def test_images_wait_in_line_for_an_encoder(application: ServedApplication, tigh
 
     Text is answered all the while, a deadline is kept, and nothing is lost.
     """
-    by_an_encoder(tight, about(pictures.url(421)))
+    ask(tight, about(pictures.url(421)))
     (encoder,) = application.replicas("tight", "Encoder")
     bodies = [about(pictures.url(470 + number, *LARGE)) for number in range(3)]
     with ThreadPoolExecutor(len(bodies)) as pool:

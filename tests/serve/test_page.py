@@ -13,10 +13,10 @@ from axe_playwright_python.sync_playwright import Axe
 from click.testing import CliRunner
 from playwright.sync_api import Browser, FilePayload, Locator, Page, Route, expect
 
-from deployments.commands.ask import ask
-from deployments.errors import ApiError, error_head_and_body
+from deployments.cli.ask import ask
+from deployments.common.api_error import ApiError, error_head_and_body
 from tests.serve import browser as browsers
-from tests.serve.asking import KEY, by_an_encoder
+from tests.serve.asking import KEY, post
 from tests.serve.browser import TIMEOUT_MS, VIEWPORT, Watched
 from tests.serve.conversations import about
 from tests.serve.pictures import circle_and_square, encoded, picture, three_triangles, url
@@ -86,7 +86,7 @@ def violations(page: Page) -> list[str]:
 def test_pictures_with_the_shipped_model(watched: Watched, tight: str, tmp_path: Path) -> None:
     """A key, two pictures, a streamed answer that depends on them, where the time went; then all from the cache; and
     `vitray ask` answers alike."""
-    by_an_encoder(tight, about(url(600)))  # one is up
+    assert post(tight, "/v1/chat/completions", about(url(600))).status_code == 200  # an encoder is up
     page = watched.page
     page.goto(f"{tight}/")
     expect(page.get_by_role("alert")).to_contain_text("no valid API key")
@@ -244,7 +244,7 @@ def test_names_and_answers_are_text(watched: Watched, qwen3: str) -> None:
 
     def cluster(route: Route) -> None:
         found = route.fetch().json()
-        found["deployments"][1] |= {"message": HOSTILE, "why": HOSTILE, "policy": HOSTILE}
+        found["deployments"][1] |= {"message": HOSTILE, "target": HOSTILE}
         found["deployments"][1]["replicas"][0] |= {"name": HOSTILE, "state": HOSTILE}
         route.fulfill(status=200, content_type="application/json", body=json.dumps(found))
 

@@ -215,3 +215,21 @@ def test_too_many_visual_tokens(tight: str) -> None:
     message = error_of(post(tight, CHAT, asked(*[image(url)] * 3)), 400)["message"]
     assert str(3 * 121) in message
     assert str(MAX_VISUAL_TOKENS) in message
+
+
+@pytest.mark.parametrize(("path", "fields"), [(CHAT, {}), (CHAT, {"stream": True}), ("/tokenize", {})], ids=str)
+@pytest.mark.parametrize("also", [False, True], ids=["alone", "beside a user's"])
+def test_an_image_where_the_template_takes_none_is_named(
+    tight: str, path: str, fields: dict[str, object], also: bool
+) -> None:
+    """The template drops the images of a system message, at which vLLM answers "Failed to apply prompt replacement for
+    mm_items['image'][0]" with status 500; with a second image it names that one."""
+    messages = [
+        {"role": "system", "content": [text("Be brief."), image(pictures.url(257))]},
+        user(*[image(pictures.url(258))] * also, text("What is it?")),
+    ]
+    error = error_of(post(tight, path, {"model": MODEL, "messages": messages, **fields}), 400)
+    assert "messages[0]" in error["message"]
+    assert "'system'" in error["message"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "messages")
+    ask(tight, chat({"role": "system", "content": "Be brief."}, *messages[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from deployments.routes import ROUTES, Route, Service, open_rows
+from deployments.ingress.http.routes import ROUTES, Route, Service, open_rows
 from tests.serve import pictures
 from tests.serve.asking import TIMEOUT_S, metric, post
 from tests.serve.conversations import MODEL, about

@@ -1,7 +1,7 @@
 """Good and bad traffic at once, at full load: nothing is lost that should be answered, and nothing piles up.
 
 Some 20 seconds of it go to the application of the other tests. `make soak` gives `--soak-seconds` of 30 minutes to one
-of its own, whose caches are small enough to be full before its second quarter, so that what grows then is a leak.
+of its own behind HAProxy, with caches so small that they are full before its second quarter: what grows then is a leak.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def soaked(
     fetch = {"http": True, "allow_private_addresses": True, "timeout_s": 1.0}
     application["args"]["ingress"] |= {"fetch": fetch, "max_image_bytes": MAX_IMAGE_BYTES}
     settings["applications"] = [application]
-    served = ServedApplication(settings, folder=tmp_path_factory.mktemp("soak"))
+    served = ServedApplication(settings, folder=tmp_path_factory.mktemp("soak"), haproxy=True)
     try:
         served.wait()
         yield served

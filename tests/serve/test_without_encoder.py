@@ -11,7 +11,7 @@ import pytest
 
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import TIMEOUT_S, ask, ask_streamed, by_an_encoder
+from tests.serve.asking import TIMEOUT_S, ask, ask_streamed
 from tests.serve.conversations import TEXT_REQUESTS, Body, about, chat
 
 pytestmark = pytest.mark.slow
@@ -44,9 +44,7 @@ def test_text_is_answered_without_an_encoder_and_an_image_brings_one(
     for path, body in TEXT_REQUESTS.values():
         ask(tight, body, path)
     assert application.replicas("tight", "Encoder") == []
-    picture = about(pictures.url(201))
-    assert ask(tight, picture)["choices"][0]["token_ids"]
-    assert by_an_encoder(tight, picture)["choices"][0]["token_ids"]
+    assert ask(tight, about(pictures.url(201)))["choices"][0]["token_ids"]
     assert len(application.replicas("tight", "Encoder")) == 1
 
 

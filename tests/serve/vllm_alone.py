@@ -14,9 +14,10 @@ from types import TracebackType
 import httpx
 
 from configs.resolve import PROJECT_ROOT
+from tests.programs import free_port
 from tests.serve.asking import Answers, Json
 from tests.serve.conversations import MODEL
-from tests.serve.processes import Server, free_port
+from tests.serve.processes import Server
 
 START_TIMEOUT_S = 300.0
 MAX_MODEL_LEN = 8192
@@ -50,7 +51,7 @@ class VllmAlone:
         command += ["--enforce-eager", "--skip-mm-profiling", "--enable-auto-tool-choice", "--trust-request-mm-kwargs"]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "import_shim"),
+            "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "llm" / "engine" / "import_shim"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of the machine sits on the same core
             "VLLM_NO_USAGE_STATS": "1",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from PIL import Image
 
-from encoder.identity import EncoderIdentity
-from encoder.image_size import ImageRules
-from encoder.vision_config import VisionConfig
+from configs.schema import IngressConfig
+from deployments.ingress.fetch.fetcher import MediaFetcher
+from deployments.ingress.http.chat_request import ImagePart
+from deployments.ingress.image_jobs import RequestImages, encoder_jobs, fetch_images
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.images.identity import EncoderIdentity
+from encoder.images.size import ImageRules, PixelBounds
 
 RULES = ImageRules(min_pixels=28 * 28, max_pixels=28 * 28 * 100)
 VISION = VisionConfig.from_dict(
@@ -47,3 +51,16 @@ def png(width: int = 56, height: int = 56, colour: tuple[int, int, int] = (200, 
     file = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(file, "PNG")
     return file.getvalue()
+
+
+async def request_images(
+    parts: Sequence[ImagePart],
+    bounds: PixelBounds | None,
+    identity: EncoderIdentity,
+    fetcher: MediaFetcher,
+    limits: IngressConfig,
+    *,
+    salt: str | None = None,
+) -> RequestImages:
+    """What the ingress makes of a request's images."""
+    return encoder_jobs(await fetch_images(parts, fetcher, limits), bounds, identity, limits, salt)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+from ray.serve._private.common import DeploymentID
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 from configs.schema import AppConfig
-from deployments.affinity import Call
-from deployments.ingress import MAX_TRIES, Ingress
-from deployments.wire import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
+from deployments.common.messages import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
+from deployments.ingress.attempt import MAX_TRIES
+from deployments.ingress.deployment import Ingress
+from deployments.routing.affinity import Call
+from deployments.routing.replica_identity import encoder_metadata
+from encoder.images.identity import EncoderIdentity
 from tests.unit.deployments.samples import IDENTITY, png
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
@@ -92,7 +97,7 @@ class Method:
 class StandIns:
     """Both deployments' handles. `answers` and `encodings` are given one after the other, then empty ones."""
 
-    def __init__(self, *answers: Pieces, encodings: Sequence[Pieces] = (), identity: object = IDENTITY) -> None:
+    def __init__(self, *answers: Pieces, encodings: Sequence[Pieces] = ()) -> None:
         self.answers = list(answers)
         self._encodings = list(encodings)
         self.requests: list[HttpRequest] = []
@@ -101,12 +106,24 @@ class StandIns:
         self.given: list[list[object]] = []
         """To the language model, of each request: references, or where embeddings lie."""
         self.labels: dict[str, list[str]] = {"encode": [], "handle": []}
-        self.identity = Method(lambda: self._identity(identity))
+        self.reports: list[Pieces] = []
+        """Calls to any encoder."""
+        self.failed: list[str] = []
+        """Replicas that get no more calls."""
+        self.deployment_id = DeploymentID("Encoder", "app")
+        self.run(IDENTITY)
 
-    async def _identity(self, identity: object) -> object:
-        if isinstance(identity, Exception):
-            raise identity
-        return identity
+    def run(self, *encoders: EncoderIdentity, available: bool = True) -> None:
+        """The running replicas from now on, and whether there can be any."""
+        replicas = {str(at): SimpleNamespace(replica_metadata=encoder_metadata(one)) for at, one in enumerate(encoders)}
+        routers = SimpleNamespace(curr_replicas=replicas, failed=self.failed.append)
+        loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
+        asyncio_router = SimpleNamespace(_request_router=routers, _deployment_available=available, _event_loop=loop)
+        self._router = SimpleNamespace(_asyncio_router=asyncio_router)
+
+    def _report(self) -> Pieces:
+        self.reports.append(Pieces({}))
+        return self.reports[-1]
 
     def _encode(self, job: object) -> Pieces:
         self.encodings.append(self._encodings.pop(0) if self._encodings else Pieces(job))
@@ -115,13 +132,15 @@ class StandIns:
     def options(self, *, method_name: str = "", session_id: str | None = None, **_: object) -> Any:
         if method_name == "encode":
             return Method(self._encode, self.labels["encode"])
+        if method_name == "report":
+            return Method(self._report, [])
         return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
 
     def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object], call: Call) -> Pieces:
         self.requests.append(request)
         self.places.append(places)
         self.given.append(given)
-        assert call.label() == self.labels["handle"][-1], "the replica is told as what it comes"
+        assert call.to_session_id() == self.labels["handle"][-1], "the replica is told as what it comes"
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
 
 
@@ -149,9 +168,9 @@ class Accepting(StandIns):
 
 
 def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
-    door = {"authentication": "none", "management_routes": "open"}
+    auth = {"mode": "none", "management_routes": "open"}
     llm = limits.pop("llm", {})
-    ingress = {"retry_after_s": RETRY_AFTER_S, "door": door, **limits}
+    ingress = {"retry_after_s": RETRY_AFTER_S, "auth": auth, **limits}
     config = AppConfig.model_validate({"ingress": ingress, "llm": llm})
     handle = cast(DeploymentHandle[Any], stand_ins)
     return Ingress(config, handle, handle)

@@ -14,9 +14,9 @@ from configs.resolve import PROJECT_ROOT, ClusterFacts, load_preset
 from configs.schema import AppConfig, EncoderReplicaConfig, LLMConfig
 from deployments import app as app_module
 from deployments.app import build_app, resources
-from deployments.checkpoint import MADE_ON_DEMAND, local_model
-from deployments.errors import ApiError, error_head_and_body
-from encoder import compile_caches
+from deployments.common.api_error import ApiError, error_head_and_body
+from deployments.common.model_path import local_model
+from encoder.graphs import compile_caches
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], *, has_gpu: bool = False) -> dict[str, Any]:
@@ -99,16 +99,6 @@ def test_a_checkpoint_is_found_in_the_working_directory_first(tmp_path: Path, mo
     (here / "config.json").write_text("{}")
     assert local_model("checkpoints/tiny-qwen3-vl") == str(here)
     assert local_model(str(here)) == str(here)
-
-
-def test_the_projects_own_checkpoints_are_made_where_they_are_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deployments.checkpoint.PROJECT_ROOT", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for name in MADE_ON_DEMAND:
-        assert local_model(name) == str(tmp_path / name)
-        assert (tmp_path / name / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-8B-Instruct", "owner/model.with-dots_1"])

@@ -1,0 +1,124 @@
+"""Padding of the active token budgets on a trace: `python benchmarks/bench_packing.py trace.jsonl`.
+
+The packer of the configuration (`--config`, default: the encoder's default settings) packs images in windows, in order
+of arrival; the duration of a batch comes from a recorded cost table. For each trace the JSON contains
+`padded_over_real` (computed tokens of the replays over their real tokens), `replayed_share` (share of tokens that CUDA
+graphs encode), `total_ms` and `batches`. The last line on stdout is JSON. Needs no GPU and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import yaml
+
+from benchmarks.record import ROOT, provenance, write
+from benchmarks.trace.costs import read_image_costs, windows
+from configs.encoder_config import EncoderConfig
+from configs.schema import AppConfig
+from encoder.graphs.budgets import resolved_budgets
+from encoder.packing.cost_based import ImageCost, plan
+from encoder.packing.greedy import Batch, pack
+from planner.recorded_costs import Costs, MeasuredTable, read_costs
+from planner.traces import RULES
+
+DEFAULT_COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Totals of packing all windows."""
+
+    padded_over_real: float
+    """Token budgets of the replayed batches over their tokens."""
+    replayed_share: float
+    """Share of all tokens that replays encode."""
+    total_ms: float
+    """Duration of all batches according to the cost table."""
+    batches: int
+
+
+def outcome(
+    costs: Costs | MeasuredTable, budgets: Sequence[int], packed: Sequence[tuple[Sequence[ImageCost], Sequence[Batch]]]
+) -> Outcome:
+    """Returns the totals of `packed`: each window of images with its batches."""
+    table = costs.table(budgets)
+    real = padded = total = batches = 0
+    ms = 0.0
+    for window, made in packed:
+        ms += table.total_ms(window, made)
+        for batch in made:
+            tokens = sum(window[index].num_tokens for index in batch.indices)
+            total, batches = total + tokens, batches + 1
+            if batch.budget is not None:
+                real, padded = real + tokens, padded + batch.budget
+    return Outcome(padded / real if real else 1.0, real / total, ms, batches)
+
+
+def packed_by(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs | MeasuredTable) -> Outcome:
+    """Packs the trace in windows of as many images as fit into a graph."""
+    budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
+    size = config.encoder_cudagraph_max_images_per_batch
+    table = costs.table(budgets)
+    packed: list[tuple[Sequence[ImageCost], Sequence[Batch]]] = []
+    for window in windows(list(trace), size):
+        if config.packing == "greedy":
+            made: Sequence[Batch] = pack([image.num_tokens for image in window], budgets=budgets, max_images=size)
+        else:
+            made = plan(window, table=table, max_images=size, max_tokens=max(budgets))
+        packed.append((window, made))
+    return outcome(costs, budgets, packed)
+
+
+def encoder_config(path: Path | None) -> EncoderConfig:
+    """Returns the encoder's settings of a serve_config.yaml, or the defaults without one."""
+    if path is None:
+        return EncoderConfig()
+    application = yaml.safe_load(path.read_text())["applications"][0]
+    return AppConfig.model_validate(application.get("args") or {}).encoder
+
+
+def recorded_costs(path: Path) -> dict[str, object]:
+    """Returns the source of the costs: file, GPU name, and the measured subject if the file states one."""
+    found = json.loads(path.read_text())
+    gpu = found["gpu"]["name"] if isinstance(found.get("gpu"), dict) else found.get("gpu")
+    what = found.get("what") or f"bench_encoder.py's cost tables, commit {found.get('commit')}"
+    return {"file": path.name, "gpu": gpu, "what": what}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Padding of the active token budgets on a trace of images.")
+    parser.add_argument("traces", nargs="+", type=Path, metavar="trace.jsonl")
+    parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
+    parser.add_argument("--config", type=Path, help="a serve_config.yaml (default: the encoder's default settings)")
+    parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="recorded times (default: an H200's)")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    asked = parser.parse_args(arguments)
+    config, costs = encoder_config(asked.config), read_costs(asked.costs, asked.arch)
+    report = {
+        "benchmark": "packing",
+        "arch": asked.arch,
+        "packing": config.packing,
+        "budgets": list(resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
+        "max_images": config.encoder_cudagraph_max_images_per_batch,
+        "costs": recorded_costs(asked.costs),
+        "traces": {
+            path.stem: asdict(packed_by(config, read_image_costs(path, RULES[asked.arch]), costs))
+            for path in asked.traces
+        },
+        **provenance(asked.commit, arguments),
+    }
+    write(report, asked.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

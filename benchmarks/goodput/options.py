@@ -1,0 +1,84 @@
+"""Command-line options of `bench_goodput.py`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.trace.figures import Slo
+from benchmarks.trace.requests import Trace, read_trace
+from planner.traces import TraceError
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
+    parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
+    parser.add_argument(
+        "--encoders", type=int, default=1, help="GPUs with encoders; others have language models (default 1)"
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="encoders share GPUs with language models, of which each has one"
+    )
+    parser.add_argument("--parts", type=int, default=1, help="cut each GPU into so many, which --gpus counts then")
+    parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
+                        help="requests for each speed; may come again")  # fmt: skip
+    parser.add_argument("--pieces", type=int, default=2, help="in which servers take turns (default 2)")
+    parser.add_argument("--batched-tokens", type=int, default=2048, help="of our language models' steps (2048)")
+    parser.add_argument(
+        "--peer-batched-tokens", type=numbers, default=(8192,), help="of vLLM's: 2048,8192; default 8192"
+    )
+    parser.add_argument("--peer-processes", type=numbers, default=(1,), help="API processes of vLLM's: 1,4; default 1")
+    parser.add_argument("--ingresses", type=int, default=4)
+    parser.add_argument("--decode-workers", type=int, default=8, help="of each encoder (default 8)")
+    parser.add_argument("--kv-gib", type=float, default=30.0, help="of each engine (default 30)")
+    parser.add_argument("--slo", type=slo, action="append", metavar="TTFT:TPOT",
+                        help="milliseconds of a good answer; may come again (default 1000:50)")  # fmt: skip
+    parser.add_argument("--again", type=int, default=60, help="times that one request is sent again")
+    parser.add_argument("--alone", action="store_true", help="without vLLM's servers")
+    parser.add_argument("--answers", type=Path, help="append every request to this file, a line of JSON each")
+    parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    options = parser.parse_args(arguments)
+    options.slo = options.slo or [Slo()]
+    return options
+
+
+def load(text: str) -> tuple[tuple[float, ...], list[Trace]]:
+    """Parses a trace with its speeds, as factors of its own pace, and a slice of it for each speed."""
+    try:
+        path, speeds, requests = text.rsplit(":", 2)
+        wanted = tuple(float(speed) for speed in speeds.split(","))
+        return wanted, slices(read_trace(Path(path)), len(wanted), int(requests))
+    except (ValueError, OSError, TraceError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED:REQUESTS: {error}") from error
+
+
+def slo(text: str) -> Slo:
+    ttft_ms, tpot_ms = text.split(":")
+    return Slo(float(ttft_ms), float(tpot_ms))
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
+
+
+def slices(trace: Trace, number: int, requests: int) -> list[Trace]:
+    """Returns `number` slices of a trace with disjoint requests and pictures. Raises ValueError if it is too short."""
+    if number * requests > len(trace.requests):
+        raise ValueError(
+            f"{number} speeds of {requests} requests want {number * requests}; {trace.name} has {len(trace.requests)}"
+        )
+    made = []
+    for first in range(0, number * requests, requests):
+        rows = trace.requests[first : first + requests]
+        moved = tuple(dataclasses.replace(one, at_s=one.at_s - rows[0].at_s) for one in rows)
+        digest = hashlib.sha256(f"{trace.digest} {first}".encode()).hexdigest()
+        made.append(Trace(trace.name, digest, moved))
+    return made

@@ -1,0 +1,109 @@
+"""README's results table: vitray and vLLM alone, from the newest run of each benchmark.
+
+Each row states its conditions and links to the dated log entry of its run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ladder.summary import summary
+from benchmarks.reports.tables import table_row, table_rule
+
+LADDER = "ladder_h200.json"
+TWO_GPUS = "goodput_x2_again_h200.json"
+HALVES = "goodput_x4_halves_h200.json"
+ONE_GPU = "goodput_shared_again_h200.json"
+FOUR_IMAGES = "serving_transfer_h200.json"
+LOGS = {
+    LADDER: "2026-11-23-fair-ladder-two-towers.md",
+    TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
+    HALVES: "2026-11-23-goodput-half-gpus.md",
+    ONE_GPU: "2026-11-22-goodput-one-gpu.md",
+    FOUR_IMAGES: "2026-11-21-serving-one-gpu.md",
+}
+"""The log entry that describes the run, by result file."""
+_OURS = "vitray"
+Record = Mapping[str, Any]
+
+
+def markdown(folder: Path) -> str:
+    """Returns a table with one row per workload, with our figure and the peer's."""
+    lines = [table_row(["NVIDIA H200", "vitray", "vLLM 0.26 alone", "conditions"]), table_rule(4)]
+    lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
+    lines += _goodput_rows(folder, HALVES, "four halves of GPUs (MPS), one for the encoder")
+    lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
+    lines += _tower_rows(folder)
+    lines.append(_repeated_row(folder))
+    lines.append(_four_images_row(folder))
+    return "\n".join(lines)
+
+
+def _goodput_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
+    result = json.loads((folder / name).read_text())
+    slo = result["slos"][0] if "slos" in result else result["slo"]
+    for row in result["rows"]:
+        trace, servers = row["trace"], row["servers"]
+        rate = trace["requests"] / trace["seconds"] * row["speed"]
+        peers = [server["goodput_share"] for kind, server in servers.items() if kind != _OURS]
+        yield table_row(
+            [
+                f"requests within the SLO, {trace['name']} at {rate:.3g}/s",
+                f"{servers[_OURS]['goodput_share']:.0%}",
+                f"{max(peers):.0%}",
+                f"{layout}; SLO: TTFT {slo['ttft_ms'] / 1000:g} s, TPOT {slo['tpot_ms']:g} ms; {trace['requests']} "
+                f"requests, {result['date'][:10]} ({_log(name)})",
+            ]
+        )
+
+
+def _tower_rows(folder: Path) -> Iterator[str]:
+    """Yields rows of Qwen3-VL-8B alone, without shapes for which there is no valid run of vLLM alone."""
+    result = json.loads((folder / LADDER).read_text())
+    record = result["archs"]["qwen3_vl"]
+    for shape, cell in summary(record)["sustained"].items():
+        if "over" in cell and shape in ("16×224²", "1×1024²", "3×1240×1754"):
+            ours, theirs = cell["fusion"], cell["vllm"]
+            yield table_row(
+                [
+                    f"vision tower of Qwen3-VL-8B, {shape}",
+                    f"{ours['ms']:.1f} ms",
+                    f"{theirs['ms']:.1f} ms",
+                    f"bfloat16, each alone for {result['sustain_s']:g} s, {ours['sm_mhz']:.0f} and "
+                    f"{theirs['sm_mhz']:.0f} MHz, {result['date'][:10]} ({_log(LADDER)})",
+                ]
+            )
+
+
+def _repeated_row(folder: Path) -> str:
+    result = json.loads((folder / TWO_GPUS).read_text())
+    medians = {kind: found["median"] for kind, found in result["again_ms"].items()}
+    peer = min(median for kind, median in medians.items() if kind != _OURS)
+    return table_row(
+        [
+            "latency of a repeated request, median",
+            f"{medians[_OURS]:.1f} ms",
+            f"{peer:.1f} ms",
+            f"one token, all caches warm, no load, behind HAProxy, {result['date'][:10]} ({_log(TWO_GPUS)})",
+        ]
+    )
+
+
+def _four_images_row(folder: Path) -> str:
+    rows = json.loads((folder / FOUR_IMAGES).read_text())["rows"]
+    ours, alone = rows["cudagraph + layer fusion"], rows["vLLM alone, encoder graphs"]
+    return table_row(
+        [
+            "latency of a request with four new images of 448², mean",
+            f"{ours['latency_ms']['mean']:.1f} ms",
+            f"{alone['latency_ms']['mean']:.1f} ms",
+            f"small language model, one GPU, no load, {ours['date'][:10]} ({_log(FOUR_IMAGES)})",
+        ]
+    )
+
+
+def _log(name: str) -> str:
+    return f"[log](benchmarks/log/{LOGS[name]})"

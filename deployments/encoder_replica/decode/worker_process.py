@@ -1,0 +1,214 @@
+"""Worker process that decodes images, and its parent's handle.
+
+The worker answers with bytes and JSON, never a pickle: a file that takes over its decoder must not reach the parent.
+It writes pixels to shared memory if the task has an allocation there, else to the pipe. It exits when its parent has
+ended, even if the parent was killed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import multiprocessing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from deployments.common.replica_errors import WorkerEndedError
+from deployments.encoder_replica.decode.memory_bound import OutOfBoundError, memory_bound
+from deployments.transfer.shared_memory import Allocation, ArenaHandle
+from encoder.images.decoded import Decoded, decode
+from encoder.images.size import ImageError, ImageRules, PixelBounds
+
+if TYPE_CHECKING:
+    from encoder.pixels.preprocess import Pixels
+
+logger = logging.getLogger("ray.serve")
+
+START_S = 120.0
+"""Timeout for a process to start and finish its imports."""
+
+MAX_ANSWER_BYTES = 65_536
+"""Limit of the JSON part of an answer."""
+
+GAVE_UP = "the decoder gave up on this image"
+
+_READY, _STARTED = b"ready", b"started"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One image to decode."""
+
+    data: bytes
+    bounds: PixelBounds | None
+    resize: bool
+    """Whether to resize to the size that the rules give, `[3, H, W]`; else the decoded `[H, W, 3]` is returned."""
+    start: int
+    """Offset in shared memory at which the pixels are stored."""
+    num_bytes: int
+    """Bytes allocated there; 0 if the pixels are sent through the pipe."""
+
+
+def serve_tasks(
+    connection: Connection, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, resizes: bool
+) -> None:
+    """Answers tasks until the parent's end of the pipe closes. `resizes`: whether to warm up for resizing."""
+    memory = np.frombuffer(arena.open(), np.uint8)
+    _values(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
+    connection.send_bytes(_READY)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        if task.resize:
+            _resizing()  # imports torch before the image's timeout begins
+        connection.send_bytes(_STARTED)
+        try:
+            with memory_bound(memory_bytes):
+                values = _values(task, rules, max_pixels)
+        except (ImageError, OutOfBoundError) as error:
+            over = f"decoding takes more than {memory_bytes} bytes of memory, the limit"
+            told = over if isinstance(error, OutOfBoundError) else str(error)
+            connection.send_bytes(json.dumps({"error": told}).encode())
+            continue
+        shared = values.nbytes <= task.num_bytes
+        if shared:
+            memory[task.start : task.start + values.nbytes].reshape(values.shape)[...] = values
+        connection.send_bytes(json.dumps({"shape": values.shape, "shared": shared}).encode())
+        if not shared:
+            connection.send_bytes(values.reshape(-1).data)
+
+
+def _warm_up_file() -> bytes:
+    """Returns a file whose decoding imports Pillow's formats and, if resized, torch."""
+    Image.init()
+    file = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(file, "PNG")
+    return file.getvalue()
+
+
+def _values(task: Task, rules: ImageRules, max_pixels: int) -> NDArray[np.uint8]:
+    decoded = decode(task.data, rules, task.bounds, max_pixels_decoded=max_pixels)
+    if not task.resize:
+        return decoded.values
+    return _resizing()(decoded, rules).values
+
+
+def _resizing() -> Callable[[Decoded, ImageRules], Pixels]:
+    """Imports torch on the first call, so that a process that only decodes does without."""
+    import torch
+
+    from encoder.pixels.preprocess import resize
+
+    torch.set_num_threads(1)  # images are decoded in parallel by processes, not by threads
+    return resize
+
+
+class Decoder:
+    """Handle on one worker process, which is restarted when it is lost. For one thread at a time."""
+
+    def __init__(
+        self, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, *, resizes: bool
+    ) -> None:
+        """`memory_bytes`: limit of the memory that one image may take."""
+        self._settings = (rules, max_pixels, memory_bytes, arena, resizes)
+        self._stopped = False
+        self._ready = False
+        self._start()
+
+    def run(self, task: Task, allocation: Allocation | None, timeout_s: float) -> NDArray[np.uint8]:
+        """Returns the task's pixels, in the allocation if there is one. `timeout_s` counts from the time at which the
+        process receives the task.
+
+        Raises:
+            ImageError: the file cannot be decoded, took too long, or killed its decoder.
+            WorkerEndedError: no decoder can be started.
+        """
+        self._hand_over(task)
+        try:
+            answer = json.loads(self._received(timeout_s, MAX_ANSWER_BYTES))
+            told = answer.get("error")
+            if told is None:
+                return self._pixels(answer, allocation, timeout_s)
+        except TimeoutError as error:
+            self._restart()
+            raise ImageError(f"decoding took longer than {timeout_s:g} s") from error
+        except (EOFError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._restart()
+            raise ImageError(GAVE_UP) from error
+        raise ImageError(str(told))
+
+    def _pixels(self, answer: Mapping[str, Any], allocation: Allocation | None, timeout_s: float) -> NDArray[np.uint8]:
+        shape = tuple(int(side) for side in answer["shape"])
+        if len(shape) != 3 or min(shape) < 1:
+            raise ValueError(f"pixels have the shape {shape}")
+        if answer["shared"] and allocation is not None:
+            return allocation.array(shape)
+        _, _, memory_bytes, *_ = self._settings
+        return np.frombuffer(bytearray(self._received(timeout_s, memory_bytes)), np.uint8).reshape(shape)
+
+    def _received(self, timeout_s: float, most_bytes: int) -> bytes:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv_bytes(most_bytes)
+
+    def stop(self) -> None:
+        """Kills the process for good."""
+        self._stopped = True
+        self._end()
+
+    def _hand_over(self, task: Task) -> None:
+        """Sends the task to the process, or to a new one: an earlier loss of the process is not this image's fault."""
+        for _ in range(2):
+            try:
+                if not self._ready:
+                    self._expect(_READY)
+                    self._ready = True
+                self._connection.send(task)
+                self._expect(_STARTED)
+                return
+            except (EOFError, OSError):
+                logger.warning("a decoder was lost and is started anew")
+                self._restart()
+        raise WorkerEndedError("no decoder can be started")
+
+    def _expect(self, word: bytes) -> None:
+        """Waits for the message `word`. Raises EOFError if another message or none arrives."""
+        if not self._connection.poll(START_S) or self._connection.recv_bytes() != word:
+            raise EOFError
+
+    def _start(self) -> None:
+        """Raises OSError, with the handle unchanged, if the system has no process or file left."""
+        ours, theirs = multiprocessing.Pipe()
+        # Forking a process that uses CUDA or threads is not safe.
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve_tasks, args=(theirs, *self._settings), name="decoder", daemon=True
+        )
+        try:
+            process.start()
+        finally:
+            theirs.close()  # or reading would not raise EOFError when the process ends
+        self._connection, self._process = ours, process
+        self._ready = False
+
+    def _restart(self) -> None:
+        """Kills the process and starts another one; if that fails, the next task tries again."""
+        self._end()
+        if not self._stopped:
+            try:
+                self._start()
+            except OSError as error:
+                logger.warning("a decoder cannot be started: %s", error)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.join()  # from here on it cannot write to an allocation that is reused
+        self._connection.close()

@@ -1,0 +1,63 @@
+"""LRU cache of embeddings, bounded in bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+from cachetools import LRUCache
+
+V = TypeVar("V")
+
+
+class EmbeddingCache(Generic[V]):
+    """Thread-safe LRU cache of at most `max_bytes` (0 or more).
+
+    Keys are whole digests; values are opaque.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._entries: LRUCache[str, tuple[V, int]] = LRUCache(max_bytes, getsizeof=lambda entry: entry[1])
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> V | None:
+        """Returns the value and marks it as most recently used, or returns None."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return None if entry is None else entry[0]
+
+    def put(self, key: str, value: V, num_bytes: int) -> bool:
+        """Stores `value` of `num_bytes`, replacing any earlier one, and evicts the least recently used entries.
+
+        Returns False, and neither stores nor evicts, if `value` is larger than the cache.
+        """
+        with self._lock:
+            fits = num_bytes <= self._entries.maxsize
+            if fits:
+                self._entries[key] = (value, num_bytes)
+            return fits
+
+    def drop_oldest(self) -> bool:
+        """Evicts the least recently used entry to free its memory. Returns False if the cache is empty."""
+        with self._lock:
+            if self._entries:
+                self._entries.popitem()
+                return True
+            return False
+
+    def keys(self) -> list[str]:
+        """Returns the cached keys in the order in which they were stored."""
+        with self._lock:
+            return list(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries."""
+        return int(self._entries.currsize)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether `key` is cached. Does not mark it as used."""
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)

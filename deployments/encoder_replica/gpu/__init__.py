@@ -1,0 +1,1 @@
+"""The thread that owns the GPU: its jobs, their completion, its health."""

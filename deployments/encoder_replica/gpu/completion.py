@@ -1,0 +1,85 @@
+"""Completion of jobs that were launched on the GPU: each gets its embedding, an error, or a retry alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from deployments.common.replica_errors import DeviceMemoryError, DeviceSickError, WorkerEndedError
+from deployments.encoder_replica.gpu.health import DeviceHealth, Fault
+from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
+from encoder.device_errors import out_of_memory
+from encoder.staging.pipeline import Launched
+from encoder.staging.staging import Room
+
+logger = logging.getLogger("ray.serve")
+
+
+class Outcomes:
+    """Completes jobs, on any thread, and tracks the device's health."""
+
+    def __init__(self, events: WorkerEvents, again: Callable[[Job], None], room: Room | None) -> None:
+        """`again` queues a job that is retried alone; `room` allocates memory for embeddings."""
+        self._events = events
+        self._again = again
+        self._room = room
+        self._health = DeviceHealth()
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why the device failed permanently, or None."""
+        return self._health.fault
+
+    def fetch(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
+        """Waits for a batch and completes its jobs. `started`: when the batch left the queue, by `time.perf_counter`.
+
+        Every step that may fail precedes the first completion, so that each job gets an embedding or an error.
+        """
+        try:
+            fetched, ran = launched.fetch(self._room), launched.ran
+            if len(fetched) != len(jobs):
+                raise RuntimeError(f"a batch of {len(jobs)} images gave {len(fetched)} embeddings")
+        except BaseException as error:
+            self.failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
+            return
+        done = time.perf_counter()
+        self._health.worked()
+        for job, tokens in zip(jobs, fetched, strict=True):
+            queue_ms, encode_ms = (started - job.queued_at) * 1e3, (done - started) * 1e3
+            job.future.set_result(Encoded(tokens, queue_ms, encode_ms, ran))
+
+    def failed(self, jobs: Sequence[Job], error: BaseException, *, alone: bool) -> None:
+        """Sets the error on jobs that failed alone. Others are retried, each alone."""
+        self.diagnose(error, alone=alone)
+        if self.fault is not None:
+            self.refuse(jobs)
+            return
+        if alone:
+            told = DeviceMemoryError(str(error)) if out_of_memory(error) else error
+            for job in jobs:
+                job.future.set_exception(told)
+            return
+        self._events.retried(1)
+        logger.error("a batch failed; %d images of it are tried alone", len(jobs), exc_info=error)
+        for job in jobs:
+            self._again(replace(job, alone=True))
+
+    def diagnose(self, error: BaseException, *, alone: bool) -> None:
+        """Updates the device's health. `alone`: whether the batch was one image, which is not retried."""
+        if self._health.failed(error, alone=alone) and self.fault is not None:
+            logger.error("the device has failed, it is not used any more", exc_info=error)
+            self._events.sick(self.fault)
+
+    def refuse(self, jobs: Sequence[Job]) -> None:
+        """Fails the jobs because the device failed; another replica may encode them."""
+        for job in jobs:
+            job.future.set_exception(DeviceSickError("the device has failed"))
+
+    def abandon(self, jobs: Sequence[Job]) -> None:
+        """Fails those of the jobs that are neither completed nor cancelled, because the thread has ended."""
+        for job in jobs:
+            future = job.future
+            if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+                future.set_exception(WorkerEndedError("the thread that owned the GPU has ended"))

@@ -1,0 +1,65 @@
+"""Messages to and from the GPU thread: jobs, results, signals, and events to count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from deployments.encoder_replica.gpu.health import Fault
+from encoder.images.decoded import Decoded
+from encoder.packing.run_counts import Ran, RunCounts
+from encoder.pixels.preprocess import Pixels
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Result of a job."""
+
+    tokens: torch.Tensor
+    """`[num_tokens, width]` in host memory."""
+    queue_ms: float
+    encode_ms: float
+    ran: Ran | None = None
+    """How the image's batch ran: graph replay or eager."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One image to encode."""
+
+    pixels: Pixels | Decoded
+    num_tokens: int
+    queued_at: float
+    place: float
+    """Place in the queue, from `fair_queue.place_of`."""
+    future: Future[Encoded] = field(default_factory=Future)
+    alone: bool = False
+    """Whether the job is retried alone because its batch failed."""
+
+
+class Sign(Enum):
+    """Signals in the queue of jobs."""
+
+    STOP = "stop"
+    LOOK = "look whether there is something to do while nothing waits"
+
+
+def _ignore(_: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class WorkerEvents:
+    """Callbacks for metrics, called on any thread."""
+
+    queued_tokens: Callable[[int], None] = _ignore
+    """Tokens that are queued or being encoded now."""
+    retried: Callable[[int], None] = _ignore
+    """Number of batches that failed and are retried image by image."""
+    ran: Callable[[RunCounts], None] = _ignore
+    """The encoder's counts since its start, such as replays, and eager runs by reason."""
+    sick: Callable[[Fault], None] = _ignore
+    """The device failed permanently."""

@@ -1,0 +1,253 @@
+"""The thread that owns the GPU: the encoder packs and runs the first jobs of a bounded fair queue (`fair_queue.py`).
+
+It does not wait for launched batches: a second thread fetches the results and completes the jobs' futures
+(`completion.py`). `deployments/encoder_replica/deployment.py` submits the jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+from deployments.common.fair_queue import WINDOW, FairLine
+from deployments.common.replica_errors import DeviceSickError, QueueFullError, WorkerEndedError
+from deployments.common.throughput import BusySpeed
+from deployments.encoder_replica.gpu.completion import Outcomes
+from deployments.encoder_replica.gpu.completion_thread import Answers
+from deployments.encoder_replica.gpu.health import Fault
+from deployments.encoder_replica.gpu.jobs import Encoded, Job, Sign, WorkerEvents
+from encoder.encoder import Encoder
+from encoder.images.decoded import Decoded
+from encoder.images.size import num_tokens
+from encoder.pixels.preprocess import Pixels
+from encoder.staging.staging import Room
+
+logger = logging.getLogger("ray.serve")
+
+
+class GpuWorker:
+    """Owns one Encoder on one thread. `submit` is thread-safe."""
+
+    def __init__(
+        self,
+        make_encoder: Callable[[], Encoder],
+        *,
+        max_queued_tokens: int,
+        events: WorkerEvents | None = None,
+        room: Room | None = None,
+    ) -> None:
+        """Blocks until `make_encoder` has returned on the GPU thread, and raises its exception.
+
+        `room` allocates memory for embeddings; it is called on the completion thread.
+        """
+        self._max_queued_tokens = max_queued_tokens
+        self._events = events or WorkerEvents()
+        self._queue: queue.SimpleQueue[Job | Sign] = queue.SimpleQueue()
+        self._line: FairLine[Job] = FairLine()
+        self._window: list[Job] = []
+        """Jobs of the `launch_batches` call in progress."""
+        self._stopping = self._ended = False
+        self._lock = threading.Lock()
+        self._queued_tokens = 0
+        self._speed = BusySpeed()
+        self._outcomes = Outcomes(self._events, self._queue.put, room)
+        self._idling = True
+        made: Future[Encoder] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
+        self._thread.start()
+        encoder = made.result()
+        self.identity, self.resizes = encoder.identity, encoder.resizes
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why the device failed permanently, or None. After a failure, every image is refused."""
+        return self._outcomes.fault
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the jobs that are queued or being encoded."""
+        return self._queued_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second measured in busy time; 0 before the first image."""
+        return self._speed.tokens_per_s
+
+    def submit(self, pixels: Pixels | Decoded, place: float | None = None) -> Future[Encoded]:
+        """Queues one image. An image that exceeds `max_queued_tokens` alone is accepted if the queue is empty.
+
+        `place`: place in the queue, from `fair_queue.place_of` and `time.perf_counter`; None takes the present.
+
+        Raises:
+            QueueFullError: the queue has no room for the image's tokens.
+            WorkerEndedError: the thread has ended, or the device has failed.
+        """
+        count = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
+        now = time.perf_counter()
+        job = Job(pixels, count, now, now if place is None else place)
+        if self.fault is not None:
+            raise DeviceSickError(f"the device has failed: {self.fault.value}")
+        with self._lock:
+            if self._ended:
+                raise WorkerEndedError("the thread that owned the GPU has ended")
+            if self._queued_tokens and self._queued_tokens + count > self._max_queued_tokens:
+                raise QueueFullError(
+                    f"{self._queued_tokens} visual tokens wait, {count} more would pass {self._max_queued_tokens}"
+                )
+            self._queued_tokens += count
+            self._speed.begin()
+            self._events.queued_tokens(self._queued_tokens)
+            self._queue.put(job)  # under the lock, so that no job is queued after the thread's last look
+        job.future.add_done_callback(lambda done: self._release(count, done))
+        return job.future
+
+    def stop(self, *, wait: bool = False) -> None:
+        """Ends the thread after the queued jobs. `wait`: whether to block until it has ended."""
+        self._queue.put(Sign.STOP)
+        if wait:
+            self._thread.join()
+
+    def _release(self, count: int, done: Future[Encoded]) -> None:
+        encoded = not done.cancelled() and done.exception() is None
+        with self._lock:
+            self._queued_tokens -= count
+            self._speed.end(count if encoded else 0)
+            self._events.queued_tokens(self._queued_tokens)
+
+    def _run(self, make_encoder: Callable[[], Encoder], made: Future[Encoder]) -> None:
+        try:
+            encoder = make_encoder()
+        except BaseException as error:
+            made.set_exception(error)
+            return
+        made.set_result(encoder)
+        self._answers = Answers(lambda: self._queue.put(Sign.LOOK))
+        self._events.ran(encoder.counts)
+        self._idle(encoder)
+        late: list[Job] = []
+        try:
+            while not self._stopping:
+                self._round(encoder)
+                self._events.ran(encoder.counts)
+                self._idle(encoder)
+            late = self._last_round(encoder)
+            self._events.ran(encoder.counts)
+            encoder.close()
+        finally:
+            self._answers.close()
+            self._end(late)
+
+    def _idle(self, encoder: Encoder) -> None:
+        """Runs the encoder's idle steps while no job is queued or in flight.
+
+        A graph capture needs the device to itself. After an idle step that raised, none is tried again.
+        """
+        try:
+            while (
+                self._idling
+                and not self._stopping
+                and self.fault is None
+                and self._queue.empty()
+                and self._answers.idle
+                and encoder.idle_step()
+            ):
+                self._events.ran(encoder.counts)
+        except Exception as error:
+            self._idling = False
+            self._outcomes.diagnose(error, alone=False)
+            logger.exception("what the encoder does in idle moments failed; it goes on without")
+
+    def _round(self, encoder: Encoder) -> None:
+        """Blocks until an item arrives, then launches all queued jobs, batch by batch."""
+        self._collect(self._queue.get())
+        while self._line:
+            encoder.wait_for_room()  # jobs that arrive meanwhile are packed too
+            self._drain()
+            self._encode(encoder, self._first_in_line(encoder))
+
+    def _first_in_line(self, encoder: Encoder) -> list[Job]:
+        """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
+        first = [job for _, job in self._line.take(WINDOW)]
+        together = first[:1] if first[0].alone else [job for job in first if not job.alone]
+        together = together[: encoder.worth_launching([job.num_tokens for job in together], self._queued_tokens)]
+        self._put_back(set(first).difference(together))
+        # Cancelled jobs are dropped here, before they cost GPU time; from here on, jobs cannot be cancelled.
+        return [job for job in together if job.future.running() or job.future.set_running_or_notify_cancel()]
+
+    def _put_back(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._line.add(job.place, job)
+
+    def _last_round(self, encoder: Encoder) -> list[Job]:
+        """Runs the retries that are queued, and returns the jobs that arrived after the stop signal."""
+        self._answers.wait_idle()
+        late: list[Job] = []
+        for job in self._taken():
+            if job.alone:
+                self._encode(encoder, [job])
+            else:
+                late.append(job)
+        return late
+
+    def _end(self, late: list[Job]) -> None:
+        """Refuses further jobs and fails those that remain, so that no caller waits for a thread that has ended."""
+        with self._lock:
+            self._ended = True
+        jobs = [*late, *self._window, *(job for _, job in self._line.take()), *self._taken()]
+        self._window = []
+        self._outcomes.abandon(jobs)
+
+    def _taken(self) -> Iterator[Job]:
+        """Yields the jobs of the inbox until it is empty."""
+        while not self._queue.empty():
+            if isinstance(item := self._queue.get(), Job):
+                yield item
+
+    def _drain(self) -> None:
+        """Moves jobs from the inbox to the fair queue, up to a stop signal."""
+        while not self._stopping and not self._queue.empty():
+            self._collect(self._queue.get())
+
+    def _collect(self, item: Job | Sign) -> None:
+        if isinstance(item, Job):
+            self._line.add(item.place, item)
+        elif item is Sign.STOP:
+            self._stopping = True
+
+    def _encode(self, encoder: Encoder, jobs: list[Job]) -> None:
+        """Launches the batch with the first job, then the other batches as long as no new job arrives; returns the
+        rest to the queue.
+
+        If a batch of several jobs fails, each is retried alone, so that only the one at fault fails.
+        """
+        if not jobs:
+            return
+        if self.fault is not None:
+            self._outcomes.refuse(jobs)
+            return
+        self._window = jobs
+        given: set[int] = set()
+        started = time.perf_counter()
+        try:
+            for launched in encoder.launch_batches([job.pixels for job in jobs]):
+                given.update(launched.batch.indices)
+                batch = [jobs[index] for index in launched.batch.indices]
+                self._answers.put(partial(self._outcomes.fetch, launched, batch, started))
+                self._drain()
+                if self._line:  # a new job may precede the remaining ones, or be packed with them
+                    break
+                started = time.perf_counter()
+            self._put_back([job for index, job in enumerate(jobs) if index not in given])
+        except Exception as error:
+            left = [job for index, job in enumerate(jobs) if index not in given]
+            self._outcomes.failed(left, error, alone=len(jobs) == 1)
+        self._window = []

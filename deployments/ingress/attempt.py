@@ -1,0 +1,205 @@
+"""Attempts at a request: starts the encoding of its images and its answer, and streams the answer to the client.
+
+If a replica is lost, a request is retried as long as no byte of its answer has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from starlette.responses import Response, StreamingResponse
+
+from deployments.common.api_error import ApiError, error_head_and_body
+from deployments.common.messages import Accepted, NotEncoded, ResponseHead, TooEarly
+from deployments.ingress.admission import Visit
+from deployments.ingress.failures import EngineLostError, LLMLostError, OutdatedError, ReplicaLostError
+from deployments.ingress.http.deadline import Deadline
+from deployments.ingress.image_jobs import EngineRequest
+from deployments.ingress.replica_client import Answer, Encoding, Replicas
+from deployments.telemetry.metrics import Histogram, Histograms
+
+logger = logging.getLogger("ray.serve")
+
+MAX_TRIES = 5
+"""Attempts at one request: a request that crashes every replica it reaches must not crash all of them."""
+
+MAX_ENGINES = 2
+"""Engines that one request may lose, since the request may be what crashes them."""
+
+FIRST_WAIT_S = 0.05
+"""Delay before the first retry; it doubles with each further one."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Numbers of replicas that were lost in earlier attempts."""
+
+    times: int = 0
+    encoders: int = 0
+    llms: int = 0
+    engines: int = 0
+    """Engines of language models that ended while they had the request."""
+
+    def and_then(self, error: ReplicaLostError) -> Lost:
+        engines = self.engines + isinstance(error, EngineLostError)
+        return Lost(self.times + 1, self.encoders + error.encoder, self.llms + error.llm, engines)
+
+
+@dataclass
+class Attempt:
+    """One attempt at a request.
+
+    response = await Attempt(request, replicas, visit, deadline, times).response()
+    """
+
+    request: EngineRequest
+    replicas: Replicas
+    visit: Visit
+    """Its `accepted` is called once a language model has the request and all its embeddings."""
+    deadline: Deadline
+    times: Histograms
+    stages: str | None = None
+    """`Server-Timing` entries of the ingress, which precede the language model's."""
+    lost: Lost = Lost()
+    ask: bool = False
+    """Whether encoders are called for all images, including those in the embedding directory."""
+    _encodings: list[Encoding] = field(default_factory=list, init=False)
+    """Encodings that the answer waits for. Each is returned to `replicas`, by `encoded` or `cancel`."""
+    _answer: Answer | None = field(default=None, init=False)
+
+    def again(self, lost: Lost) -> Attempt:
+        """Returns the next attempt, after `lost`."""
+        return dataclasses.replace(self, lost=lost, ask=True)
+
+    async def response(self) -> Response:
+        """Returns the language model's response. If the client disconnects, the calls of this attempt are cancelled.
+
+        Raises:
+            ReplicaLostError, OutdatedError: another attempt may succeed.
+            ApiError: the error for the client.
+        """
+        try:
+            self._start_encodings()
+            answer = await self._start_answer(early=True)
+            head = await anext(answer)
+            if isinstance(head, TooEarly):
+                self.replicas.ends(answer)
+                answer = await self._start_answer(early=False)
+                head = await anext(answer)
+            head = await self._accepted(head, answer)
+            body = await self._whole_body(head, answer)
+        except Exception as error:
+            told = self.replicas.explained(error)
+            self._cancel(failed=not isinstance(told, LLMLostError))
+            raise told from error
+        except BaseException:  # the client disconnected, or the deadline has passed
+            self._cancel()
+            raise
+        if self.stages is not None:
+            head.headers.append((b"server-timing", self.stages.encode()))
+        if _is_stream(head):  # the replica holds the head back until the first chunk
+            waited_s = asyncio.get_running_loop().time() - self.deadline.arrived
+            self.times.observe(Histogram.TIME_TO_FIRST_TOKEN_SECONDS, waited_s)
+        return http_response(head, self._stream(head, answer) if body is None else body)
+
+    def _start_encodings(self) -> None:
+        request = self.request
+        seen = [None] * len(request.jobs) if self.ask else self.replicas.seen(request.jobs, request.conversation)
+        for job, at in zip(request.jobs, seen, strict=True):
+            self._encodings.append(self.replicas.encode(job, self.lost.encoders, seen=at))
+
+    async def _start_answer(self, *, early: bool) -> Answer:
+        self._answer = await self.replicas.answer(self.request, self._encodings, attempt=self.lost.llms, early=early)
+        return self._answer
+
+    async def _accepted(self, first: object, answer: Answer) -> ResponseHead:
+        """Returns the head of an answer that begins with `first`, once a replica has the request and its embeddings."""
+        conversation = self.request.conversation
+        if isinstance(first, NotEncoded):
+            await self.replicas.not_encoded(self._encodings[first.image], conversation=conversation)
+        self.visit.accepted()  # replicas of a version without Accepted send the head first
+        accepted = first if isinstance(first, Accepted) else Accepted()
+        self.replicas.encoded(self._encodings, accepted, conversation=conversation)
+        self._encodings = []
+        head = await anext(answer) if isinstance(first, Accepted) else first
+        if not isinstance(head, ResponseHead):
+            raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
+        return head
+
+    async def _whole_body(self, head: ResponseHead, answer: Answer) -> bytes | None:
+        """Returns the whole body, or None for an event stream that did not arrive complete with its head.
+
+        Only event streams are streamed. Other bodies get a Content-Length: without it, a client that closes after the
+        last byte would look like one that disconnected early.
+        """
+        if head.complete:
+            self.replicas.ends(answer)
+            return head.body
+        if _is_stream(head):
+            return None
+        return b"".join([head.body, *[chunk async for chunk in answer if isinstance(chunk, bytes)]])
+
+    async def _stream(self, head: ResponseHead, answer: Answer) -> AsyncIterator[bytes]:
+        complete = False
+        try:
+            async with asyncio.timeout_at(self.deadline.at):
+                if head.body:
+                    yield head.body
+                async for chunk in answer:
+                    assert isinstance(chunk, bytes)
+                    yield chunk
+            complete = True
+        except Exception as error:
+            logger.exception("an answer broke off")
+            told = self.deadline.error() if isinstance(error, TimeoutError) else self.replicas.explained(error)
+            if isinstance(told, ApiError):
+                yield b"data: " + error_head_and_body(told)[1] + b"\n\n"
+        finally:
+            if not complete:
+                self._cancel()
+
+    def _cancel(self, *, failed: bool = False) -> None:
+        """Cancels the calls of this attempt. `failed`: later requests must not share its encodings."""
+        self.replicas.cancel(self._answer, self._encodings, failed=failed)
+        self._encodings = []
+
+
+async def respond(attempt: Attempt) -> Response:
+    """Returns the response of the first attempt that loses no replica, beginning with `attempt`.
+
+    After the loss of a language model, encoders serve the embeddings from their caches. Raises the last attempt's
+    error.
+    """
+    while True:
+        await attempt.visit.again()
+        try:
+            return await attempt.response()
+        except OutdatedError:
+            attempt = attempt.again(attempt.lost)
+        except ReplicaLostError as error:
+            lost = attempt.lost.and_then(error)
+            if lost.times == MAX_TRIES or lost.engines == MAX_ENGINES:
+                raise
+            attempt.replicas.trying_again()
+            await asyncio.sleep(FIRST_WAIT_S * 2 ** (lost.times - 1))
+            attempt = attempt.again(lost)
+
+
+def http_response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:
+    """Returns `head` with `body`, with a Content-Length unless it is a stream."""
+    headers = [(name, value) for name, value in head.headers if name.lower() != b"content-length"]
+    if isinstance(body, bytes):
+        made = Response(body, head.status)
+        made.raw_headers = [*headers, (b"content-length", str(len(body)).encode())]
+    else:
+        made = StreamingResponse(body, head.status)
+        made.raw_headers = headers
+    return made
+
+
+def _is_stream(head: ResponseHead) -> bool:
+    return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")

@@ -1,0 +1,187 @@
+"""The answer of `GET /cluster`: replicas, queues, packing, and the number of replicas that the autoscaler targets.
+
+One ingress replica computes it at most once per second, however many browsers poll it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from pydantic import JsonValue
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from deployments.common import names
+from deployments.common.ray_private import serve_details
+from deployments.common.replica_status import REPLICA, Report
+
+logger = logging.getLogger("ray.serve")
+
+FRESH_S = 1.0
+"""Maximum age of an answer."""
+PATIENCE_S = 2.0
+"""Timeout of the replicas' reports."""
+MAX_MESSAGE_CHARACTERS = 300
+
+Details = Mapping[str, Any]
+"""Serve's `ApplicationDetails` (`ray.serve.schema`), as JSON."""
+
+
+@dataclass(frozen=True)
+class IngressLoad:
+    """Requests of one ingress replica that no language model has accepted yet."""
+
+    line_tokens: float = 0.0
+    """Visual tokens of the requests in the admission queue."""
+    in_flight_tokens: float = 0.0
+    """Visual tokens of the admitted requests."""
+    unaccepted_requests: float = 0.0
+
+
+class Broadcasting(Protocol):
+    """The part of Serve's DeploymentHandle that ClusterView uses."""
+
+    def broadcast(self, method_name: str) -> Any: ...  # noqa: ANN401 - Serve's method is not typed
+
+
+class ClusterView:
+    """Cached view of the cluster. Each ingress replica has one and uses it on its event loop."""
+
+    def __init__(
+        self,
+        encoder: Broadcasting,
+        llm: Broadcasting,
+        load: Callable[[], IngressLoad],
+        *,
+        details: Callable[[], Details | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`load` returns this ingress replica's load. `details` may block; by default it asks Serve's controller."""
+        self._handles = {names.ENCODER: encoder, names.LLM: llm}
+        self._load = load
+        self._details = details or application_details
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._made: dict[str, JsonValue] = {}
+        self._made_at = float("-inf")
+
+    async def now(self) -> dict[str, JsonValue]:
+        """Returns the view, at most FRESH_S old."""
+        async with self._lock:
+            if self._clock() - self._made_at >= FRESH_S:
+                self._made = await self._make()
+                self._made_at = self._clock()
+            return self._made
+
+    async def _make(self) -> dict[str, JsonValue]:
+        details, encoders, llms = await asyncio.gather(
+            asyncio.to_thread(self._details), self._reports(names.ENCODER), self._reports(names.LLM)
+        )
+        return view(details or {}, {names.ENCODER: encoders, names.LLM: llms}, self._load())
+
+    async def _reports(self, deployment: str) -> list[Report]:
+        """Returns the reports of the replicas that answer within PATIENCE_S; empty if no replica is running."""
+        try:
+            response = self._handles[deployment].broadcast("report")
+            answers = await response.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):
+            logger.debug("%s: no reports", deployment, exc_info=True)
+            return []
+        return [answer for answer in answers if isinstance(answer, dict)]
+
+
+def application_details() -> Details | None:
+    """Returns this application's details from Serve's controller, None outside of Serve. Blocks."""
+    try:
+        name = serve.get_replica_context().app_name
+        details = serve_details()
+    except (RayServeException, RayError):
+        return None
+    return None if details is None else details["applications"].get(name)
+
+
+def view(details: Details, reports: Mapping[str, Sequence[Report]], ingress: IngressLoad) -> dict[str, JsonValue]:
+    """Returns the view as JSON values. `ingress` is the load of the ingress replica that answers."""
+    known = details.get("deployments") or {}
+    return {
+        "deployments": [
+            _deployment(name, known[name], reports.get(name, ())) for name in names.DEPLOYMENTS if name in known
+        ],
+        "queue": {
+            "unaccepted_requests": ingress.unaccepted_requests,
+            "line_tokens": ingress.line_tokens,
+            "in_flight_tokens": ingress.in_flight_tokens,
+            "encoder_tokens": _total(reports.get(names.ENCODER, ()), "backlog_tokens"),
+        },
+        "packing": _packing(reports.get(names.ENCODER, ())),
+    }
+
+
+def _deployment(name: str, found: Details, reports: Sequence[Report]) -> dict[str, JsonValue]:
+    config = found.get("deployment_config") or {}
+    replicas = found.get("replicas") or ()
+    running = sum(replica["state"] == "RUNNING" for replica in replicas)
+    autoscaling = config.get("autoscaling_config")
+    target = int(found["target_num_replicas"])
+    least = int(autoscaling.get("min_replicas", 1)) if autoscaling else target
+    most = max(least, int(autoscaling.get("max_replicas", least))) if autoscaling else target
+    by_name = {report[REPLICA]: report for report in reports}
+    return {
+        "name": name,
+        "status": _word(found["status"]),
+        "message": _first_line(found.get("message")),
+        "running": running,
+        "target": target,
+        "min_replicas": least,
+        "max_replicas": most,
+        "autoscaling": bool(autoscaling),
+        "replicas": [
+            {
+                "name": replica["replica_id"],
+                "state": _word(replica["state"]),
+                "node": str(replica.get("node_id") or "")[:8],
+                "report": by_name.get(replica["replica_id"]),
+            }
+            for replica in replicas
+        ],
+    }
+
+
+def _packing(reports: Sequence[Report]) -> JsonValue:
+    """Sums batches since the replicas started. `efficiency` is the share of computed tokens that are not padding."""
+    tokens, padding = _total(reports, "encoded_tokens"), _total(reports, "padding_tokens")
+    reasons: dict[str, JsonValue] = {}
+    for report in reports:
+        runs = report.get("eager_runs")
+        for reason, number in runs.items() if isinstance(runs, dict) else ():
+            reasons[reason] = _whole(reasons.get(reason)) + _whole(number)
+    return {
+        "efficiency": tokens / (tokens + padding) if tokens else None,
+        "encoded_tokens": tokens,
+        "padding_tokens": padding,
+        "replays": _total(reports, "replays"),
+        "eager_runs": reasons,
+    }
+
+
+def _total(reports: Sequence[Report], name: str) -> float:
+    return sum(value for report in reports if isinstance(value := report.get(name), int | float))
+
+
+def _whole(value: JsonValue) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _word(state: object) -> str:
+    return str(state.value if isinstance(state, Enum) else state)
+
+
+def _first_line(message: object) -> str:
+    return str(message or "").strip().partition("\n")[0][:MAX_MESSAGE_CHARACTERS]

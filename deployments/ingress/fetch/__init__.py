@@ -1,0 +1,1 @@
+"""Image bytes from data: and http(s) URLs, with an SSRF guard."""

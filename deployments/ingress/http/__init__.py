@@ -1,0 +1,1 @@
+"""Route table, and the parsing of an HTTP request within limits."""

@@ -1,0 +1,67 @@
+"""A bound on the bytes of request bodies and image files in memory of an ingress replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from deployments.common.api_error import OverloadedError, Shed
+
+
+class Events(Protocol):
+    """Metrics that HeldBytes updates."""
+
+    def bytes_held(self, num_bytes: int) -> None: ...
+
+    def shed(self, reason: Shed, tokens: int) -> None: ...
+
+
+class HeldBytes:
+    """The bytes that all requests of an ingress replica hold. It is used from one event loop.
+
+    with held_bytes.request() as held:
+        held.add(len(chunk))      # for each chunk of the body or of a fetched file
+        held.become(num_bytes)    # once the body is parsed
+    """
+
+    def __init__(self, most: int, events: Events, *, retry_after_s: Callable[[], int]) -> None:
+        self._most = most
+        self._events = events
+        self._retry_after_s = retry_after_s
+        self.num_bytes = 0
+
+    @contextmanager
+    def request(self) -> Iterator[Held]:
+        """Yields the count of one request's bytes, which is reset to 0 on exit."""
+        held = Held(self)
+        try:
+            yield held
+        finally:
+            held.become(0)
+
+    def change(self, difference: int) -> None:
+        """Adds `difference` bytes, which may be negative. Raises OverloadedError if the sum would exceed the bound."""
+        if difference > 0 and self.num_bytes + difference > self._most:
+            self._events.shed(Shed.BYTES, 0)
+            told = f"requests hold {self.num_bytes} bytes, {difference} more would pass {self._most}; try again"
+            raise OverloadedError(told, retry_after_s=self._retry_after_s())
+        self.num_bytes += difference
+        self._events.bytes_held(self.num_bytes)
+
+
+class Held:
+    """The bytes that one request holds."""
+
+    def __init__(self, all_held: HeldBytes) -> None:
+        self._all = all_held
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Adds to the count. Raises OverloadedError if the bound would be exceeded; the count is then unchanged."""
+        self._all.change(num_bytes)
+        self.num_bytes += num_bytes
+
+    def become(self, num_bytes: int) -> None:
+        """Sets the count to `num_bytes`. Raises OverloadedError as `add` does."""
+        self.add(num_bytes - self.num_bytes)

@@ -1,0 +1,131 @@
+"""The route table of the ingress. A route that is not listed is closed.
+
+The table is an allowlist because some of vLLM's routes fetch URLs or administer the engine. Management routes are open
+only if `ingress.auth.management_routes` allows it. docs/routes.md is generated from this table.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+
+from deployments.common.api_error import ApiError
+
+
+class Service(Enum):
+    """What the ingress does with a request."""
+
+    IMAGES = "served, with images"
+    TEXT = "served, text only"
+    PAGE = "the page"
+    HEALTH = "answered by the ingress"
+    MANAGEMENT = "for the operator"
+    CLOSED = "404"
+
+
+@dataclass(frozen=True)
+class Route:
+    """A row of the table. `path` may hold parameters, such as `{id}`."""
+
+    methods: tuple[str, ...]
+    path: str
+    service: Service
+    note: str = ""
+
+
+PAGE_FILES = {
+    "/": "index.html",
+    "/page/style.css": "style.css",
+    "/page/main.js": "main.js",
+    "/page/asking.js": "asking.js",
+    "/page/pictures.js": "pictures.js",
+    "/page/timing.js": "timing.js",
+    "/page/cluster.js": "cluster.js",
+    "/page/drawing.js": "drawing.js",
+    "/page/icon.svg": "icon.svg",
+}
+"""URL paths of the page's files, and their names in `deployments/ingress/dashboard/page`."""
+
+CLUSTER = "/cluster"
+
+ROUTES: tuple[Route, ...] = (
+    Route(("GET",), "/", Service.PAGE, "for browsers; `ingress.web_ui`"),
+    Route(("GET",), "/page/{file}", Service.PAGE, "its files"),
+    Route(("GET",), CLUSTER, Service.MANAGEMENT, "replicas, queues and scaling, as the page shows them"),
+    Route(("POST",), "/v1/chat/completions", Service.IMAGES, "streamed and whole; images in any message"),
+    Route(("POST",), "/tokenize", Service.IMAGES, "a chat with images counts them as the model does"),
+    Route(("POST",), "/v1/completions", Service.TEXT),
+    Route(("POST",), "/v1/responses", Service.TEXT, "images: 501, use /v1/chat/completions"),
+    Route(("GET",), "/v1/responses/{id}", Service.TEXT, "vLLM keeps responses only where its store is switched on"),
+    Route(("POST",), "/v1/responses/{id}/cancel", Service.TEXT, "as above"),
+    Route(("GET",), "/v1/models", Service.TEXT),
+    Route(("POST",), "/detokenize", Service.TEXT),
+    Route(("GET",), "/health", Service.HEALTH, "200; 503 while no language model is available"),
+    Route(("GET", "POST"), "/ping", Service.HEALTH, "the same; a body is not read"),
+    Route(("GET",), "/load", Service.MANAGEMENT, "of one language model replica"),
+    Route(("GET",), "/version", Service.MANAGEMENT),
+    Route(
+        ("GET",),
+        "/metrics",
+        Service.MANAGEMENT,
+        "vLLM's, of one replica; Ray exports all replicas' on its metrics port",
+    ),
+    Route(("GET",), "/docs", Service.MANAGEMENT),
+    Route(("GET",), "/openapi.json", Service.MANAGEMENT, "only the routes served here"),
+    Route(("POST",), "/score", Service.CLOSED, "no pooling models; also /v1/score"),
+    Route(("POST",), "/v1/score", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/rerank", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v1/rerank", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v2/rerank", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v1/embeddings", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/pooling", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/classify", Service.CLOSED, "no pooling models"),
+    Route(("POST",), "/v1/audio/transcriptions", Service.CLOSED, "no audio"),
+    Route(("POST",), "/v1/audio/translations", Service.CLOSED, "no audio"),
+    Route(("POST",), "/v1/messages", Service.CLOSED, "vLLM would fetch its images by itself"),
+    Route(("POST",), "/invocations", Service.CLOSED, "vLLM would fetch its images by itself"),
+    Route(("POST",), "/scale_elastic_ep", Service.CLOSED, "administration"),
+    Route(("POST",), "/is_scaling_elastic_ep", Service.CLOSED, "administration"),
+)
+
+
+def open_rows(path: str) -> list[Route]:
+    """Returns the rows that serve `path`, for any method. A path parameter matches any value that is not empty."""
+    return [route for route in ROUTES if route.service is not Service.CLOSED and _matches(route.path, path)]
+
+
+def open_route(method: str, path: str, *, management: bool) -> Route:
+    """Returns the row for this request. Management routes match only if `management` is set.
+
+    Raises:
+        ApiError: 404 for an unknown path, 405 for another method.
+    """
+    rows = [row for row in open_rows(path) if management or row.service is not Service.MANAGEMENT]
+    if not rows:
+        raise ApiError(404, f"{path} is not served here", code="not_found")
+    for route in rows:
+        if method in route.methods:
+            return route
+    allowed = ", ".join(sorted({name for route in rows for name in route.methods}))
+    raise ApiError(405, f"{method} {path}: allowed are {allowed}", code="method_not_allowed")
+
+
+def described(openapi: bytes) -> bytes:
+    """Returns vLLM's OpenAPI document (JSON) without the paths that are closed here."""
+    document = json.loads(openapi)
+    document["paths"] = {path: operations for path, operations in document["paths"].items() if open_rows(path)}
+    return json.dumps(document).encode()
+
+
+def _matches(pattern: str, path: str) -> bool:
+    parts, given = pattern.split("/"), path.split("/")
+    return len(parts) == len(given) and all(
+        (part.startswith("{") and value != "") or part == value for part, value in zip(parts, given, strict=True)
+    )
+
+
+def table() -> str:
+    """Returns the routes as a Markdown table."""
+    rows = [f"| {' '.join(r.methods)} | `{r.path}` | {r.service.value} | {r.note} |" for r in ROUTES]
+    return "\n".join(["| | route | | |", "|---|---|---|---|", *rows])

@@ -1,0 +1,183 @@
+"""Turns a chat request into a request for the engine: fetches images, reads their headers and computes digests.
+
+Pixels are not decoded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from configs.schema import IngressConfig
+from deployments.common.api_error import ApiError
+from deployments.common.messages import HttpRequest, ImageJob, ImagePlace, new_key
+from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, uncounted
+from deployments.ingress.http.chat_request import ChatRequest, ImagePart
+from deployments.ingress.http.data_url import refusals
+from encoder.images.identity import EncoderIdentity
+from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, grid_of, header, num_tokens
+
+BYTES_A_TOKEN = 4
+"""Estimated bytes of a request's body per text token."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request for a language model, with keys instead of its images."""
+
+    http: HttpRequest
+    places: Sequence[ImagePlace] = ()
+    """Positions of the images in the body; several may refer to one job."""
+    jobs: Sequence[ImageJob] = ()
+    """The distinct images."""
+    conversation: str | None = None
+    """Hash that all turns of a conversation share, 64 hex characters."""
+
+    @property
+    def visual_tokens(self) -> int:
+        """Visual tokens of the prompt: a repeated image counts each time."""
+        return sum(self.jobs[place.image].num_tokens for place in self.places)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated tokens of the prompt, visual and text."""
+        return self.visual_tokens + len(self.http.body) // BYTES_A_TOKEN
+
+    @property
+    def tower(self) -> str:
+        """Tower of the encoders, empty without images. Only language models that expect this tower are called."""
+        return self.jobs[0].tower if self.jobs else ""
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The distinct images of one request."""
+
+    jobs: list[ImageJob]
+    job_of_part: list[int]
+    """Index into `jobs` of each image part of the request, in order."""
+    grids: list[Grid] = field(default_factory=list)
+    """Patch grid of each job's embedding."""
+
+
+async def fetch_images(
+    parts: Sequence[ImagePart],
+    fetcher: MediaFetcher,
+    limits: IngressConfig,
+    *,
+    client: str = "",
+    count: Callable[[int], None] = uncounted,
+) -> list[ImagePart]:
+    """Returns the images with their files. Missing files are fetched concurrently, in slots of `client`.
+
+    `count` is called with the size of each received chunk.
+
+    Raises:
+        ApiError: 400 or 413, which name the image, the value and the limit; 503 if too many fetches are in flight.
+    """
+
+    async def fetched(part: ImagePart) -> ImagePart:
+        if part.file is not None:
+            return part
+        with refusals(part.label):
+            try:
+                file = await fetcher.fetch(part.url, client=client, count=count)
+            except MediaBusyError as error:
+                raise ApiError(503, str(error), code="overloaded", retry_after_s=limits.retry_after_s) from error
+        return dataclasses.replace(part, file=file)
+
+    tasks = [asyncio.ensure_future(fetched(part)) for part in parts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def engine_request(
+    chat: ChatRequest, http: HttpRequest, identity: EncoderIdentity, limits: IngressConfig, salt: str | None
+) -> EngineRequest:
+    """Returns the request for the engine of `chat`, whose images have been fetched. `http` lacks only the body.
+
+    Raises ApiError as `encoder_jobs` and `ChatRequest.write` do.
+    """
+    images = encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt)
+    places = [
+        ImagePlace(new_key(), new_key(), job, part.label, images.grids[job])
+        for part, job in zip(chat.images, images.job_of_part, strict=True)
+    ]
+    body, conversation = chat.write(places, [images.jobs[place.image].digest for place in places])
+    return EngineRequest(dataclasses.replace(http, body=body), places, images.jobs, conversation)
+
+
+def encoder_jobs(
+    parts: Sequence[ImagePart],
+    bounds: PixelBounds | None,
+    identity: EncoderIdentity,
+    limits: IngressConfig,
+    salt: str | None = None,
+) -> RequestImages:
+    """Checks images by their headers. `salt` becomes part of the digests, which separates embeddings of clients.
+
+    Raises ApiError 400 that names the image, the value and the limit.
+    """
+    jobs: dict[str, ImageJob] = {}
+    grids: dict[str, Grid] = {}
+    digests = []
+    total_tokens = 0
+    for part in parts:
+        assert part.file is not None, "it was fetched"
+        data = part.file
+        asked = _bounds_of(part, bounds, limits)
+        size, grid = _size(part, data, asked, identity, limits)
+        tokens = num_tokens(grid, identity.rules.merge_size)
+        if tokens > limits.max_visual_tokens_per_image:
+            limit = limits.max_visual_tokens_per_image
+            raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
+        total_tokens += tokens
+        digest = identity.digest(data, asked, salt)
+        digests.append(digest)
+        before = sum(job.num_tokens for job in jobs.values())
+        job = ImageJob(data, asked, digest, identity.fingerprint, size, tokens, before, tower=identity.tower)
+        jobs.setdefault(digest, job)
+        grids[digest] = grid
+    if total_tokens > limits.max_visual_tokens_per_request:
+        raise ApiError(
+            400,
+            f"the images come to {total_tokens} visual tokens, the limit is {limits.max_visual_tokens_per_request}",
+            param="messages",
+        )
+    order = list(jobs)
+    job_of_part = [order.index(digest) for digest in digests]
+    return RequestImages(list(jobs.values()), job_of_part, list(grids.values()))
+
+
+def _bounds_of(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
+    """Returns the bounds of an image: `detail: low` caps them, "high" and "auto" keep the request's."""
+    if part.detail != "low":
+        return bounds
+    cap, asked = limits.low_detail_max_pixels, bounds or PixelBounds()
+    low = cap if asked.max_pixels is None else min(asked.max_pixels, cap)
+    return PixelBounds(None if asked.min_pixels is None else min(asked.min_pixels, low), low)
+
+
+def _size(
+    part: ImagePart, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
+) -> tuple[tuple[int, int], Grid]:
+    """Returns the image's width and height in pixels and its patch grid, from its header alone."""
+    try:
+        found = header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
+        _check_sides(found, limits)
+        return (found.width, found.height), grid_of(found.width, found.height, identity.rules, bounds)
+    except ImageError as error:
+        raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
+
+
+def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:
+    shorter, longer = sorted((found.width, found.height))
+    if shorter < limits.min_image_side:
+        raise ImageError(f"image of {found.width}x{found.height} is under the least side, {limits.min_image_side}")
+    if longer > limits.max_image_side:
+        raise ImageError(f"image of {found.width}x{found.height} is over the largest side, {limits.max_image_side}")

@@ -1,0 +1,1 @@
+"""Serve deployment "LLM": receives embeddings and runs vLLM's OpenAI application on them."""

@@ -1,0 +1,209 @@
+"""The LLM replica: vLLM with its own OpenAI application, which gets embeddings in place of images.
+
+Starts the engine, passes requests to `deployments/llm/requests.py`, and reports load and health to Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, cast
+
+from pydantic import JsonValue
+
+from configs.schema import AppConfig
+from deployments.common.messages import HttpRequest, ImagePlace, Piece, ResponseHead, SharedEmbedding
+from deployments.common.model_path import local_model
+from deployments.common.replica_errors import EngineDeadError
+from deployments.common.replica_status import Report, llm_report, max_ongoing_requests, replica_name
+from deployments.llm.child_guard import guard_children
+from deployments.llm.early_prefill import EarlyPrefill
+from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
+from deployments.llm.engine import vllm_compat
+from deployments.llm.engine.media_connector import KeyStore
+from deployments.llm.engine.replica_link import LinkLostError
+from deployments.llm.engine.stats import EngineStats
+from deployments.llm.received import Image
+from deployments.llm.requests import Requests
+from deployments.llm.startup_requests import probe_engine_loads, warm_up
+from deployments.llm.vllm_frontend import VllmFrontend
+from deployments.routing.affinity import Call
+from deployments.routing.prefill_load import PromptWork
+from deployments.routing.replica_identity import llm_metadata
+from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
+from deployments.telemetry.log_buffers import log_buffers_kept
+from deployments.telemetry.metrics import Counters, Histograms
+from deployments.transfer.rdma import NixlMemory
+from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.unix_socket import host_name
+from encoder.checkpoint.files import resolve_checkpoint
+from encoder.towers.weights import tower_of
+
+logger = logging.getLogger("ray.serve")
+
+ANY_REPLICA = Call()
+PROBE_TIMEOUT_S = 120.0
+"""Timeout of the probe, the first request whose embedding the engine loads."""
+
+
+class LLM:
+    """One vLLM engine. Serve calls `handle` for every request that the ingress admits."""
+
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
+        engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
+        counts = Counters()
+        remote = ReceiveBuffer(NixlMemory(), config.llm.nixl_buffer_bytes) if config.transfer == "nixl" else None
+        workers = cast(int, engine_args.get("tensor_parallel_size", 1))
+        self._receiver = EmbeddingReceiver(counts, Histograms(), num_workers=workers, remote=remote)
+        why_not = _engine_load_unsupported_reason(config)
+        early_prefill_min_tokens = None if why_not else _early_prefill_min_tokens(config)
+        self._stats = EngineStats()
+        with log_buffers_kept():
+            self._engine, args = vllm_compat.start_engine(
+                local_model(config.model),
+                engine_args,
+                config.llm.server_args,
+                cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
+                link=self._receiver.link.address if why_not is None else None,
+                stats=self._stats,
+                early_prefill_min_tokens=early_prefill_min_tokens,
+            )
+            caches_prefixes = vllm_compat.caches_prefixes(self._engine)
+            self._prompts = PromptWork(remembers=caches_prefixes)
+            self._guard = guard_children()
+            keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
+            app = await vllm_compat.build_application(self._engine, args, keys)
+            self._frontend = VllmFrontend(app, keys, shape, engine_died=self._engine_died)
+            reads_on = None if config.transfer == "object_store" else host_name()
+            early = max_ongoing_requests() // 2
+            self._requests = Requests(self._receiver, self._frontend, counts, reads_on=reads_on, max_early=early)
+            self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
+            await self._lifespan.__aenter__()
+            await warm_up(app, args.model)  # the first served model name
+        self._tower = await asyncio.to_thread(tower_of, resolve_checkpoint(local_model(config.model)))
+        if why_not is None:
+            why_not = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
+        self._receiver.prefix_cached = why_not is None and caches_prefixes
+        if why_not is None and early_prefill_min_tokens is not None:
+            if vllm_compat.is_hybrid(self._engine):  # its prefill chunks end at state blocks, not before an image
+                logger.warning("vLLM is given requests once all of their images are encoded: the model is hybrid")
+            else:
+                self._requests.early = EarlyPrefill()
+        if why_not is not None and config.transfer != "object_store":
+            if config.transfer == "shared_memory":
+                raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
+            logger.warning("embeddings go to the engine with the requests: %s", why_not)
+
+    async def _answer_probe(self, request: HttpRequest, place: ImagePlace, image: SharedEmbedding) -> int:
+        """Returns the status of the probe's answer; 504 if it takes longer than PROBE_TIMEOUT_S."""
+        status = 500
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                async for piece in self.handle(request, [place], [_at_once(image)]):
+                    if isinstance(piece, ResponseHead):
+                        status = piece.status
+        except TimeoutError:
+            return 504
+        return status
+
+    async def check_health(self) -> None:
+        """Raises if the engine is dead or embeddings cannot reach it; Serve then replaces the replica."""
+        await self._engine.check_health()
+        self._receiver.check()
+
+    def _engine_died(self) -> bool:
+        """Whether the engine or its link has failed: requests cannot be answered, and `check_health` will raise."""
+        if self._engine.errored:
+            return True
+        try:
+            self._receiver.link.check()
+        except LinkLostError:
+            return True
+        return False
+
+    def _refuse_if_dead(self) -> None:
+        if self._engine_died():
+            raise EngineDeadError(replica_name(), had_request=False)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the load that Serve passes to its autoscaling policy (`deployments/scaling/policies.py`).
+
+        It is 0 without requests in flight: an idle engine reports nothing, not even that its requests were aborted.
+        """
+        requests = self._requests
+        load = self._stats.load(besides=requests.num_early_prefills) if requests.num_in_flight else EngineLoad()
+        return {
+            RUNNING_REQUESTS: float(load.running),
+            WAITING_REQUESTS: float(load.waiting),
+            KV_CACHE_USE: load.kv_cache_use,
+        }
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """Returns the tower whose embeddings this replica takes, which Serve sends to routers and ingresses once."""
+        return llm_metadata(self._tower)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Returns the prefill load and the cached conversations. Routers ask before a long prompt, Serve every few
+        seconds (`deployments/routing/serve_router.py`).
+
+        Raises EngineDeadError if the engine has ended: without any load it would seem the best choice.
+        """
+        self._refuse_if_dead()
+        return self._prompts.told()
+
+    def report(self) -> Report:
+        """Returns this replica's status for the dashboard's view of the cluster."""
+        return llm_report(replica_name(), self.record_autoscaling_stats())
+
+    def __del__(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.shutdown()
+        if hasattr(self, "_receiver"):
+            self._receiver.shut_down()
+
+    async def handle(
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        encodings: Sequence[Encoding] = (),
+        call: Call = ANY_REPLICA,
+    ) -> AsyncIterator[Piece]:
+        """Answers one request, as `Requests.answer` does. `call`: its routing attributes.
+
+        Raises EngineDeadError in place of any error if the engine has ended.
+        """
+        self._refuse_if_dead()
+        with self._prompts.taken(call) as prompt:
+            try:
+                clock = vllm_compat.FirstTokenClock(told=partial(self._prompts.read, prompt))
+                async with aclosing(self._requests.answer(request, places, encodings, clock)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except Exception as error:
+                if self._engine_died():
+                    raise EngineDeadError(replica_name(), had_request=True) from error
+                raise
+
+
+async def _at_once(image: Image) -> Image:
+    return image
+
+
+def _early_prefill_min_tokens(config: AppConfig) -> int | None:
+    """Returns None if early prefill is disabled or vLLM does not support it."""
+    if config.llm.early_prefill_min_tokens is None:
+        return None
+    if why_not := vllm_compat.early_prefill_unsupported_reason(config.llm.engine_args):
+        logger.warning("vLLM is given requests once all of their images are encoded: %s", why_not)
+        return None
+    return config.llm.early_prefill_min_tokens
+
+
+def _engine_load_unsupported_reason(config: AppConfig) -> str | None:
+    if config.transfer == "object_store":
+        return "transfer is object_store"
+    return vllm_compat.engine_load_unsupported_reason(config.llm.engine_args)

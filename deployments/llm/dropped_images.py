@@ -1,0 +1,64 @@
+"""Finds images that a chat template leaves out of the prompt: vLLM answers such a request with status 500.
+
+For example, templates of the Qwen-VL family use only the text of a `system` message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from deployments.common.api_error import ApiError
+from deployments.common.messages import HttpRequest
+from deployments.llm.engine import asgi_client
+from deployments.llm.engine.media_connector import KeyStore
+
+if TYPE_CHECKING:
+    import torch
+
+    from deployments.llm.engine.vllm_compat import AsgiApp
+
+TOKENIZE = "/tokenize"
+"""vLLM's route that applies the template and inserts the images into the prompt, without the engine."""
+NO_IMAGE = {"type": "text", "text": ""}
+
+
+async def dropped_images(
+    app: AsgiApp, keys: KeyStore, request: HttpRequest, tensors: Mapping[str, torch.Tensor]
+) -> ApiError | None:
+    """Returns a 400 that names the first message whose images are not in the prompt; None if all images are in it.
+
+    vLLM reports only that there are fewer placeholders than images. So the chat is tokenized once for each message with
+    images, without the images of the other messages. `tensors`: the request's tensors by key.
+    """
+    body = json.loads(request.body)
+    messages = body["messages"]
+    without = [_without_images(message) for message in messages]
+    for number, message in enumerate(messages):
+        if message == without[number]:
+            continue
+        asked = {**body, "messages": [*without[:number], message, *without[number + 1 :]]}
+        keys.withdraw(tensors)
+        for key, tensor in tensors.items():
+            keys.put(key, tensor)
+        if await _status(app, dataclasses.replace(request, path=TOKENIZE, body=json.dumps(asked).encode())) == 500:
+            role = message.get("role")
+            told = f"messages[{number}]: the model's chat template takes no images from messages of role {role!r}"
+            return ApiError(400, told, param="messages", code="image_not_in_prompt")
+    return None
+
+
+async def _status(app: AsgiApp, request: HttpRequest) -> int:
+    async with aclosing(asgi_client.call(app, request)) as sent:
+        return int((await anext(sent))["status"])
+
+
+def _without_images(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [NO_IMAGE if isinstance(part, dict) and "image_embeds" in part else part for part in content]
+    return {**message, "content": parts}

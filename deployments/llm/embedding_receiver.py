@@ -1,0 +1,310 @@
+"""Receives embeddings for one engine: as soon as an image is encoded, acquires a lease on the encoder's shared memory
+or reads it by RDMA. The engine loads embeddings by the leases granted to it; otherwise the request contains the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
+
+from deployments.common.messages import PREFIX_CACHE_ONLY, ImageRefused, SharedEmbedding
+from deployments.common.replica_errors import TransferFailedError
+from deployments.llm.engine.lease_table import EngineLease
+from deployments.llm.engine.link import Loaded
+from deployments.llm.engine.replica_link import LinkLostError, ReplicaLink
+from deployments.llm.prefix_cache_skip import Missing, MissingWatch
+from deployments.llm.received import EmbeddingSlot, Image, NotEncodedError, Peer, ReceivedEmbeddings, SlotState
+from deployments.telemetry.clocks import clamped_s
+from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
+from deployments.transfer.header import Header
+from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.same_host import EmbeddingLease, EmbeddingUnavailableError, Lease, ShmClient
+from deployments.transfer.unix_socket import ListenerError
+
+Encoding = Awaitable[Image] | SharedEmbedding
+"""Future answer of an encoder, or last known location of an embedding."""
+
+logger = logging.getLogger("ray.serve")
+
+
+class EmbeddingReceiver:
+    """Embeddings of one engine's requests. Used on one event loop; threads of the link call back.
+
+    received = await receiver.receive(encodings)
+    tensor = received.tensor(0, width=width, merge_size=merge_size)
+    receiver.close(received)
+    """
+
+    def __init__(
+        self, counts: Counters, times: Histograms, *, num_workers: int, remote: ReceiveBuffer | None = None
+    ) -> None:
+        """`num_workers`: number of the engine's workers. `remote`: receive buffer for RDMA reads, if enabled."""
+        self._counts, self._times = counts, times
+        self._remote = remote
+        self.missing = MissingWatch()
+        self.link = ReplicaLink(
+            num_workers,
+            on_ended=self._engine_lease_ended,
+            on_loaded=self._loaded,
+            on_missing=self.missing.report,
+            on_error=self._listener_failed,
+        )
+        self._engine_loads = False
+        self.prefix_cached = False
+        """Whether unavailable embeddings may be skipped, because the engine has a prefix cache."""
+        self._peers: dict[str, asyncio.Task[Peer]] = {}
+        self._lock = threading.Lock()
+        self._granted: dict[str, EmbeddingSlot] = {}
+        self.num_loaded = 0
+        """Copies of embeddings to devices, by all workers."""
+
+    def __len__(self) -> int:
+        """Number of leases granted to the engine."""
+        return len(self._granted)
+
+    @property
+    def reads_remotely(self) -> bool:
+        """Whether encoders should publish embeddings for RDMA reads."""
+        return self._remote is not None
+
+    def engine_started(self, *, timeout_s: float) -> bool:
+        """Waits for the engine's connectors. Returns whether they connected; if so, the engine loads embeddings."""
+        self._engine_loads = self.link.connected(timeout_s=timeout_s)
+        return self._engine_loads
+
+    def disable_engine_loads(self) -> None:
+        """From now on, sends embeddings with the requests."""
+        self._engine_loads = False
+
+    def new_batch(self) -> ReceivedEmbeddings:
+        """Returns an empty batch for `receive`."""
+        return ReceivedEmbeddings(prefix_cached=self.prefix_cached and self._engine_loads)
+
+    async def receive(
+        self, encodings: Sequence[Encoding], received: ReceivedEmbeddings | None = None, *, grant_each: bool = False
+    ) -> ReceivedEmbeddings:
+        """Receives each embedding as soon as it is encoded. The first failure ends the wait for the others.
+
+        `grant_each`: grants each embedding before the others are received; `received.engine_loads` then states whether
+        the engine loads them.
+
+        Raises:
+            NotEncodedError: an encoder failed, or an embedding is no longer where an earlier request read it and cannot
+                be skipped.
+            TransferFailedError: an embedding is not at its stated location.
+        """
+        received = received or self.new_batch()
+        received.slots = [EmbeddingSlot() for _ in encodings]
+        grant_each = grant_each and self._engine_loads
+
+        async def receive_one(number: int, encoding: Encoding) -> None:
+            slot = received.slots[number]
+            await self._receive(number, slot, encoding, skippable=received.prefix_cached)
+            if grant_each and slot.in_engine:
+                self._grant(slot)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, encoding in enumerate(encodings):
+                    group.create_task(receive_one(number, encoding))
+            self._choose_path(received)
+        except BaseException as failed:
+            self.close(received)
+            error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
+            if isinstance(error, EmbeddingUnavailableError | OSError):
+                raise TransferFailedError(str(error)) from error
+            raise error from error.__cause__
+        ready_at_s = [image.timings.ready_at_s for image in received.images if not isinstance(image, ImageRefused)]
+        if ready_at_s:
+            received.transfer_s = clamped_s(time.time() - max(ready_at_s), self._counts)
+        for image, path in received.transferred():
+            self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=path.value)
+            self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, image.num_bytes, path=path.value)
+        return received
+
+    def watch_skipped(self, received: ReceivedEmbeddings) -> AbstractContextManager[Missing]:
+        """Yields a future, which completes with the digest of a skipped embedding that the engine needs after all."""
+        return self.missing.watch(received.skipped)
+
+    def count_skipped(self, received: ReceivedEmbeddings) -> None:
+        """Must be called when the engine has scheduled the request without the skipped embeddings."""
+        self._counts.add(Counter.EMBEDDINGS_SKIPPED, received.num_skipped)
+
+    def close(self, received: ReceivedEmbeddings) -> None:
+        """Releases all leases; those granted to the engine are released when the engine reports their end."""
+        engine_leases = []
+        for slot in received.slots:
+            if slot.state is SlotState.LEASED:
+                self._release(slot)
+            elif slot.state is SlotState.GRANTED:
+                engine_leases.append(slot.engine_lease)
+            slot.state = SlotState.RELEASED
+        if engine_leases:
+            try:
+                self.link.release(engine_leases)
+            except OSError:  # the engine has ended and reads nothing more
+                for lease in engine_leases:
+                    self._engine_lease_ended(lease)
+
+    def check(self) -> None:
+        """Raises LinkLostError if embeddings no longer reach the engine or RDMA reads have ended. Must be called
+        periodically: it also unmaps dead peers."""
+        self.link.check()
+        if self._remote is not None and not self._remote.alive:
+            raise LinkLostError("the thread that reads from other hosts has ended")
+        self.unmap_dead_peers()
+
+    def unmap_dead_peers(self) -> None:
+        """Unmaps the memory of encoders that have ended, if no lease refers to it."""
+        for address, task in list(self._peers.items()):
+            if not task.done():
+                continue
+            if task.cancelled() or task.exception() is not None:
+                del self._peers[address]
+                continue
+            peer = task.result()
+            if not peer.client.alive and not peer.num_leases:
+                del self._peers[address]
+                if peer.in_engine:
+                    self.link.unmap(address)
+
+    def shut_down(self) -> None:
+        self.link.close()
+        for task in self._peers.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().client.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, *, skippable: bool) -> None:
+        if isinstance(encoding, SharedEmbedding):
+            slot.image = encoding
+            try:
+                await self._acquire(slot, encoding, direct_read=True)
+            except (EmbeddingUnavailableError, OSError) as error:
+                if not skippable:
+                    raise NotEncodedError(number) from error
+                slot.state = SlotState.SKIPPED
+            return
+        try:
+            slot.image = await encoding
+        except ObjectLostError as error:
+            raise TransferFailedError(str(error)) from error
+        except (RayTaskError, RayActorError, TaskCancelledError, WorkerCrashedError) as error:
+            raise NotEncodedError(number) from error
+        if isinstance(slot.image, SharedEmbedding):
+            await self._acquire(slot, slot.image)
+        else:
+            slot.state = SlotState.REJECTED if isinstance(slot.image, ImageRefused) else SlotState.BY_VALUE
+
+    async def _acquire(self, slot: EmbeddingSlot, image: SharedEmbedding, *, direct_read: bool = False) -> None:
+        if image.server == PREFIX_CACHE_ONLY and image.remote is None:
+            raise EmbeddingUnavailableError("the embedding is not stored anywhere")
+        if image.remote is not None:
+            lease, buffer = await self._read_remotely(image)
+            peer = await self._connected(buffer.address, lambda: buffer)
+            self._add_leases(peer, 1)
+        else:
+            peer = await self._connected(image.server, lambda: ShmClient(image.server, on_error=self._listener_failed))
+            assert isinstance(peer.client, ShmClient)
+            self._add_leases(peer, 1)
+            acquired = peer.client.acquire(Header.of(image), direct_read=direct_read)
+            try:
+                local_lease = await asyncio.shield(asyncio.wrap_future(acquired))
+            except BaseException as failed:
+                if isinstance(failed, asyncio.CancelledError):  # no other code releases a lease that arrives later
+                    acquired.add_done_callback(_release)
+                self._add_leases(peer, -1)
+                raise
+            lease = local_lease
+        slot.state, slot.lease, slot.peer = SlotState.LEASED, lease, peer
+
+    async def _read_remotely(self, image: SharedEmbedding) -> tuple[EmbeddingLease, ReceiveBuffer]:
+        if self._remote is None:
+            raise EmbeddingUnavailableError("this language model does not read from other hosts")
+        try:
+            async with asyncio.timeout(2 * self._remote.timeout_s):  # its own timeout fails if NIXL blocks its thread
+                return await asyncio.wrap_future(self._remote.receive(image)), self._remote
+        except TimeoutError as error:
+            raise EmbeddingUnavailableError("reading from another host takes too long") from error
+
+    async def _connected(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
+        task = self._peers.get(address)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._peers[address] = asyncio.create_task(self._connect(address, connect))
+        return await asyncio.shield(task)
+
+    async def _connect(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
+        client = await asyncio.to_thread(connect)
+        if not self._engine_loads:
+            return Peer(client, in_engine=False)
+        try:
+            futures = self.link.map(address, client.file, client.num_bytes)
+            await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except (OSError, RuntimeError) as error:
+            logger.warning("the engine cannot map an encoder's memory; embeddings go with the requests: %s", error)
+            self.link.unmap(address)  # other workers may have mapped it
+            return Peer(client, in_engine=False)
+        return Peer(client, in_engine=True)
+
+    def _choose_path(self, received: ReceivedEmbeddings) -> None:
+        """Chooses one path for all, as vLLM requires: engine loads if the memory of all is mapped, else the request."""
+        slots = [slot for slot in received.slots if slot.state is not SlotState.REJECTED]
+        if self._engine_loads and slots and all(slot.state is SlotState.SKIPPED or slot.in_engine for slot in slots):
+            for slot in slots:
+                if slot.state is SlotState.LEASED:
+                    self._grant(slot)
+            received.engine_loads = True
+        elif received.num_skipped:
+            raise NotEncodedError(min(received.skipped.values()))
+
+    def _grant(self, slot: EmbeddingSlot) -> None:
+        assert slot.lease is not None
+        assert slot.peer is not None
+        assert isinstance(slot.image, SharedEmbedding)
+        slot.engine_lease, address = secrets.token_hex(8), slot.peer.client.address
+        with self._lock:
+            self._granted[slot.engine_lease] = slot
+        slot.state = SlotState.GRANTED
+        ready_at_s = slot.image.timings.ready_at_s
+        self.link.grant(EngineLease(slot.engine_lease, address, slot.lease.start, slot.lease.header, ready_at_s))
+
+    def _engine_lease_ended(self, engine_lease: str) -> None:
+        with self._lock:
+            slot = self._granted.pop(engine_lease, None)
+        if slot is not None:
+            self._release(slot)
+
+    def _release(self, slot: EmbeddingSlot) -> None:
+        assert slot.lease is not None
+        assert slot.peer is not None
+        slot.lease.release()
+        self._add_leases(slot.peer, -1)
+
+    def _add_leases(self, peer: Peer, number: int) -> None:
+        with self._lock:
+            peer.num_leases += number
+
+    def _listener_failed(self, error: ListenerError) -> None:
+        self._counts.add(Counter.LISTENER_ERRORS, operation=error.value)
+
+    def _loaded(self, loaded: Loaded) -> None:
+        if loaded.num_bytes:
+            with self._lock:
+                self.num_loaded += 1
+            self._counts.add(Counter.EMBEDDINGS_LOADED)
+            self._counts.add(Counter.EMBEDDING_BYTES_LOADED, loaded.num_bytes)
+            self._times.observe(Histogram.EMBEDDING_LOAD_SECONDS, clamped_s(loaded.seconds, self._counts))
+
+
+def _release(acquired: Future[Lease]) -> None:
+    if not acquired.cancelled() and acquired.exception() is None:
+        acquired.result().release()

@@ -1,0 +1,1 @@
+"""All code that touches vLLM or runs in its processes."""

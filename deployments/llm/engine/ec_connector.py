@@ -1,0 +1,143 @@
+"""vLLM `ECConnector`, as a consumer, for embeddings in encoders' shared memory.
+
+vLLM imports this module by name in the engine's processes and creates one connector in the scheduler process and one in
+every worker. vLLM 0.26 to 0.33 call the same six methods. A request contains a placeholder, an embedding without
+columns, in place of an embedding that the engine is to load.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+
+from deployments.llm.engine.lease_table import EngineLease
+from deployments.llm.engine.link import ADDRESS_KEY, LEAST_TOKENS_KEY, Loaded
+from deployments.llm.engine.scheduler_link import SchedulerLink
+from deployments.llm.engine.worker_link import WorkerLink
+from deployments.llm.engine.worker_memory import WorkerMemory
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+DIGEST_CHARACTERS = 64
+
+
+@dataclass
+class Loads(ECConnectorMetadata):  # type: ignore[misc]  # untyped: vLLM
+    """Loads of the workers before a step."""
+
+    leases: dict[str, EngineLease] = field(default_factory=dict)
+    """Leases by vLLM's identifier of the image."""
+
+
+class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
+    """Loads embeddings by leases that the replica granted, and nothing else."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config=vllm_config, role=role)
+        given = vllm_config.ec_transfer_config.get_from_extra_config
+        address, self._least_tokens = given(ADDRESS_KEY, None), given(LEAST_TOKENS_KEY, None)
+        self._loads = Loads()
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerLink(address)
+            self._partial: set[str] = set()
+            self._max_partial = max(1, vllm_config.scheduler_config.max_num_seqs // 2)
+        else:
+            self._dtype = vllm_config.model_config.dtype
+            self._memory = WorkerMemory(_device())
+            self._worker = WorkerLink(address, self._memory)
+
+    def shutdown(self) -> None:
+        (self._scheduler if self.role is ECConnectorRole.SCHEDULER else self._worker).close()
+
+    # Called in the scheduler process.
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return self.prefill_limit(request, num_computed_tokens) != 0
+
+    def prefill_limit(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Returns how many tokens of the prompt can be computed next; None if no embedding is missing.
+
+        These are the tokens before the first missing image. 0 if they are fewer than the configured minimum, if that
+        image is the first one needed, or without early prefill, because vLLM's own scheduler cannot stop there. At most
+        half of `max_num_seqs` requests are prefilled partially, so that stuck encoders do not block complete requests.
+        """
+        needed = [
+            feature
+            for feature in request.mm_features
+            if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens and is_placeholder(feature)
+        ]
+        if not needed:
+            return None
+        name = request.request_id
+        num_available = self._scheduler.available(name, [digest_of(each.identifier) for each in needed])
+        if num_available == len(needed):
+            self._partial.discard(name)
+            return None
+        limit: int = needed[num_available].mm_position.offset - num_computed_tokens
+        if self._least_tokens is None or limit < self._least_tokens or not num_available:
+            return 0
+        if name not in self._partial and len(self._partial) >= self._max_partial:
+            return 0
+        self._partial.add(name)
+        return limit
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether vLLM, which calls this while it plans a step, can plan a load of the embedding."""
+        return self._scheduler.table.pin(digest_of(identifier))
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        identifier, table = request.mm_features[index].identifier, self._scheduler.table
+        if identifier not in self._loads.leases and table.has(digest_of(identifier)):
+            self._loads.leases[identifier] = table.load(digest_of(identifier))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        self._scheduler.step_built()
+        loads, self._loads = self._loads, Loads()
+        return loads
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._partial.discard(request.request_id)
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    # Called in a worker process.
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: object) -> None:
+        """Loads the step's embeddings. An error ends the engine: no step may run without an embedding that it needs."""
+        loads = self._get_connector_metadata()
+        assert isinstance(loads, Loads)
+        for identifier, lease in loads.leases.items():
+            num_bytes = 0
+            if identifier not in encoder_cache:
+                encoder_cache[identifier] = self._memory.load(lease, self._dtype)
+                num_bytes = encoder_cache[identifier].nbytes
+            self._worker.loaded(Loaded(lease.name, num_bytes, time.time() - lease.ready_at_s))
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: object) -> None:
+        """Does nothing: a consumer saves no embeddings."""
+
+
+def digest_of(identifier: str) -> str:
+    """Returns the digest at the end of `identifier`, before which vLLM may put a LoRA adapter's name."""
+    return identifier[-DIGEST_CHARACTERS:]
+
+
+def is_placeholder(feature: Any) -> bool:  # noqa: ANN401 - vLLM's MultiModalFeatureSpec
+    """Whether the request contains a placeholder instead of this embedding."""
+    element = None if feature.data is None else feature.data.get("image_embeds")
+    return element is not None and element.data.shape[-1] == 0
+
+
+def _device() -> torch.device:
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,129 @@
+"""Lease table in vLLM's scheduler process: which embeddings the engine may load, and where they are stored.
+
+A lease is a request's right to load an embedding. The LLM replica grants it and releases it when the request has ended.
+The lease ends when no request that the scheduler has seen needs it any more, so that an embedding is never freed while
+the engine is in the middle of a prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from deployments.transfer.header import Header
+
+
+@dataclass(frozen=True)
+class EngineLease:
+    name: str
+    server: str
+    """Address of the server whose memory, mapped by workers, holds the embedding."""
+    start: int
+    """Offset of the header in bytes."""
+    header: Header
+    ready_at_s: float
+    """When the embedding was ready, in seconds since the epoch by the encoder's clock."""
+
+
+@dataclass(frozen=True)
+class EndedLease:
+    """A lease by which nothing more will be loaded."""
+
+    name: str
+    num_loads: int
+    """Number of loads by it that were planned for each worker. The last of them may still be in flight."""
+
+
+@dataclass
+class _Entry:
+    leases: dict[str, EngineLease] = field(default_factory=dict)
+    num_loads: Counter[str] = field(default_factory=Counter)
+    released: set[str] = field(default_factory=set)
+    used_by: set[str] = field(default_factory=set)
+
+
+class LeaseTable:
+    """Granted leases by digest. One thread grants and releases, the scheduler's thread queries."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._digest_of: dict[str, str] = {}
+        self._needs: dict[str, set[str]] = {}
+        self._pinned: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._digest_of)
+
+    def grant(self, lease: EngineLease) -> None:
+        with self._lock:
+            self._entries.setdefault(lease.header.digest, _Entry()).leases[lease.name] = lease
+            self._digest_of[lease.name] = lease.header.digest
+
+    def release(self, lease: str) -> list[EndedLease]:
+        """Marks a lease whose request has ended as released. Returns the leases that end by that."""
+        with self._lock:
+            digest = self._digest_of.get(lease)
+            if digest is None:
+                return []
+            self._entries[digest].released.add(lease)
+            return self._ended(digest)
+
+    def available(self, request: str, digests: Sequence[str]) -> int:
+        """Returns how many embeddings, from the first on, can be loaded, and keeps these until `finished(request)`."""
+        with self._lock:
+            found = list(takewhile(self._entries.__contains__, digests))
+            for digest in found:
+                self._entries[digest].used_by.add(request)
+                self._needs.setdefault(request, set()).add(digest)
+            return len(found)
+
+    def has(self, digest: str) -> bool:
+        with self._lock:
+            return digest in self._entries
+
+    def pin(self, digest: str) -> bool:
+        """Whether the embedding can be loaded; keeps it until `step_built`, so that the same step may load it."""
+        with self._lock:
+            if digest in self._entries:
+                self._pinned.add(digest)
+            return digest in self._entries
+
+    def step_built(self) -> list[EndedLease]:
+        """Unpins all embeddings once the loads of a step are planned. Returns the leases that end by that."""
+        with self._lock:
+            pinned, self._pinned = self._pinned, set()
+            return [ended for digest in sorted(pinned) for ended in self._ended(digest)]
+
+    def load(self, digest: str) -> EngineLease:
+        """Plans a load. Returns its lease: any will do, as all are for the same embedding. Raises KeyError."""
+        with self._lock:
+            entry = self._entries[digest]
+            lease = next(reversed(entry.leases.values()))
+            entry.num_loads[lease.name] += 1
+            return lease
+
+    def finished(self, request: str) -> list[EndedLease]:
+        """Ends the scheduler's use of a request's embeddings. Returns the leases that end by that."""
+        with self._lock:
+            ended: list[EndedLease] = []
+            for digest in self._needs.pop(request, ()):
+                self._entries[digest].used_by.discard(request)
+                ended += self._ended(digest)
+            return ended
+
+    def _ended(self, digest: str) -> list[EndedLease]:
+        """Removes and returns released leases, if the embedding is unused or another lease remains for its users."""
+        entry = self._entries[digest]
+        if (entry.used_by or digest in self._pinned) and len(entry.released) == len(entry.leases):
+            return []
+        ended = [EndedLease(lease, entry.num_loads.pop(lease, 0)) for lease in sorted(entry.released)]
+        for each in ended:
+            del entry.leases[each.name], self._digest_of[each.name]
+        entry.released.clear()
+        if not entry.leases:
+            del self._entries[digest]
+        return ended

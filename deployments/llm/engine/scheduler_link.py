@@ -1,0 +1,61 @@
+"""The scheduler process's end of the link: updates the lease table, and reports missing embeddings and ended leases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from deployments.llm.engine.lease_table import EndedLease, LeaseTable
+from deployments.llm.engine.link import (
+    MAX_LEASES,
+    TO_SCHEDULER,
+    EngineConnection,
+    Grant,
+    LeasesEnded,
+    Missing,
+    Release,
+    Role,
+)
+
+
+class SchedulerLink:
+    def __init__(self, address: str) -> None:
+        self.table = LeaseTable()
+        self._reported_missing: dict[str, set[str]] = {}
+        self._connection = EngineConnection(address, Role.SCHEDULER)
+        self._connection.listen(TO_SCHEDULER, self._handle)
+
+    def available(self, request: str, digests: Sequence[str]) -> int:
+        """Returns how many embeddings, from the first on, can be loaded. Reports missing ones, once per request."""
+        num_available = self.table.available(request, digests)
+        if num_available < len(digests):
+            reported = self._reported_missing.setdefault(request, set())
+            for digest in digests[num_available:]:
+                if digest not in reported and not self.table.has(digest):
+                    reported.add(digest)
+                    self._connection.send(Missing(digest))
+        return num_available
+
+    def step_built(self) -> None:
+        """Must be called when all loads of a step are planned; reports the leases that end then."""
+        self._report_ended(self.table.step_built())
+
+    def finished(self, request: str) -> None:
+        self._reported_missing.pop(request, None)
+        self._report_ended(self.table.finished(request))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _report_ended(self, leases: Sequence[EndedLease]) -> None:
+        for first in range(0, len(leases), MAX_LEASES):
+            self._connection.send(LeasesEnded(list(leases[first : first + MAX_LEASES])))
+
+    def _handle(self, message: Grant | Release, file: int | None) -> None:
+        if file is not None:
+            os.close(file)
+        match message:
+            case Grant(lease):
+                self.table.grant(lease)
+            case Release(leases):
+                self._report_ended([ended for lease in leases for ended in self.table.release(lease)])

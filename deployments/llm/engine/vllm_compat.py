@@ -1,0 +1,332 @@
+"""All imports from vLLM, 0.26 to 0.33, in the replica's process. Names that moved between versions are looked up here.
+
+Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, a connector registered with
+MEDIA_CONNECTOR_REGISTRY and, if the engine loads them itself, `deployments/llm/engine/ec_connector.py`, which vLLM
+imports in its own processes. vLLM is imported only when a function is called, so that the other deployments do not pay
+for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import importlib.util
+import os
+import time
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol, cast
+
+from pydantic import JsonValue
+
+from configs.schema import unknown_key
+from deployments.llm.engine import import_shim
+from deployments.llm.engine.link import ADDRESS_KEY, LEAST_TOKENS_KEY
+from deployments.llm.engine.media_connector import KeyStore, connector_class
+from deployments.llm.engine.stats import EngineStats
+
+TESTED_VERSIONS = ("0.26.0", "0.32.0")
+CONNECTOR_NAME = "vitray"
+NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+NEWER_RUNNERS_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
+"""Module by which the newer model runner loads embeddings; vLLM 0.26 has the runner without it."""
+PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
+"""Load formats of vLLM that read pickled weights, or fall back to them."""
+
+SCHEDULER_METHOD = "_try_schedule_encoder_inputs"
+"""Method of vLLM's schedulers (0.26 to 0.33) that `deployments/llm/engine/partial_prefill_scheduler.py` overrides."""
+
+_OURS = {
+    "model": "the checkpoint is `model` at the top of args",
+    "enable_mm_embeds": "images come as embeddings",
+    "mm_processor_cache_gb": "images come as embeddings, which encoders keep: encoder_replica.cache_bytes",
+}
+KEEPS_NAMES = (0, 32)
+"""First vLLM version in which images keep the identifiers that requests give them if nothing is cached."""
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Modules that have contained each name, newest first.
+LOCATIONS: dict[str, tuple[str, ...]] = {
+    "build_app": ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
+    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"),
+    "make_arg_parser": (
+        "vllm.entrypoints.common.cli_args",
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.openai.cli_args",
+    ),
+    "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
+    "AsyncEngineArgs": ("vllm.engine.arg_utils",),
+    "AsyncLLM": ("vllm.v1.engine.async_llm",),
+    "MEDIA_CONNECTOR_REGISTRY": ("vllm.multimodal.media",),
+    "ECTransferConfig": ("vllm.config",),
+    "Scheduler": ("vllm.v1.core.sched.scheduler",),
+    "ECConnectorBase": ("vllm.distributed.ec_transfer.ec_connector.base",),
+}
+
+
+class Engine(Protocol):
+    """The members of vLLM's AsyncLLM that are used."""
+
+    model_config: Any
+    vllm_config: Any
+
+    @property
+    def errored(self) -> bool: ...
+    async def check_health(self) -> None: ...
+    async def get_supported_tasks(self) -> tuple[str, ...]: ...
+    def shutdown(self) -> None: ...
+
+
+class VllmNotUsableError(RuntimeError):
+    """vLLM is not installed, its version is not supported, or its model takes no images."""
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def lookup(name: str) -> Any:  # noqa: ANN401 - vLLM's own classes and functions, whose types differ by version
+    """Returns vLLM's object `name` from the newest module that has it. Raises VllmNotUsableError."""
+    import_shim.activate()
+    for module_name in LOCATIONS[name]:
+        module = _import_if_present(module_name)
+        if module is not None and hasattr(module, name):
+            return getattr(module, name)
+    if not is_installed():
+        raise VllmNotUsableError("vLLM is not installed: pip install 'vitray[gpu]', or 'vitray[cpu]' without a GPU")
+    import vllm
+
+    tried = ", ".join(LOCATIONS[name])
+    raise VllmNotUsableError(f"vLLM {vllm.__version__} has no {name} (looked in {tried}); supported: 0.26 to 0.33")
+
+
+def _import_if_present(name: str) -> ModuleType | None:
+    """Returns the module, or None if this version does not have it. Raises errors of imports inside the module."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            return None
+        raise
+
+
+def default_server_args() -> Namespace:
+    """Returns the arguments of `vllm serve` without options, including engine arguments."""
+    return cast(Namespace, lookup("make_arg_parser")(lookup("FlexibleArgumentParser")()).parse_args([]))
+
+
+def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, JsonValue]) -> None:
+    """Refuses arguments that this vLLM does not have, that vitray sets, or that are unsafe.
+
+    Raises:
+        ValueError: names the key, and the nearest known one or the section where it belongs.
+    """
+    engine_fields = [field.name for field in dataclasses.fields(lookup("AsyncEngineArgs"))]
+    server_fields = [name for name in vars(default_server_args()) if name not in engine_fields]
+    for kind, given, known, other in (
+        ("engine_args", engine_args, engine_fields, server_fields),
+        ("server_args", server_args, server_fields, engine_fields),
+    ):
+        for key in given:
+            if key in other:
+                elsewhere = "server_args" if kind == "engine_args" else "engine_args"
+                raise ValueError(f"llm.{kind}: {key!r} belongs under llm.{elsewhere}")
+            if key not in known:
+                raise ValueError(f"llm.{kind}: {unknown_key(key, known)}")
+    for key, why in _OURS.items():
+        if key in engine_args:
+            raise ValueError(f"llm.engine_args: {key!r} is set by vitray ({why})")
+    if engine_args.get("trust_remote_code"):
+        raise ValueError("llm.engine_args: 'trust_remote_code' would run whatever code a checkpoint brings")
+    if (load_format := engine_args.get("load_format")) in PICKLED_FORMATS:
+        raise ValueError(f"llm.engine_args: 'load_format' {load_format!r} may unpickle weights; use 'safetensors'")
+    if "api_key" in server_args:  # the ingress does not pass credentials on: vLLM would answer 401
+        raise ValueError("llm.server_args: 'api_key' would lock everybody out: authenticate before the ingress")
+
+
+@dataclass
+class FirstTokenClock:
+    """Time of the first token of the request in whose context this was set, in `time.perf_counter()` seconds."""
+
+    told: Callable[[], None] = lambda: None
+    """Called at the first token."""
+    first_token_at_s: float | None = None
+    ticked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tick(self) -> None:
+        if self.first_token_at_s is None:
+            self.first_token_at_s = time.perf_counter()
+            self.ticked.set()
+            self.told()
+
+
+first_token_clock: ContextVar[FirstTokenClock | None] = ContextVar("first_token_clock", default=None)
+
+
+def start_engine(
+    model: str,
+    engine_args: Mapping[str, JsonValue],
+    server_args: Mapping[str, JsonValue],
+    *,
+    cpu_kv_cache_gib: int | None,
+    stats: EngineStats,
+    link: str | None = None,
+    early_prefill_min_tokens: int | None = None,
+) -> tuple[Engine, Namespace]:
+    """Starts vLLM and loads the model, which takes from 30 s to minutes. Returns the AsyncLLM and the arguments of its
+    application.
+
+    `cpu_kv_cache_gib`: size of the KV cache of vLLM's CPU backend, None on a GPU. `stats` receives the engine's load,
+    whether or not vLLM logs it. `link`: address for the engine's connectors, if the engine is to load embeddings
+    itself. `early_prefill_min_tokens`: minimum number of tokens for early prefill, None to disable it.
+    """
+    check_args(engine_args, server_args)
+    if cpu_kv_cache_gib is not None:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)  # vLLM has no other way to set it
+    async_llm = lookup("AsyncLLM")
+
+    class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
+        """Records the time of the first token, which vLLM's HTTP answers do not contain."""
+
+        async def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
+            clock = first_token_clock.get()
+            async for output in super().generate(*args, **kwargs):
+                if clock is not None:
+                    clock.tick()
+                yield output
+
+    arguments: dict[str, object] = {
+        # The tower of Qwen3-VL must stay loaded, or vLLM disables deepstack. Profiling it would reserve unused memory.
+        "skip_mm_profiling": True,
+        "load_format": "safetensors",
+        **engine_args,
+        "model": model,
+        "enable_mm_embeds": True,
+        # vLLM's cache may hold the placeholder of an embedding that its engine loaded. Before 0.32 a later request with
+        # that embedding gets the placeholder instead, and waits for ever.
+        "mm_processor_cache_gb": 0,
+    }
+    if link is not None:
+        arguments["ec_transfer_config"] = lookup("ECTransferConfig")(
+            ec_connector="SharedMemoryConnector",
+            ec_connector_module_path="deployments.llm.engine.ec_connector",
+            ec_role="ec_consumer",
+            ec_connector_extra_config={ADDRESS_KEY: link, LEAST_TOKENS_KEY: early_prefill_min_tokens},
+        )
+        if early_prefill_min_tokens is not None:
+            arguments["scheduler_cls"] = "deployments.llm.engine.partial_prefill_scheduler.make_scheduler"
+    parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
+    # With enforce_eager, vLLM still compiles part of its sampler, and fails without a C++ compiler.
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager") else {}
+    with _environment(eager):
+        engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
+    namespace = default_server_args()
+    for source in (arguments, server_args):
+        for key, value in source.items():
+            setattr(namespace, key, value)
+    # /v1/models returns it as the model's root, which must not be a path of this machine.
+    names = arguments.get("served_model_name")
+    namespace.model = names[0] if isinstance(names, list) and names else names or Path(model).name
+    return engine, namespace
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for processes that are started in this context, except those that the operator has set."""
+    added = variables.keys() - os.environ.keys()
+    os.environ |= {name: variables[name] for name in added}
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
+    """Returns why an engine with these arguments cannot load embeddings itself; None if it can."""
+    for taken in ("ec_transfer_config", "kv_transfer_config"):
+        if engine_args.get(taken) is not None:
+            return f"llm.engine_args sets {taken!r}"
+    if engine_args.get("pipeline_parallel_size", 1) != 1:
+        return "of a pipeline only the first stage loads embeddings"
+    if engine_args.get("mm_processor_kwargs") is not None:
+        return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
+    if engine_args.get("enable_prefix_caching") is False and _version() < KEEPS_NAMES:
+        return "without prefix caching this vLLM gives images names of its own"
+    if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
+        return "this vLLM has no connectors that wait for embeddings"
+    # By default this vLLM then uses its older runner; its engine would not start with the newer one.
+    if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
+        return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
+    return None
+
+
+def early_prefill_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
+    """Returns why an engine that loads embeddings itself cannot do early prefill; None if it can."""
+    for taken in ("scheduler_cls", "speculative_config"):
+        if engine_args.get(taken) is not None:
+            return f"llm.engine_args sets {taken!r}"
+    if engine_args.get("enable_chunked_prefill") is False:
+        return "llm.engine_args sets 'enable_chunked_prefill' to false"
+    if not hasattr(lookup("Scheduler"), SCHEDULER_METHOD):
+        return f"this vLLM's scheduler has no {SCHEDULER_METHOD}"
+    return None
+
+
+def _version() -> tuple[int, int]:
+    import vllm
+
+    major, minor = vllm.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def caches_prefixes(engine: Engine) -> bool:
+    """Whether the engine has a prefix cache."""
+    return bool(engine.vllm_config.cache_config.enable_prefix_caching)
+
+
+def is_hybrid(engine: Engine) -> bool:
+    """Whether some layers of the language model keep a recurrent state instead of a KV cache (Qwen3.5)."""
+    return bool(engine.model_config.is_hybrid)
+
+
+async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:
+    """Returns vLLM's OpenAI application on `engine`, which takes embeddings from `store` and fetches no media."""
+    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(connector_class(store))
+    os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME  # vLLM has no other way to choose it
+    tasks = await engine.get_supported_tasks()
+    app = lookup("build_app")(args, tasks, engine.model_config)
+    await lookup("init_app_state")(engine, app.state, args, tasks)
+    # vLLM's error handler stops its HTTP server when the engine is dead; here Serve's health check does that.
+    app.state.server = SimpleNamespace(should_exit=False)
+    return cast(AsgiApp, app)
+
+
+@dataclass(frozen=True)
+class EmbeddingShape:
+    """Shape of the embeddings that the language model takes."""
+
+    width: int
+    """Columns of an embedding: hidden size times (1 + deepstack levels)."""
+    merge_size: int
+
+
+def embedding_shape(engine: Engine) -> EmbeddingShape:
+    """Reads it from the config that vLLM loaded. Raises VllmNotUsableError if the model takes no images."""
+    config = engine.model_config.hf_config
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        raise VllmNotUsableError(f"model type {config.model_type!r} has no vision_config: it takes no images")
+    levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return EmbeddingShape(int(vision.out_hidden_size) * (1 + levels), int(vision.spatial_merge_size))

@@ -1,0 +1,33 @@
+"""A worker process's end of the link: maps and unmaps encoders' memory, and reports loads."""
+
+from __future__ import annotations
+
+from deployments.llm.engine.link import TO_WORKER, EngineConnection, Loaded, Map, Mapped, Role, Unmap
+from deployments.llm.engine.worker_memory import WorkerMemory
+
+
+class WorkerLink:
+    def __init__(self, address: str, memory: WorkerMemory) -> None:
+        self._memory = memory
+        self._connection = EngineConnection(address, Role.WORKER)
+        self._connection.listen(TO_WORKER, self._handle)
+
+    def loaded(self, loaded: Loaded) -> None:
+        self._connection.send(loaded)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _handle(self, message: Map | Unmap, file: int | None) -> None:
+        match message:
+            case Map(server, num_bytes):
+                error = None
+                try:
+                    if file is None:
+                        raise OSError("no file descriptor came with the message")
+                    self._memory.map(server, file, num_bytes)
+                except Exception as failed:  # of any type: the replica waits for the answer
+                    error = str(failed)
+                self._connection.send(Mapped(server, error))
+            case Unmap(server):
+                self._memory.unmap(server)

@@ -1,0 +1,84 @@
+"""Requests to vLLM before the replica is ready: a warm-up, and a probe of whether the engine loads embeddings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import torch
+
+from deployments.common.messages import EncodedImage, EncodeTimings, HttpRequest, ImagePlace, SharedEmbedding, new_key
+from deployments.llm.embedding_receiver import EmbeddingReceiver
+from deployments.llm.engine import asgi_client
+from deployments.llm.engine.vllm_compat import AsgiApp, EmbeddingShape
+from deployments.transfer.header import HEADER_BYTES
+from deployments.transfer.same_host import ShmServer
+from deployments.transfer.shared_store import EmbeddingStore
+
+logger = logging.getLogger("ray.serve")
+
+OPTIONS: tuple[dict[str, object], ...] = (
+    {},
+    {"logprobs": True, "top_logprobs": 1, "temperature": 1.0, "top_p": 0.9, "top_k": 2, "min_p": 0.1},
+    {"temperature": 1.0, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1, "seed": 1},
+    {"response_format": {"type": "json_object"}},
+)
+"""Options of the warm-up requests, in this order. Options that vLLM refuses from clients need no warm-up."""
+MAX_TOKENS = 2
+"""Tokens per warm-up answer: prefill produces the first, a decode step the second."""
+CONNECT_S = 10.0
+"""Timeout for the engine's processes to connect, which they begin before the engine is up."""
+
+Answer = Callable[[HttpRequest, ImagePlace, SharedEmbedding], Awaitable[int]]
+"""Answers the request and returns the status."""
+
+
+async def warm_up(app: AsgiApp, model: str) -> None:
+    """Sends warm-up requests for `model`, a served model name, to vLLM's application `app`.
+
+    At the first request with certain options vLLM loads or compiles code, which takes up to 15 s and blocks its engine;
+    no client should wait for that.
+    """
+    for options in OPTIONS:
+        async for message in asgi_client.call(app, _request(model, "Hi", max_tokens=MAX_TOKENS, **options)):
+            if message["type"] == "http.response.start" and message["status"] != 200:
+                logger.info("vLLM refuses the warm-up request with %s: status %d", options, message["status"])
+
+
+async def probe_engine_loads(
+    receiver: EmbeddingReceiver, answer: Answer, model: str, shape: EmbeddingShape
+) -> str | None:
+    """Returns None if the engine loads an offered embedding of one token, else the reason why embeddings are sent with
+    the requests from now on."""
+    if not receiver.engine_started(timeout_s=CONNECT_S):
+        return "the engine's processes have not connected"
+    grid = (1, shape.merge_size, shape.merge_size)
+    store = EmbeddingStore(HEADER_BYTES + 4 * shape.width)
+    server = ShmServer(store)
+    try:
+        tokens = store.allocate(1, shape.width, torch.float32)
+        assert tokens is not None
+        tokens.zero_()
+        timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
+        image = EncodedImage.pack(tokens, grid, hashlib.sha256(b"trial").hexdigest(), timings)
+        store.offer(image)
+        place = ImagePlace(new_key(), new_key(), 0, "the probe")
+        keys = {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key}
+        content = [{"type": "image_embeds", "image_embeds": keys, "uuid": image.digest}, {"type": "text", "text": "Hi"}]
+        before = receiver.num_loaded
+        status = await answer(_request(model, content, max_tokens=1), place, image.shared_by(server.address))
+        if status == 200 and receiver.num_loaded > before:
+            return None
+        receiver.disable_engine_loads()
+        return f"a probe was answered with {status}, {receiver.num_loaded - before} embeddings were loaded"
+    finally:
+        server.close()
+
+
+def _request(model: str, content: object, **options: object) -> HttpRequest:
+    body = {"model": model, "messages": [{"role": "user", "content": content}], **options}
+    headers = [(b"content-type", b"application/json")]
+    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode())

@@ -1,0 +1,59 @@
+"""Streams whose next piece is produced while the previous one is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+async def prepend(first: T, pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Yields `first` while the first of the pieces is produced, then the pieces."""
+    coming = asyncio.ensure_future(next_or_none(pieces))
+    try:
+        yield first
+        piece = await coming
+    finally:
+        await abandon(coming)
+    if piece is not None:
+        yield piece
+        async for piece in pieces:
+            yield piece
+
+
+class PrefetchedStream(Generic[T]):
+    """A stream whose first piece is produced from construction on. Must be ended by `rest` or `close`."""
+
+    def __init__(self, pieces: AsyncGenerator[T, None]) -> None:
+        self._pieces = pieces
+        self._first = asyncio.ensure_future(next_or_none(pieces))
+
+    async def rest(self) -> AsyncGenerator[T, None]:
+        """Yields all pieces."""
+        try:
+            piece = await self._first
+            while piece is not None:
+                yield piece
+                piece = await next_or_none(self._pieces)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Cancels the stream and waits until it has ended."""
+        await abandon(self._first)
+        await self._pieces.aclose()
+
+
+async def next_or_none(pieces: AsyncGenerator[T, None]) -> T | None:
+    """Returns the next piece, or None after the last."""
+    return await anext(pieces, None)
+
+
+async def abandon(coming: asyncio.Future[Any]) -> None:
+    """Cancels a call of `next_or_none` and waits until it has ended."""
+    coming.cancel()
+    await asyncio.wait([coming])
+    if not coming.cancelled():
+        coming.exception()  # marks it as retrieved: it was raised before, or its reader has left

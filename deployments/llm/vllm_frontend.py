@@ -1,0 +1,221 @@
+"""Calls vLLM's OpenAI application with embeddings by key in place of images, and measures the time to first token.
+
+Every embedding is validated before the engine gets it: a wrong width kills the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from deployments.common.api_error import ApiError, error_head_and_body
+from deployments.common.messages import HttpRequest, ImagePlace, ImageRefused, ResponseHead, WireError
+from deployments.common.replica_errors import WorkerEndedError
+from deployments.llm.dropped_images import dropped_images
+from deployments.llm.engine import asgi_client, vllm_compat
+from deployments.llm.engine.media_connector import KeyStore
+from deployments.llm.received import ReceivedEmbeddings
+from deployments.telemetry import tracing
+from deployments.telemetry.metrics import Histogram, Histograms
+from deployments.telemetry.server_timing import server_timing
+from deployments.telemetry.tracing import Stage
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+logger = logging.getLogger("ray.serve")
+
+
+Contents = list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]
+"""Each place with its embedding `[num_tokens, width]`, or a placeholder `[num_tokens, 0]` if the engine loads it, and
+its grid `[3]` int64."""
+
+
+@dataclass
+class RequestTimeline:
+    """Times at which a request's embeddings were received and its first token was produced."""
+
+    clock: vllm_compat.FirstTokenClock
+    epoch_s: float = 0.0
+    at_s: float = 0.0
+    """`time.perf_counter()` when the embeddings were received."""
+    received: asyncio.Event = field(default_factory=asyncio.Event)
+    trace: Context | None = field(default_factory=tracing.current)
+
+    def mark_received(self) -> None:
+        self.epoch_s, self.at_s = time.time(), time.perf_counter()
+        self.received.set()
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the embeddings to the first token; None before it."""
+        first = self.clock.first_token_at_s
+        return None if first is None else first - self.at_s
+
+
+class VllmFrontend:
+    """OpenAI application of one engine. Used on its event loop."""
+
+    def __init__(
+        self,
+        app: vllm_compat.AsgiApp,
+        keys: KeyStore,
+        shape: vllm_compat.EmbeddingShape,
+        *,
+        engine_died: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`keys`: store from which vLLM takes embeddings. `shape`: shape of the embeddings that it takes."""
+        self.app = app
+        self._engine_died = engine_died
+        self.keys = keys
+        self._shape = shape
+        self._times = Histograms()
+
+    async def answer(
+        self,
+        request: HttpRequest,
+        places: Sequence[ImagePlace],
+        received: ReceivedEmbeddings,
+        timeline: RequestTimeline,
+        *,
+        expected: bool = False,
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Yields a head, then body chunks; the head contains the first chunk if `request.joined`.
+
+        The head is delayed until the first chunk, so that its Server-Timing contains the time to the first token.
+        `expected`: the embeddings are not received yet, and the engine is expected to load them.
+
+        Raises WorkerEndedError before the head if the engine has ended and the answer would be an error: vLLM sends a
+        500, or an event stream without a token.
+        """
+        try:
+            contents = self._placeholders(places) if expected else self._contents(places, received)
+        except ApiError as error:
+            head, body = error_head_and_body(error)
+            yield head
+            yield body
+            return
+        vllm_compat.first_token_clock.set(timeline.clock)
+        tensors = {place.tokens_key: tokens for place, tokens, _ in contents}
+        tensors |= {place.grid_key: grid for place, _, grid in contents}
+        for key, tensor in tensors.items():
+            self.keys.put(key, tensor)
+        start: vllm_compat.Message | None = None
+        try:
+            async with aclosing(asgi_client.call(self.app, request)) as messages:
+                async for message in messages:
+                    if message["type"] == "http.response.start":
+                        start = message
+                        continue
+                    body = message.get("body", b"")
+                    if start is not None:
+                        await timeline.received.wait()
+                        head = await self._head(start, body, request, tensors, received, timeline)
+                        start, body = None, head.body
+                        if request.joined:
+                            yield dataclasses.replace(head, complete=not message.get("more_body", False))
+                            continue
+                        yield dataclasses.replace(head, body=b"")
+                    if body:
+                        yield body
+        finally:
+            self.keys.withdraw(tensors)
+            if (first_token_s := timeline.first_token_s) is not None:
+                generated_s = time.perf_counter() - timeline.at_s - first_token_s
+                tracing.stage(Stage.GENERATE, generated_s, within=timeline.trace)
+
+    async def _head(
+        self,
+        start: vllm_compat.Message,
+        body: bytes,
+        request: HttpRequest,
+        tensors: Mapping[str, torch.Tensor],
+        received: ReceivedEmbeddings,
+        timeline: RequestTimeline,
+    ) -> ResponseHead:
+        """Returns the head with the first chunk. Raises WorkerEndedError for an error of an engine that has ended."""
+        head = ResponseHead(start["status"], list(start["headers"]), body)
+        no_token = timeline.first_token_s is None
+        if (head.status >= 500 or no_token) and self._engine_died():
+            raise WorkerEndedError("the engine has ended")
+        if head.status == 500 and tensors and no_token:
+            dropped = await dropped_images(self.app, self.keys, request, tensors)
+            if dropped is not None:
+                refusal, refusal_body = error_head_and_body(dropped)
+                head = dataclasses.replace(refusal, body=refusal_body)
+        self._observe_timings(received, timeline)
+        timing = server_timing(
+            received.images,
+            received.transfer_s,
+            timeline.at_s,
+            timeline.clock.first_token_at_s,
+            received.path.value,
+        )
+        return dataclasses.replace(head, headers=[*head.headers, (b"server-timing", timing.encode())])
+
+    def _placeholders(self, places: Sequence[ImagePlace]) -> Contents:
+        """Returns placeholders for embeddings that are not received, from the grids of the places."""
+        contents = []
+        for place in places:
+            assert place.grid_thw is not None
+            grid = torch.tensor(place.grid_thw, dtype=torch.int64)
+            contents.append((place, torch.empty((int(grid.prod()) // self._shape.merge_size**2, 0)), grid))
+        return contents
+
+    def mismatch(self, places: Sequence[ImagePlace], received: ReceivedEmbeddings) -> str | None:
+        """Returns why a request that was submitted with placeholders must be resubmitted; None if it need not be.
+
+        Raises TransferFailedError if an embedding's memory holds another one.
+        """
+        if received.rejected:
+            return "rejected"
+        if received.num_skipped:
+            return "evicted"
+        if not received.engine_loads:
+            return "not_loaded"
+        try:
+            contents = self._contents(places, received)
+        except ApiError:
+            return "shape_mismatch"
+        return None if all(place.grid_thw == tuple(grid.tolist()) for place, _, grid in contents) else "shape_mismatch"
+
+    def _contents(self, places: Sequence[ImagePlace], received: ReceivedEmbeddings) -> Contents:
+        """Returns the received embeddings.
+
+        Raises:
+            ApiError: 400 for an image that the encoder refused, 500 for an embedding that does not fit the model.
+        """
+        checked = []
+        width, merge_size = self._shape.width, self._shape.merge_size
+        for place in places:
+            image = received.images[place.image]
+            if isinstance(image, ImageRefused):
+                raise ApiError(400, f"{place.label}: {image.message}", param="messages", code="invalid_image")
+            try:
+                tokens = received.tensor(place.image, width=width, merge_size=merge_size)
+            except WireError as error:
+                logger.error("embedding refused: %s", error)
+                raise ApiError(
+                    500, f"{place.label}: its embedding does not fit the model", code="embedding_mismatch"
+                ) from error
+            checked.append((place, tokens, torch.tensor(image.grid_thw, dtype=torch.int64)))
+        return checked
+
+    def _observe_timings(self, received: ReceivedEmbeddings, timeline: RequestTimeline) -> None:
+        if (transfer_s := received.transfer_s) is not None:
+            self._times.observe(Histogram.TRANSFER_SECONDS, transfer_s)
+            attributes = {"vitray.bytes": received.num_bytes}
+            tracing.stage(
+                Stage.TRANSFER, transfer_s, ended_s=timeline.epoch_s, within=timeline.trace, attributes=attributes
+            )
+        if (seconds := timeline.first_token_s) is not None:
+            self._times.observe(Histogram.LLM_FIRST_TOKEN_SECONDS, seconds)
+            tracing.stage(Stage.FIRST_TOKEN, seconds, ended_s=timeline.epoch_s + seconds, within=timeline.trace)

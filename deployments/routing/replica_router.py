@@ -1,0 +1,96 @@
+"""Handling of failed replicas in a request router, independent of how it chooses replicas.
+
+A replica that reported a permanent failure gets no more calls, although Serve's controller needs several health checks
+to replace it. A call that its replica does not accept in time is routed elsewhere: the host may have stopped
+responding, which gRPC does not report and Ray reports late. Serve calls all methods on the router's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+
+from deployments.common.ray_private import (
+    PrivateRequestRouter,
+    ReplicaQueueLengthInfo,
+    ReplicaResult,
+    RunningReplicaInfo,
+    is_by_reference,
+)
+from deployments.routing.calls import GrpcCalls
+from deployments.telemetry.metrics import Counter, Counters
+
+ACCEPT_S = 5.0
+"""Timeout for a replica to accept or reject a call, which its event loop does before anything else."""
+
+
+class BoundedReplica(RunningReplica):
+    """A replica that must accept or reject a call within ACCEPT_S."""
+
+    def __init__(self, replica_info: RunningReplicaInfo, counts: Counters) -> None:
+        super().__init__(replica_info)
+        self._counts = counts
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
+        result = super().try_send_request(pr, with_rejection)
+        if with_rejection:
+            accepted = partial(self._accepted, result, result.get_rejection_response)
+            result.get_rejection_response = accepted  # type: ignore[method-assign]
+        return result
+
+    async def _accepted(self, result: ReplicaResult, ask: Any) -> ReplicaQueueLengthInfo | None:  # noqa: ANN401 - untyped
+        """Raises ActorUnavailableError after ACCEPT_S without an answer: Serve then chooses again, and chooses this
+        replica only after it has reported its queue length."""
+        try:
+            async with asyncio.timeout(ACCEPT_S):
+                answer: ReplicaQueueLengthInfo | None = await ask()
+                return answer
+        except TimeoutError:
+            result.cancel()
+            self._counts.add(Counter.CALL_ACCEPT_TIMEOUTS, target=self.replica_id.deployment_id.name)
+            silent = f"the call was not accepted in {ACCEPT_S:g} s"
+            raise ActorUnavailableError(silent, self.actor_id.binary()) from None
+
+
+class ReplicaRouter(PrivateRequestRouter):
+    """Router of one deployment handle in one process."""
+
+    def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
+        self._failed: set[ReplicaID] = set()
+        self._working: dict[ReplicaID, RunningReplica] = {}
+        self._by_grpc = GrpcCalls()
+        self._counts = Counters()
+
+    def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
+        return BoundedReplica(replica_info, self._counts)
+
+    def failed(self, name: str) -> None:
+        """Excludes the replica with this unique id from routing until Serve removes it."""
+        replica_id = self.replica_id(name)
+        if replica_id in self.curr_replicas:
+            self._failed.add(replica_id)
+            self.on_replica_actor_died(replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self._failed &= {replica.replica_id for replica in replicas}
+        working = [replica for replica in replicas if replica.replica_id not in self._failed]
+        self._use(working)
+        super().update_replicas(working)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._use(list(self.curr_replicas.values()))
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Tracks calls by gRPC, which does not report that the replica's host is lost."""
+        if not is_by_reference(pending_request):
+            self._by_grpc.begun(replica_id, result)
+
+    def _use(self, replicas: list[RunningReplica]) -> None:
+        """Sets the replicas that calls may be routed to."""
+        before, self._working = self._working, {replica.replica_id: replica for replica in replicas}
+        self._by_grpc.taken_away(replica for name, replica in before.items() if name not in self._working)

@@ -1,0 +1,1 @@
+"""Telemetry: metrics, spans, the Server-Timing header, log buffers."""

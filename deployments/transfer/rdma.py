@@ -1,0 +1,169 @@
+"""RDMA reads from other hosts by NIXL, over the networks that its UCX backend finds: InfiniBand, RoCE, else TCP.
+
+`RemoteMemory` is the interface, `NixlMemory` the implementation. Only this module imports NIXL, when a `NixlMemory` is
+created.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+INSTALL = "pip install 'vitray[nixl]'"
+BACKEND = "UCX"
+TRANSPORTS = "UCX_TLS"
+"""Environment variable of UCX by which an operator selects networks."""
+MAX_PEERS = 256
+"""Maximum number of connections of a process to other processes."""
+
+
+class NotInstalledError(RuntimeError):
+    """NIXL cannot be used in this process."""
+
+
+class ReadError(RuntimeError):
+    """A read failed; nothing more is written into the reader's memory."""
+
+
+class Read(Protocol):
+    def done(self) -> bool:
+        """Whether all bytes have arrived; must be polled until they have. Raises ReadError."""
+        ...
+
+
+class RemoteMemory(Protocol):
+    """RDMA endpoint of this process. May be created on any thread and is then used on one thread only.
+
+    A reader identifies another process by its agent metadata: opaque bytes that may be sent by any means.
+    """
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Registers memory that others read, or that reads write to, for the lifetime of the process."""
+        ...
+
+    def agent_metadata(self) -> bytes:
+        """Returns the metadata by which others read from this process; to be called after all calls of `register`."""
+        ...
+
+    def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> Read:
+        """Starts a read from address `source` of the other process to address `target` of this one. The other process
+        receives `notify` when the read is done. Raises ReadError."""
+        ...
+
+    def forget(self, agent_metadata: bytes) -> None:
+        """Closes the connection; a later read opens a new one."""
+        ...
+
+    def notifications(self) -> list[bytes]:
+        """Returns readers' notifications. Must be polled often during reads: on some networks that moves the bytes."""
+        ...
+
+
+class NixlMemory:
+    """A NIXL agent without NIXL's progress thread, which would occupy a whole core while nothing is transferred."""
+
+    def __init__(self) -> None:
+        """Raises NotInstalledError if NIXL cannot be imported, does not start, or has no UCX backend."""
+        try:
+            api, bindings = importlib.import_module("nixl._api"), importlib.import_module("nixl._bindings")
+        except ImportError as error:  # a library that it needs may be missing, too
+            raise NotInstalledError(f"the package nixl cannot be imported ({error}): {INSTALL}") from error
+        # NIXL's exceptions have no common base class; other errors in its bindings are RuntimeErrors.
+        self._errors = (RuntimeError, *(one for one in vars(bindings).values() if _is_error(one)))
+        try:
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
+            with _without_shared_memory():
+                self._agent = api.nixl_agent(f"vitray-{secrets.token_hex(8)}", config)
+        except self._errors as error:
+            raise NotInstalledError(f"NIXL does not start: {error}") from error
+        if BACKEND not in self._agent.backends:
+            raise NotInstalledError(f"NIXL has no {BACKEND}; it has {', '.join(self._agent.get_plugin_list())}")
+        self._peers: dict[bytes, str] = {}
+
+    def register(self, address: int, num_bytes: int) -> None:
+        try:
+            self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+        except self._errors as error:
+            raise NotInstalledError(f"NIXL cannot register {num_bytes} bytes: {error}; see ulimit -l") from error
+
+    def agent_metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> NixlRead:
+        agent = self._agent
+        try:
+            name = self._peer(agent_metadata)
+            ours = agent.get_xfer_descs([(target, num_bytes, 0)], "DRAM")
+            theirs = agent.get_xfer_descs([(source, num_bytes, 0)], "DRAM")
+            handle = agent.initialize_xfer("READ", ours, theirs, name, notify)
+            started = NixlRead(agent, handle, self._errors)
+            started.state = agent.transfer(handle)
+        except self._errors as error:
+            raise ReadError(f"{type(error).__name__}: {error}") from error
+        return started
+
+    def forget(self, agent_metadata: bytes) -> None:
+        name = self._peers.pop(agent_metadata, None)
+        if name is not None:
+            with contextlib.suppress(*self._errors):  # NIXL has forgotten a peer that ended
+                self._agent.remove_remote_agent(name)
+
+    def notifications(self) -> list[bytes]:
+        try:
+            return [each for sent in self._agent.get_new_notifs().values() for each in sent]
+        except self._errors:  # a reader ended during the call
+            return []
+
+    def _peer(self, agent_metadata: bytes) -> str:
+        name = self._peers.get(agent_metadata)
+        if name is None:
+            while len(self._peers) >= MAX_PEERS:
+                self.forget(next(iter(self._peers)))
+            added = self._agent.add_remote_agent(agent_metadata)
+            name = added.decode() if isinstance(added, bytes) else str(added)
+            self._peers[agent_metadata] = name
+        return name
+
+
+class NixlRead:
+    def __init__(self, agent: Any, handle: Any, errors: tuple[type[Exception], ...]) -> None:  # noqa: ANN401
+        self._agent, self._handle, self._errors = agent, handle, errors
+        self.state = "PROC"
+
+    def done(self) -> bool:
+        try:
+            if self.state == "PROC":
+                self.state = self._agent.check_xfer_state(self._handle)
+            if self.state == "PROC":
+                return False
+            self._agent.release_xfer_handle(self._handle)
+        except self._errors as error:
+            raise ReadError(f"{type(error).__name__}: {error}") from error
+        if self.state != "DONE":
+            raise ReadError(f"NIXL says {self.state}")
+        return True
+
+
+@contextlib.contextmanager
+def _without_shared_memory() -> Iterator[None]:
+    """Keeps UCX from using shared memory in an agent that is created in this context, unless the operator set UCX_TLS.
+
+    Shared memory does not help between hosts, and with UCX of NIXL 1.5.1 a connection over it aborts this process by a
+    failed assertion when the other process is killed.
+    """
+    if TRANSPORTS in os.environ:
+        yield
+        return
+    os.environ[TRANSPORTS] = "^sm"
+    try:
+        yield
+    finally:
+        del os.environ[TRANSPORTS]  # engines may use UCX too, within one host
+
+
+def _is_error(one: object) -> bool:
+    return isinstance(one, type) and issubclass(one, Exception)

@@ -1,0 +1,201 @@
+"""RDMA receive buffer of an LLM replica. One registered region caps the bytes in flight; a transfer that does not fit
+waits for space, up to `timeout_s`.
+
+The header is verified together with the bytes and once more after them: the memory may be reused during a read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deployments.common.messages import RemoteLocation, SharedEmbedding
+from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError, embedding_view
+from deployments.transfer.rdma import Read, ReadError, RemoteMemory
+from deployments.transfer.same_host import EmbeddingUnavailableError
+from deployments.transfer.shared_memory import Allocation, Arena
+
+logger = logging.getLogger("ray.serve")
+
+TIMEOUT_S = 5.0
+"""Time limit of a transfer, including the wait for space."""
+POLL_S = 0.0002
+"""Pause between polls of the reads in flight."""
+ABANDONED_POLL_S = 0.05
+"""Pause between polls if all reads in flight were abandoned."""
+
+
+class ReceivedEmbedding:
+    """`same_host.EmbeddingLease` on an embedding in the buffer. After `release`, its memory is freed with its last
+    tensor."""
+
+    def __init__(self, memory: Allocation, header: Header) -> None:
+        self._memory: Allocation | None = memory
+        self.header = header
+        self.start = memory.start
+        """Offset of the header in the buffer, in bytes."""
+
+    def tensor(self) -> Tensor:
+        """Returns the embedding `[num_tokens, width]`, which keeps the memory. Raises WrongEmbeddingError, also after
+        `release`."""
+        if self._memory is None:
+            raise WrongEmbeddingError("the embedding was released")
+        return _view(self._memory, self.header)
+
+    def release(self) -> None:
+        self._memory = None
+
+
+@dataclass
+class _PendingRead:
+    header: Header
+    num_bytes: int
+    location: RemoteLocation
+    deadline: float
+    received: Future[ReceivedEmbedding]
+    memory: Allocation | None = None
+    read: Read | None = None
+    read_once: bool = False
+    """All bytes were read; the header is being read again."""
+
+
+class ReceiveBuffer:
+    """All RDMA reads of one LLM replica. Thread-safe; its own thread starts and polls the reads."""
+
+    def __init__(
+        self,
+        memory: RemoteMemory,
+        num_bytes: int,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.arena = Arena(num_bytes, holds="received")
+        memory.register(self.arena.address, self.arena.num_bytes)
+        self.address = f"receive-buffer-{secrets.token_hex(8)}"
+        self.file, self.num_bytes = self.arena.file, self.arena.num_bytes
+        self._memory, self.timeout_s, self._clock = memory, timeout_s, clock
+        self._requests: queue.SimpleQueue[_PendingRead | None] = queue.SimpleQueue()
+        self._pending: list[_PendingRead] = []
+        self._connected: set[bytes] = set()
+        self._thread = threading.Thread(target=self._run, name="remote-receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the reading thread is running."""
+        return self._thread.is_alive()
+
+    def receive(self, image: SharedEmbedding) -> Future[ReceivedEmbedding]:
+        """Reads an embedding that an encoder published for other hosts. The future raises EmbeddingUnavailableError.
+
+        Raises ValueError for an embedding without a remote location.
+        """
+        if image.remote is None:
+            raise ValueError("the embedding was published for its own host")
+        received: Future[ReceivedEmbedding] = Future()
+        num_bytes = HEADER_BYTES + image.num_bytes
+        if num_bytes > self.num_bytes:
+            error = f"an embedding of {num_bytes} bytes does not fit the buffer of {self.num_bytes}"
+            received.set_exception(EmbeddingUnavailableError(error))
+            return received
+        deadline = self._clock() + self.timeout_s
+        self._requests.put(_PendingRead(Header.of(image), num_bytes, image.remote, deadline, received))
+        return received
+
+    def close(self) -> None:
+        """Closes the connections, so that encoders do not keep them for an ended process."""
+        self._requests.put(None)
+        self._thread.join(self.timeout_s)
+
+    def _run(self) -> None:
+        while self._take_requests():
+            self._pending = [pending for pending in self._pending if not self._advance(pending)]
+            is_awaited = any(not pending.received.done() for pending in self._pending)
+            time.sleep(POLL_S if is_awaited else ABANDONED_POLL_S if self._pending else 0)
+        for pending in self._pending:
+            _fail(pending, "the language model replica ends")
+        for agent_metadata in self._connected:
+            self._memory.forget(agent_metadata)
+
+    def _take_requests(self) -> bool:
+        """Takes new requests from the queue, and waits for one if no read is pending. Returns False after `close`."""
+        while True:
+            try:
+                request = self._requests.get(block=not self._pending)
+            except queue.Empty:
+                return True
+            if request is None:
+                return False
+            self._pending.append(request)
+
+    def _advance(self, pending: _PendingRead) -> bool:
+        """Starts or polls a read and returns whether it is over. An abandoned read is over only once nothing can be
+        written into its memory any more."""
+        try:
+            try:
+                if pending.read is None:
+                    if pending.received.done():
+                        return True
+                    self._start(pending)
+                elif pending.read.done() and self._complete(pending):
+                    return True
+            except ReadError as error:
+                self._connected.discard(pending.location.agent_metadata)
+                self._memory.forget(pending.location.agent_metadata)
+                _fail(pending, str(error))
+                return True
+        except WrongEmbeddingError as error:
+            _fail(pending, str(error))
+            return True
+        except Exception as error:  # this thread must not die: later readers would wait for ever
+            logger.exception("a read from another host failed")
+            _fail(pending, str(error))
+            return True
+        if self._clock() >= pending.deadline:
+            missing = "room" if pending.read is None else "bytes"
+            _fail(pending, f"no {missing} for an embedding of {pending.num_bytes} bytes in {self.timeout_s} s")
+        return False
+
+    def _start(self, pending: _PendingRead) -> None:
+        pending.memory = self.arena.allocate(pending.num_bytes)
+        if pending.memory is not None:
+            self._connected.add(pending.location.agent_metadata)
+            self._read(pending, pending.memory, pending.num_bytes)
+
+    def _complete(self, pending: _PendingRead) -> bool:
+        assert pending.memory is not None
+        _view(pending.memory, pending.header)
+        if pending.received.done():
+            return True
+        if not pending.read_once:  # the header may have changed while the bytes were read
+            pending.read_once = True
+            self._read(pending, pending.memory, HEADER_BYTES, notify=pending.location.lease)
+            return False
+        with contextlib.suppress(InvalidStateError):  # its reader cancelled it
+            pending.received.set_result(ReceivedEmbedding(pending.memory, pending.header))
+        return True
+
+    def _read(self, pending: _PendingRead, memory: Allocation, num_bytes: int, *, notify: bytes = b"") -> None:
+        location, target = pending.location, self.arena.address + memory.start
+        pending.read = self._memory.read(location.agent_metadata, location.address, target, num_bytes, notify=notify)
+
+
+def _view(memory: Allocation, header: Header) -> Tensor:
+    """Returns the embedding `[num_tokens, width]`, which keeps the memory. Raises WrongEmbeddingError."""
+    return embedding_view(torch.from_numpy(memory.array((memory.num_bytes,))), header)
+
+
+def _fail(pending: _PendingRead, why: str) -> None:
+    with contextlib.suppress(InvalidStateError):  # its reader cancelled it, or it failed before
+        pending.received.set_exception(EmbeddingUnavailableError(why))

@@ -1,0 +1,85 @@
+"""Encoder's side of RDMA: LLM replicas on other hosts read embeddings from the encoder's memory.
+
+A published embedding is kept until its reader's notification arrives or the store ends the offer; a later reader
+detects from the header that the memory was reused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+
+from deployments.common.messages import EncodedImage, RemoteLocation, SharedEmbedding
+from deployments.transfer.rdma import RemoteMemory
+from deployments.transfer.shared_store import EmbeddingStore
+from deployments.transfer.unix_socket import ListenerError, OnError
+
+logger = logging.getLogger("ray.serve")
+
+POLL_S = 0.0002
+"""Pause between polls of the network while any embedding is published."""
+ERROR_PAUSE_S = 1.0
+"""Pause after a failed poll."""
+
+
+class RemoteSender:
+    """Publishes embeddings of a store. Thread-safe; its own thread polls the network."""
+
+    def __init__(self, store: EmbeddingStore, memory: RemoteMemory, *, on_error: OnError = lambda _: None) -> None:
+        """`on_error` is called on the polling thread when it survived an error."""
+        self._store, self._memory, self._on_error = store, memory, on_error
+        memory.register(store.arena.address, store.arena.num_bytes)
+        self._agent_metadata = memory.agent_metadata()
+        self._leases: set[bytes] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="remote-sender", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Number of published embeddings."""
+        return len(self._leases)
+
+    @property
+    def alive(self) -> bool:
+        """False if the polling thread died; True after `close`."""
+        return self._closed or self._thread.is_alive()
+
+    def publish(self, image: EncodedImage) -> SharedEmbedding | None:
+        """Offers the embedding to one reader. Returns None if it is not in the store."""
+        lease, start = secrets.token_bytes(8), self._store.start_of(image)
+        if start is None or not self._store.offer(image, reader=lease.hex()):
+            return None
+        with self._changed:
+            self._leases.add(lease)
+            self._changed.notify()
+        location = RemoteLocation(self._agent_metadata, self._store.arena.address + start, lease)
+        return dataclasses.replace(image.shared_by(""), remote=location)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._leases or self._closed)
+                if self._closed:
+                    return
+            try:
+                self._release()
+            except Exception:
+                logger.exception("notifications of readers on other hosts could not be read")
+                self._on_error(ListenerError.MESSAGE)
+                time.sleep(ERROR_PAUSE_S)
+            time.sleep(POLL_S)
+
+    def _release(self) -> None:
+        for lease in self._memory.notifications():
+            self._store.complete(lease.hex())
+        with self._changed:  # the store also ends offers, by timeout or for their memory
+            self._leases = {lease for lease in self._leases if self._store.is_offered(lease.hex())}

@@ -1,0 +1,147 @@
+"""Shared memory between processes: one bounded anonymous region, divided into allocations.
+
+Decoding worker processes write pixels into one, encoders write embeddings into another. The memory is a memfd that is
+passed to other processes: nothing is stored in /dev/shm, and the kernel frees it when the last process that maps it has
+ended, even if it was killed. An allocation is freed with the last reference to it or to an array in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections import deque
+from multiprocessing import reduction
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Arena:
+    """Shared memory in the process that owns it. Thread-safe."""
+
+    def __init__(self, num_bytes: int, *, holds: str = "pixels") -> None:
+        """`num_bytes` is rounded up to whole pages, which take memory when they are first written to. `holds` is part
+        of the memfd's name."""
+        self.num_bytes = _pages(num_bytes)
+        self._file = os.memfd_create(f"vitray-{holds}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._file, self.num_bytes)
+            self._memory = mmap.mmap(self._file, self.num_bytes)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.num_bytes)]  # (start, end), ascending, never adjacent
+        # The garbage collector may free an allocation while the lock is held, so `_end` only records it.
+        self._ended: deque[tuple[int, int]] = deque()
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            self._reclaim()
+            return sum(end - start for start, end in self._free)
+
+    def allocate(self, num_bytes: int) -> Allocation | None:
+        """Allocates from the first gap that is large enough. Returns None if there is none."""
+        wanted = _pages(num_bytes)
+        with self._lock:
+            self._reclaim()
+            for place, (start, end) in enumerate(self._free):
+                if end - start >= wanted:
+                    self._free[place : place + 1] = [(start + wanted, end)] if end - start > wanted else []
+                    return Allocation(self, start, wanted)
+        return None
+
+    @property
+    def file(self) -> int:
+        """File descriptor, open while the arena exists."""
+        return self._file
+
+    def handle(self) -> ArenaHandle:
+        """Returns an argument for a child process that is started by the method "spawn"."""
+        return ArenaHandle(self._file, self.num_bytes)
+
+    def write(self, start: int, written: bytes) -> None:
+        """Writes bytes at offset `start`, inside an allocation of the caller."""
+        self._memory[start : start + len(written)] = written
+
+    def _end(self, start: int, num_bytes: int) -> None:
+        self._ended.append((start, start + num_bytes))
+
+    def _reclaim(self) -> None:
+        while self._ended:
+            self._free.append(self._ended.popleft())
+        self._free.sort()
+        merged: list[tuple[int, int]] = []
+        for start, end in self._free:
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+
+class Allocation:
+    """Part of an arena, freed with the last reference to it or to an array of `array`."""
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
+        self.start, self.num_bytes = start, num_bytes
+        self._arena = arena
+
+    def array(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Returns a uint8 view of this shape, which keeps the allocation. Raises ValueError if it does not fit."""
+        needed = int(np.prod(shape, dtype=np.int64))
+        if min(shape, default=0) < 0 or needed > self.num_bytes:
+            raise ValueError(f"{shape} takes {needed} bytes, the allocation has {self.num_bytes}")
+        return np.asarray(_View(self, self._arena.address + self.start, shape))
+
+    def __del__(self) -> None:
+        self._arena._end(self.start, self.num_bytes)  # noqa: SLF001
+
+
+class _View:
+    """Source of a numpy array without a copy. The array keeps it, and thereby the allocation, alive."""
+
+    def __init__(self, allocation: Allocation, address: int, shape: tuple[int, ...]) -> None:
+        self._allocation = allocation
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": (address, False)}
+
+
+class _Inherited(Protocol):
+    """Type of an unpickled `reduction.DupFd` in the child."""
+
+    def detach(self) -> int: ...
+
+
+class ArenaHandle:
+    """Handle by which a child process, which inherits the file, maps an arena."""
+
+    def __init__(self, file: int, num_bytes: int) -> None:
+        self._file, self._num_bytes = file, num_bytes
+
+    def open(self) -> mmap.mmap:
+        """Maps the arena's memory, once, in the child."""
+        memory = mmap.mmap(self._file, self._num_bytes)
+        os.close(self._file)
+        return memory
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _inherited, (reduction.DupFd(self._file), self._num_bytes)
+
+
+def _inherited(file: _Inherited, num_bytes: int) -> ArenaHandle:
+    return ArenaHandle(file.detach(), num_bytes)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES

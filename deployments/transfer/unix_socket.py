@@ -1,0 +1,310 @@
+"""Messages between processes of one host: JSON over abstract Unix sockets, with an optional file descriptor.
+
+Both ends must run as the same user. A connection ends with either process, even a killed one, and the other process
+detects it at once. Messages are msgspec structs; the receiver's decoder defines those that it accepts.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec.json import Decoder
+
+logger = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
+
+MAX_PACKET_BYTES = 65_536
+MAX_BACKLOG_BYTES = 64 * 2**20
+"""Limit of the packets queued for one peer: over 100,000 of the largest packets that are sent per embedding."""
+PACKET_OVERHEAD_BYTES = 128
+"""Memory of a queued packet in addition to its text."""
+ACCEPT_RETRY_S = 0.1
+"""Pause after a failed accept: without free file descriptors the next attempt would fail at once."""
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def host_name() -> str:
+    """Identifies the scope of these sockets: this boot of this machine, the container's network, and the user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
+
+
+def listen() -> tuple[socket.socket, str]:
+    """Returns a listening socket and its address."""
+    address = f"vitray-{secrets.token_hex(16)}"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind("\0" + address)
+    listening.listen()
+    return listening, address
+
+
+def accept(listening: socket.socket) -> socket.socket:
+    """Returns the next connection of the same user; closes others. Raises OSError once `listening` is shut down."""
+    while True:
+        connection, _ = listening.accept()
+        given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(given)[1] == os.getuid():
+            return connection
+        connection.close()
+
+
+def connect(address: str, *, timeout_s: float) -> socket.socket:
+    """Raises OSError if no process of this user listens there. `timeout_s` applies to later calls on the socket too."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect("\0" + address)
+        given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(given)[1] != os.getuid():
+            raise ConnectionRefusedError("another user listens there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def send(connection: socket.socket, message: object, file: int | None = None) -> None:
+    """Sends a message; blocks while the socket's buffer is full. A thread that the peer may wait for, and any holder of
+    a lock that such a thread takes, must use a `Sender` instead.
+
+    Raises OSError if the peer has ended, ValueError for a packet over MAX_PACKET_BYTES.
+    """
+    _transmit(connection, _encoded(message), file)
+
+
+def receive(connection: socket.socket, decoder: Decoder[T]) -> tuple[T, int | None] | None:
+    """Returns the next message and its file descriptor, which the caller closes; None if the peer has ended.
+
+    Raises OSError, TimeoutError among them, and ValueError for a message that `decoder` does not accept.
+    """
+    written, files, _, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1)
+    if not written:
+        return None
+    try:
+        return decoder.decode(written), files[0] if files else None
+    except Exception:
+        for file in files:
+            os.close(file)
+        raise
+
+
+def close(connection: socket.socket) -> None:
+    """Ends the connection for both sides, and for threads of this process that wait on it."""
+    _shut_down(connection)
+    connection.close()
+
+
+class Sender:
+    """Sends packets over one connection, in order and from any thread, without ever waiting for the peer.
+
+    Packets that do not fit the socket's buffer are queued, and a thread sends them as the peer reads. A peer that does
+    not read until the queue is full counts as dead: the connection is shut down.
+
+        sender = Sender(connection)
+        sender.send(Release(7))
+    """
+
+    def __init__(self, connection: socket.socket, *, max_backlog_bytes: int = MAX_BACKLOG_BYTES) -> None:
+        """Removes the timeout of `connection`, which its reader closes."""
+        connection.settimeout(None)
+        self._connection = connection
+        self._max_backlog_bytes = max_backlog_bytes
+        self._lock = threading.Lock()  # never held while blocking
+        self._backlog: deque[tuple[bytes, int | None]] = deque()  # while not empty, one thread sends its head
+        self._backlog_bytes = 0
+        self._ended = False
+
+    def send(self, message: object, file: int | None = None) -> None:
+        """Sends or queues a message, which is lost if the peer ends first. The caller may close `file` afterwards.
+
+        Raises:
+            OSError: the connection has ended; its reader sees the end too.
+            ValueError: the packet is over MAX_PACKET_BYTES.
+        """
+        encoded = _encoded(message)
+        with self._lock:
+            if self._ended:
+                raise ConnectionAbortedError("the connection has ended")
+            try:
+                self._send(encoded, file)
+            except (OSError, RuntimeError) as error:  # RuntimeError: a thread cannot be started
+                self._ended = True
+                _shut_down(self._connection)
+                raise ConnectionAbortedError(f"a packet could not be sent: {error}") from error
+
+    def _send(self, encoded: bytes, file: int | None) -> None:
+        if not self._backlog:
+            with contextlib.suppress(BlockingIOError):
+                _transmit(self._connection, encoded, file, socket.MSG_DONTWAIT)
+                return
+        num_bytes = self._backlog_bytes + len(encoded) + PACKET_OVERHEAD_BYTES
+        if num_bytes > self._max_backlog_bytes:
+            limit = self._max_backlog_bytes
+            logger.warning("a process that does not read is given up: %d bytes wait, the limit is %d", num_bytes, limit)
+            raise ConnectionAbortedError(f"{num_bytes} bytes wait for the peer, the limit is {limit}")
+        if not self._backlog:
+            threading.Thread(target=self._send_backlog, name="packets", daemon=True).start()
+        self._backlog.append((encoded, None if file is None else os.dup(file)))
+        self._backlog_bytes = num_bytes
+
+    def _send_backlog(self) -> None:
+        with self._lock:
+            first = self._backlog[0] if self._backlog else None
+        while first is not None:
+            ended = False
+            try:
+                _transmit(self._connection, *first)
+            except OSError:
+                logger.debug("the peer has gone", exc_info=True)
+                ended = True
+            with self._lock:
+                self._ended |= ended
+                for _ in range(len(self._backlog) if self._ended else 1):
+                    self._drop_first()
+                first = self._backlog[0] if self._backlog else None
+
+    def _drop_first(self) -> None:
+        encoded, file = self._backlog.popleft()
+        self._backlog_bytes -= len(encoded) + PACKET_OVERHEAD_BYTES
+        if file is not None:
+            os.close(file)
+
+
+class ListenerError(Enum):
+    """Errors that a listening thread survives."""
+
+    ACCEPT = "accept"
+    """A connection could not be accepted."""
+    MESSAGE = "message"
+    """A message could not be read, or its handling raised an exception."""
+
+
+OnError = Callable[[ListenerError], None]
+
+
+class Listener:
+    """Accepts connections of this user and serves each on its own thread, until `close`.
+
+    listener = Listener(serve, name="shm-server")  # serve(connection) returns when the connection has ended
+    Sender(connect(listener.address, timeout_s=5.0))
+    """
+
+    def __init__(
+        self, serve: Callable[[socket.socket], None], *, name: str, on_error: OnError = lambda _: None
+    ) -> None:
+        """`name` is the name of the threads. `on_error` is called on one of them."""
+        self._serve, self._name, self._on_error = serve, name, on_error
+        self._connections: set[socket.socket] = set()
+        self._closed = threading.Event()
+        self._listening, self.address = listen()
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """False if the accepting thread died; True after `close`."""
+        return self._closed.is_set() or self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stops accepting and closes all connections."""
+        self._closed.set()
+        close(self._listening)
+        for connection in list(self._connections):
+            close(connection)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = accept(self._listening)
+            except Exception as error:
+                if not self._closed.is_set():
+                    self._failed_to_accept(error)
+                continue
+            self._connections.add(connection)
+            try:
+                threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
+            except RuntimeError as error:
+                self._end(connection)
+                self._failed_to_accept(error)
+
+    def _failed_to_accept(self, error: Exception) -> None:
+        logger.warning("a connection of another process could not be accepted: %s", error)
+        self._on_error(ListenerError.ACCEPT)
+        self._closed.wait(ACCEPT_RETRY_S)
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            if not self._closed.is_set():
+                self._serve(connection)
+        except OSError:
+            logger.debug("a peer has gone", exc_info=True)
+        except Exception:
+            logger.exception("a connection could not be served")
+            self._on_error(ListenerError.MESSAGE)
+        finally:
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        self._connections.discard(connection)
+        close(connection)
+
+
+def handle_each(
+    connection: socket.socket,
+    decoder: Decoder[T],
+    handle: Callable[[T, int | None], None],
+    *,
+    on_error: OnError = lambda _: None,
+) -> None:
+    """Calls `handle` with each message and its file descriptor, which `handle` closes, until the connection ends. An
+    error in one message is logged and passed to `on_error`; the next message is handled."""
+    while True:
+        try:
+            received = receive(connection, decoder)
+        except OSError:
+            logger.debug("a peer has gone", exc_info=True)
+            return
+        except Exception:
+            logger.exception("a message could not be read")
+            on_error(ListenerError.MESSAGE)
+            continue
+        if received is None:
+            return
+        try:
+            handle(*received)
+        except Exception:
+            logger.exception("a message could not be handled")
+            on_error(ListenerError.MESSAGE)
+
+
+def _encoded(message: object) -> bytes:
+    encoded = msgspec.json.encode(message)
+    if len(encoded) > MAX_PACKET_BYTES:
+        raise ValueError(f"a packet of {len(encoded)} bytes is over the limit of {MAX_PACKET_BYTES}")
+    return encoded
+
+
+def _transmit(connection: socket.socket, encoded: bytes, file: int | None, flags: int = 0) -> None:
+    if file is None:
+        connection.send(encoded, flags)
+    else:  # socket.send_fds ignores flags
+        connection.sendmsg([encoded], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))], flags)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer closed it first
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,62 @@
+"""A fused tower with 8-bit GEMMs, validated before it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from configs.encoder_config import EncoderConfig
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.fp8.validation import Agreement, RunGrids, Share, try_fp8
+from encoder.towers.tower import VisionTower
+
+if TYPE_CHECKING:
+    from encoder.fused.tower import FusedTower
+
+CAPABILITY = (9, 0)
+"""First compute capability that has 8-bit GEMMs with a scale per row."""
+
+
+def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises `ValueError` if a tower on `device`, in `dtype`, cannot have 8-bit GEMMs."""
+    needed = f"{CAPABILITY[0]}.{CAPABILITY[1]}"
+    if device.type != "cuda":
+        raise ValueError(
+            f"fp8 is true, and the device is {device}: it needs a GPU of compute capability {needed} or newer"
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        raise ValueError(
+            f"fp8 is true, and the GPU has compute capability {found[0]}.{found[1]}: it needs {needed} or newer"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(f"fp8 is true, and the tower is in {dtype}: it needs dtype to be bfloat16")
+
+
+def narrowed(
+    tower: VisionTower, wide: FusedTower, config: EncoderConfig, rules: ImageRules | None
+) -> tuple[FusedTower, Agreement]:
+    """Returns `wide`, made of `tower`, with the first of `SHARES` in 8 bits that agrees with it, and the agreement.
+
+    Raises:
+        Fp8RefusedError: with every share, embeddings differ by more than the settings allow.
+    """
+    from encoder.fp8.gemm import Fp8Gemm
+    from encoder.fused.tower import FusedTower
+
+    def run_of(fused: FusedTower) -> RunGrids:
+        return lambda patches, grids: fused(patches, fused.prepare(grids))
+
+    made: list[FusedTower] = []
+
+    def narrow(share: Share) -> RunGrids:
+        made.clear()
+        first_block = share.first_block(tower.config.depth)
+        with torch.cuda.device(tower.device):
+            gemm = Fp8Gemm(wide.gemm, layers=share.layers, first_block=first_block)
+            made.append(FusedTower(tower, wide.attention_plan, gemm))
+        return run_of(made[0])
+
+    _, agreement = try_fp8(narrow, run_of(wide), tower.config, config, rules=rules, device=tower.device)
+    return made[0], agreement

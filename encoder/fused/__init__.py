@@ -1,0 +1,1 @@
+"""Fused towers: GEMMs by QuACK and cuBLAS, rotary attention, and the measurement of attention backends."""

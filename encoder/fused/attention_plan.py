@@ -1,0 +1,133 @@
+"""Measures the installed attention backends for one tower on one device, and chooses one for each length class.
+
+Calls are timed inside a captured graph, since only device time counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from encoder.fused.rope_attention import AttentionKernel, AttentionPlan, rotary_attention, table_dtype, tile_segments
+from encoder.kernels.rope import rope_table
+from encoder.kernels.short_attention import LONGEST
+from encoder.metadata.segments import AttentionBackend, Segments
+from encoder.towers.backends import BackendUnavailableError, load, unfit
+
+logger = logging.getLogger(__name__)
+
+# Upper bound of each length class and the length measured for it: windows of Qwen2.5-VL, then images of 224², 448² and
+# 896² with patches of 16. The bounds themselves are multiples of every block size there and would favour one backend.
+_CLASSES = {64: 64, 256: 196, 1024: 784, 4096: 3136}
+# Fills a large device without taking long.
+_ROWS = 8192
+_CALLS, _REPLAYS = 2, 3
+# Another kernel is preferred only if it takes less than this share of the time, so that noise does not decide.
+_MARGIN = 0.97
+
+_KERNELS = (
+    AttentionKernel(AttentionBackend.TRITON, rotates=True),
+    AttentionKernel(AttentionBackend.TRITON),
+    AttentionKernel(AttentionBackend.VARLEN),
+    AttentionKernel(AttentionBackend.FLASH_ATTN),
+    AttentionKernel(AttentionBackend.FA3),
+    AttentionKernel(AttentionBackend.FA4),
+)
+
+
+def measure_backends(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
+    """Returns the fastest kernel, rotary positions included, for each length class; logs the choices and the times.
+
+    Takes some tenths of a second, and 1 to 2 s more if FlashAttention-4 must be compiled. Raises
+    `BackendUnavailableError` if no backend fits.
+    """
+    kernels = [kernel for kernel in _KERNELS if _available(kernel, dtype, head_dim, device)]
+    if not kernels:
+        raise BackendUnavailableError(f"no attention backend for {dtype}, head dimension {head_dim}, on {device}")
+    # float32 is for parity and has one kernel, so one length is measured.
+    classes = dict(_CLASSES) if dtype != torch.float32 else {64: 64}
+    costs = {
+        bound: {
+            kernel: _microseconds(kernel, length, heads, head_dim, dtype, device)
+            for kernel in kernels
+            if not kernel.rotates or length <= LONGEST
+        }
+        for bound, length in classes.items()
+    }
+    best = chosen_kernels(list(costs.values()))
+    for (bound, measured), chosen in zip(costs.items(), best, strict=True):
+        logger.info(
+            "attention over segments of up to %d patches: %s (%s)",
+            bound,
+            chosen,
+            ", ".join(f"{kernel} {cost:.0f} µs" for kernel, cost in measured.items()),
+        )
+    return AttentionPlan(tuple(classes), tuple(best))
+
+
+def chosen_kernels(costs: Sequence[Mapping[AttentionKernel, float]]) -> list[AttentionKernel]:
+    """Returns the kernel of each length class, in ascending order, by measured time.
+
+    In a tie, the kernel of the preceding class is kept, since each change of kernels needs separate graphs.
+    """
+    best: list[AttentionKernel] = []
+    for measured in costs:
+        fastest = min(measured, key=measured.__getitem__)
+        before = best[-1] if best else next(iter(measured))
+        draws = before in measured and _MARGIN * measured[before] <= measured[fastest]
+        best.append(before if draws else fastest)
+    return best
+
+
+def check_plan(plan: AttentionPlan, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `BackendUnavailableError` for a backend that does not fit or is not installed; says what to install."""
+    for kernel in plan.kernels:
+        reason = unfit(kernel.backend, torch.cuda.get_device_capability(device), dtype, head_dim)
+        if reason is not None:
+            raise BackendUnavailableError(f"attention backend {kernel.backend.value!r}: {reason}")
+        load(kernel.backend)
+
+
+def _available(kernel: AttentionKernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    try:
+        check_plan(AttentionPlan.single(kernel), head_dim, dtype, device)
+    except BackendUnavailableError:
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _microseconds(
+    kernel: AttentionKernel, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Device time of a layer's rotary positions and attention over about `_ROWS` rows in segments of `length`."""
+    rows = _ROWS // length * length
+    with torch.cuda.device(device):
+        qkv = torch.randn(rows, 3 * heads * head_dim, device=device, dtype=dtype)
+        borders = torch.arange(0, rows + 1, length, dtype=torch.int32, device=device)
+        positions = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        frequencies = torch.ones(head_dim // 4, device=device)
+        table = rope_table(positions, frequencies, table_dtype(dtype))
+        tiled = tile_segments(Segments(kernel.backend, borders, length), rows, dtype, AttentionPlan.single(kernel))
+
+        def run() -> None:
+            for _ in range(_CALLS):
+                rotary_attention(qkv, table, tiled, heads)
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        times = []
+        for _ in range(_REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)))
+        return 1000 * sorted(times)[len(times) // 2] / _CALLS

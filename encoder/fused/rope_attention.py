@@ -1,0 +1,116 @@
+"""Rotary positions and attention of a fused tower: from packed q, k, v to attention outputs.
+
+Only the bound on a segment's length selects the kernel, which a graph captures; segment borders are read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encoder.kernels.attention import attend
+from encoder.kernels.rope import rope_
+from encoder.kernels.segments import segment_tiles
+from encoder.kernels.short_attention import LONGEST, attend_with_rope
+from encoder.kernels.tiles import attention_tile, short_rows
+from encoder.metadata.segments import AttentionBackend, Segments
+from encoder.towers.backends import load
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A backend, and whether it rotates q and k itself (Triton's can, for segments of up to `LONGEST` patches)."""
+
+    backend: AttentionBackend
+    rotates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rotates and self.backend is not AttentionBackend.TRITON:
+            raise ValueError(f"attention backend {self.backend.value!r} does not rotate q and k itself")
+
+    def __str__(self) -> str:
+        return f"{self.backend.value}+rope" if self.rotates else self.backend.value
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """A kernel per length class: `kernels[i]` for segments of up to `lengths[i]` patches, the last for longer ones.
+
+    AttentionPlan((64,), (AttentionKernel(TRITON, rotates=True), AttentionKernel(FA4)))
+    """
+
+    lengths: tuple[int, ...]
+    kernels: tuple[AttentionKernel, ...]
+
+    def __post_init__(self) -> None:
+        if not self.kernels or len(self.lengths) not in (len(self.kernels), len(self.kernels) - 1):
+            raise ValueError("a plan needs a kernel for every class of lengths, and at most one more")
+
+    @classmethod
+    def single(cls, kernel: AttentionKernel) -> AttentionPlan:
+        """Returns a plan with one kernel for all lengths."""
+        return cls((), (kernel,))
+
+    def kernel(self, max_seqlen: int) -> AttentionKernel:
+        """Returns the kernel for segments of at most `max_seqlen` patches."""
+        for length, kernel in zip(self.lengths, self.kernels, strict=False):
+            if max_seqlen <= length:
+                return kernel
+        return self.kernels[-1]
+
+    def __str__(self) -> str:
+        names = [f"≤{length}: {kernel}" for length, kernel in zip(self.lengths, self.kernels, strict=False)]
+        return ", ".join([*names, f"longer: {self.kernels[-1]}"])
+
+
+@dataclass(frozen=True)
+class SegmentTiles:
+    """Segments of a batch and the attention kernel for them, shared by all layers that use both."""
+
+    segments: Segments
+    kernel: AttentionKernel
+    tiles: Tensor | None = None
+    """Result of `segment_tiles`, for Triton's kernels only."""
+
+
+def tile_segments(
+    segments: Segments, rows: int, dtype: torch.dtype, plan: AttentionPlan, *, rotated: bool = False
+) -> SegmentTiles:
+    """Returns a batch's segments and kernel, once per forward. `rotated`: the GEMM before attention rotates q and k."""
+    kernel = plan.kernel(segments.max_seqlen)
+    if rotated or segments.max_seqlen > LONGEST:
+        kernel = AttentionKernel(kernel.backend)
+    if kernel.backend is not AttentionBackend.TRITON:
+        return SegmentTiles(segments, kernel)
+    tile_rows = short_rows(dtype) if kernel.rotates else attention_tile(rows, dtype).rows
+    return SegmentTiles(segments, kernel, segment_tiles(segments.cu_seqlens, rows, tile_rows))
+
+
+def rotary_attention(qkv: Tensor, table: Tensor, tiled: SegmentTiles, heads: int) -> Tensor:
+    """Attention over `qkv` `[rows, 3 * width]`, q, k, v before rotation; returns `[rows, width]`.
+
+    `table`: from `rope_table`. May rotate q and k in place in `qkv`. Rows outside all segments are undefined.
+    """
+    if tiled.kernel.rotates:
+        assert tiled.tiles is not None
+        return attend_with_rope(qkv, table, tiled.tiles, heads, short_rows(qkv.dtype))
+    rope_(qkv, table, heads)
+    return attend_rotated(qkv, tiled, heads)
+
+
+def attend_rotated(qkv: Tensor, tiled: SegmentTiles, heads: int) -> Tensor:
+    """Attention over `qkv` `[rows, 3 * width]`, q and k rotated already; returns `[rows, width]`."""
+    rows, width = qkv.shape[0], qkv.shape[1] // 3
+    q, k, v = qkv.view(rows, 3, heads, width // heads).unbind(1)
+    if tiled.tiles is not None:
+        out = attend(q, k, v, tiled.tiles, attention_tile(rows, qkv.dtype))
+    else:
+        out = load(tiled.kernel.backend)(q, k, v, tiled.segments.cu_seqlens, tiled.segments.max_seqlen)
+    return out.view(rows, width)
+
+
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of cosines and sines for heads of `dtype`."""
+    return torch.float32 if dtype == torch.float32 else torch.float16

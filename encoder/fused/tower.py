@@ -1,0 +1,113 @@
+"""A loaded tower with fused kernels and the fastest measured attention backends, with the eager tower's interface.
+
+The eager tower remains the reference. Requires CUDA and Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.fused.attention_plan import check_plan, measure_backends
+from encoder.fused.forward import FusedForward
+from encoder.fused.gemm import CublasGemm, Gemm
+from encoder.fused.rope_attention import AttentionPlan
+from encoder.metadata.builder import MetadataBuilder
+from encoder.metadata.geometry import Grid
+from encoder.metadata.segments import AttentionBackend
+from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.towers.tower import VisionTower
+
+logger = logging.getLogger(__name__)
+
+
+class FusedTower:
+    """Has the eager tower's interface: patches to embeddings `[num_tokens, width]`.
+
+    The forward is a pure function of the patches and of the metadata's tensors, so that it can be captured. Metadata
+    may include padding: rows past the last border of `frames` belong to no segment and do not affect the images' rows,
+    even if they hold NaN.
+    """
+
+    def __init__(self, tower: VisionTower, plan: AttentionPlan, gemm: Gemm) -> None:
+        # The tower is not referenced, so that weights repacked here are freed when its owner drops it.
+        self._config, self._dtype, self._device = tower.config, tower.dtype, tower.device
+        self._metadata = MetadataBuilder(tower.config)
+        self._forward = FusedForward(tower, plan, gemm)
+        self.attention_plan, self.gemm = plan, gemm
+
+    @property
+    def config(self) -> VisionConfig:
+        """The checkpoint's vision configuration."""
+        return self._config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights and of the output."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights and of the metadata."""
+        return self._device
+
+    def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
+        """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid."""
+        metadata = self._metadata.build(grid_thw, device=self._device, backend=AttentionBackend.VARLEN)
+        plan, frames, windows = self.attention_plan, metadata.frames, metadata.windows
+        return replace(
+            metadata,
+            frames=replace(frames, backend=plan.kernel(frames.max_seqlen).backend),
+            windows=None if windows is None else replace(windows, backend=plan.kernel(windows.max_seqlen).backend),
+        )
+
+    @torch.inference_mode()
+    def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
+        """`patches`: `[num_patches, patch_dim]`, any float dtype. Returns `[num_tokens, width]`, the tower's dtype."""
+        out = patches.new_empty(metadata.num_tokens, self.config.width, dtype=self.dtype)
+        self.into(patches, metadata, out)
+        return out
+
+    @torch.inference_mode()
+    def into(self, patches: Tensor, metadata: TowerMetadata, out: Tensor) -> None:
+        """Like `__call__`, into `out`, contiguous."""
+        metadata.check(patches, self.config.patch_dim)
+        with torch.cuda.device(self.device):
+            self._forward(patches.to(self.dtype), metadata, out)
+
+
+def fuse(tower: VisionTower, plan: AttentionPlan | None = None, gemm: Gemm | None = None) -> FusedTower:
+    """Returns the fused form of a loaded tower on a CUDA device.
+
+    `plan`: None measures the installed attention backends. `gemm`: None uses QuACK's if installed and supported, else
+    cuBLAS's. Shares the tower's weights except padded or joined ones: dropping the tower frees the originals of those.
+
+    Raises:
+        ValueError: the tower is on another device.
+        BackendUnavailableError: a backend in the plan is not installed or does not fit, or no backend fits.
+    """
+    if tower.device.type != "cuda":
+        raise ValueError(f"the fused forward needs a CUDA device, and the tower is on {tower.device}")
+    config = tower.config
+    if plan is None:
+        plan = measure_backends(config.num_heads, config.head_dim, tower.dtype, tower.device)
+    else:
+        check_plan(plan, config.head_dim, tower.dtype, tower.device)
+    return FusedTower(tower, plan, gemm or best_gemm(tower.dtype, tower.device))
+
+
+def best_gemm(dtype: torch.dtype, device: torch.device) -> Gemm:
+    """Returns QuACK's GEMMs for bfloat16 on Hopper if the package is installed, else cuBLAS's."""
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) == (9, 0):
+        try:
+            from encoder.fused.quack_gemm import QuackGemm
+        except ImportError:
+            logger.info("GEMMs by cuBLAS; QuACK's, which come with FlashAttention-4, would be faster here")
+        else:
+            return QuackGemm(device)
+    return CublasGemm()

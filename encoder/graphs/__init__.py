@@ -1,0 +1,1 @@
+"""CUDA graphs of a vision tower: capture, static buffers, capture policy."""

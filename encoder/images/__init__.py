@@ -1,0 +1,1 @@
+"""Reads size, RGB pixels and digest of image files. Imports no torch."""

@@ -1,0 +1,39 @@
+"""Decoded images before the resize, which decoders produce when the device resizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from encoder.checkpoint.image_rules import ImageRules, PixelBounds
+from encoder.images.load import check_pixels, load_rgb, to_rgb
+from encoder.images.size import Grid, grid_of
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An upright RGB image in its original size."""
+
+    values: NDArray[np.uint8]
+    """`[H, W, 3]`, contiguous; H and W are at least 1."""
+    grid_thw: Grid
+    """Grid in patches after the resize; t is 1."""
+
+
+def decode(
+    image: bytes | Image.Image, rules: ImageRules, bounds: PixelBounds | None, *, max_pixels_decoded: int
+) -> Decoded:
+    """Decodes an encoded file or converts a PIL image, without resizing it.
+
+    Raises ImageError, also for images whose header states more than `max_pixels_decoded` pixels.
+    """
+    if isinstance(image, bytes):
+        rgb = load_rgb(image, max_pixels_decoded=max_pixels_decoded)
+    else:
+        check_pixels(image.width, image.height, max_pixels_decoded)
+        rgb = to_rgb(image)
+    grid = grid_of(rgb.width, rgb.height, rules, bounds)
+    return Decoded(np.array(rgb), grid)

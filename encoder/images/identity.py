@@ -1,0 +1,113 @@
+"""Identity of an encoder, which with the image determines an embedding, and the digest of both.
+
+Imports no torch, so that the HTTP ingress can compute digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from PIL import Image
+
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.images.load import DECODING_RULES_VERSION, to_rgb
+from encoder.images.size import ImageRules, PixelBounds
+
+_DOMAIN = b"vitray embedding digest 1"
+
+
+@dataclass(frozen=True)
+class EncoderIdentity:
+    """Encoders with equal identities compute equal embeddings (up to rounding) for equal images.
+
+    digest = identity.digest(jpeg_bytes, bounds=None)
+    """
+
+    weights: str
+    """SHA-256 of the vision tensors, 64 hex characters."""
+    vision: VisionConfig
+    """Architecture of the tower: heads, windows etc. change embeddings without changing a weight."""
+    dtype: str
+    """Compute dtype of the tower, such as "bfloat16"."""
+    rules: ImageRules
+    """The checkpoint's rules for resizing and normalising images."""
+    forward: str = "eager"
+    """Forward of the tower, "eager", "compiled", "fused" or "fp8": they round in different places."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> EncoderIdentity:
+        """Parses the output of `to_json`; the result has the same fingerprint."""
+        fields: dict[str, Any] = json.loads(text)
+        vision: dict[str, Any] = fields["vision"]
+        tuples = {name: tuple(value) for name, value in vision.items() if isinstance(value, list)}
+        return cls(**{**fields, "vision": VisionConfig(**vision | tuples), "rules": ImageRules(**fields["rules"])})
+
+    @cached_property
+    def tower(self) -> str:
+        """64 hex characters over the checkpoint's part of the identity. A language model accepts only embeddings of its
+        own tower, whatever their dtype and forward.
+        """
+        return tower_fingerprint(self.weights, self.vision, self.rules)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hex characters over all fields."""
+        return hashlib.sha256(
+            json.dumps(
+                [self.weights, asdict(self.vision), self.dtype, asdict(self.rules), self.forward], sort_keys=True
+            ).encode()
+        ).hexdigest()
+
+    def digest(self, image: bytes | Image.Image, bounds: PixelBounds | None, salt: str | None = None) -> str:
+        """Returns the key of an image's embedding, 64 hex characters. `salt` separates tenants.
+
+        The digest covers the bytes of an encoded file, or the RGB samples and the size of a PIL image.
+        """
+        shape = None
+        if isinstance(image, Image.Image):
+            rgb = to_rgb(image)
+            image, shape = rgb.tobytes(), rgb.size
+        return image_digest(
+            image, bounds=bounds, numerics=self.fingerprint, weights=self.weights, salt=salt, shape=shape
+        )
+
+
+def tower_fingerprint(weights: str, vision: VisionConfig, rules: ImageRules) -> str:
+    """Computes `EncoderIdentity.tower` from its parts."""
+    return hashlib.sha256(json.dumps([weights, asdict(vision), asdict(rules)], sort_keys=True).encode()).hexdigest()
+
+
+def image_digest(
+    data: bytes,
+    *,
+    rules_version: str = DECODING_RULES_VERSION,
+    bounds: PixelBounds | None,
+    numerics: str,
+    weights: str,
+    salt: str | None,
+    shape: tuple[int, int] | None = None,
+) -> str:
+    """Returns the SHA-256, 64 hex characters, of everything that determines an image's embedding, and of the salt.
+
+    `data`: the encoded file, or the RGB bytes of a decoded image, whose width and height are `shape`. `bounds`: as
+    requested; None equals bounds without values. `numerics`: `EncoderIdentity.fingerprint`. `weights`: hash of the
+    vision weights. `salt`: the tenant's, or None for a digest that all share; an empty salt counts as a salt. Every
+    field is framed by its length, so that different arguments never hash the same bytes.
+    """
+    bounds = bounds or PixelBounds()
+    digest = hashlib.sha256()
+    for field in (_DOMAIN, rules_version, bounds.min_pixels, bounds.max_pixels, numerics, weights, salt, shape, data):
+        if field is None:
+            digest.update(b"-")
+            continue
+        framed = field if isinstance(field, bytes) else (field if isinstance(field, str) else repr(field)).encode()
+        digest.update(b"+%d:" % len(framed))
+        digest.update(framed)
+    return digest.hexdigest()

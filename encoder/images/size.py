@@ -1,0 +1,70 @@
+"""Computes the resized size, grid and number of tokens of an image from its size; the ingress imports this module.
+
+Pure arithmetic, so that an image's cost is known before it is decoded. Results equal those of transformers' Qwen2-VL
+image processor, which all three generations use.
+"""
+
+from __future__ import annotations
+
+import math
+
+from encoder.checkpoint.image_rules import ImageRules, PixelBounds
+from encoder.images.load import ImageError, ImageHeader, header
+
+__all__ = [
+    "MAX_ASPECT_RATIO",
+    "Grid",
+    "ImageError",
+    "ImageHeader",
+    "ImageRules",
+    "PixelBounds",
+    "grid_of",
+    "header",
+    "num_tokens",
+    "resized",
+]
+
+Grid = tuple[int, int, int]
+"""`(t, h, w)` in patches."""
+
+MAX_ASPECT_RATIO = 200
+"""Maximum ratio of the longer to the shorter side, as in the Qwen processors."""
+
+
+def resized(width: int, height: int, rules: ImageRules, bounds: PixelBounds | None = None) -> tuple[int, int]:
+    """Returns width and height in pixels after the resize: multiples of `rules.factor`, about the same aspect ratio,
+    the area within the bounds.
+
+    A very long image may exceed the maximum area, since no side gets shorter than `rules.factor`. Raises ImageError if
+    the longer side is over 200 times the shorter one.
+    """
+    aspect = max(width, height) / min(width, height)
+    if aspect > MAX_ASPECT_RATIO:
+        raise ImageError(f"image of {width}x{height} has aspect ratio {aspect:.6g}, the limit is {MAX_ASPECT_RATIO}")
+    bounds = bounds or PixelBounds()
+    min_pixels = rules.min_pixels if bounds.min_pixels is None else bounds.min_pixels
+    max_pixels = rules.max_pixels if bounds.max_pixels is None else bounds.max_pixels
+    factor = rules.factor
+    new_width, new_height = round(width / factor) * factor, round(height / factor) * factor
+    # The order of float operations is the processor's: another order would round some sizes differently.
+    if new_width * new_height > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+    elif new_width * new_height < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_width = math.ceil(width * grow / factor) * factor
+        new_height = math.ceil(height * grow / factor) * factor
+    return new_width, new_height
+
+
+def grid_of(width: int, height: int, rules: ImageRules, bounds: PixelBounds | None = None) -> Grid:
+    """Returns the grid `(1, h, w)` in patches of an image of `width` x `height` pixels. Raises ImageError."""
+    new_width, new_height = resized(width, height, rules, bounds)
+    return 1, new_height // rules.patch_size, new_width // rules.patch_size
+
+
+def num_tokens(grid: Grid, merge_size: int) -> int:
+    """Returns the number of tokens of a grid after the merge."""
+    t, h, w = grid
+    return t * h * w // merge_size**2

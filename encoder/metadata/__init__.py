@@ -1,0 +1,1 @@
+"""Converts patch grids to positions, segments and window order, on host and device."""

@@ -1,0 +1,178 @@
+"""Arena of the grids' numbers on the device, and the layout of a batch as a small table of offsets into it.
+
+The numbers of a grid (`encoder.metadata.grid_numbers`) are contiguous in an arena of fixed size. The table of a batch
+holds the offsets of each image's numbers and rows; `encoder.metadata.expand` expands it to the tower's metadata on the
+device. A batch of known grids costs the host one look-up per image and one copy, independent of the number of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.metadata.geometry import Grid
+from encoder.metadata.grid_numbers import PlacedGrid, grid_numbers
+from encoder.metadata.tower_metadata import to_device
+
+ARENA_BYTES = 64 * 2**20
+"""Holds about 400 grids of 4096 patches for Qwen3-VL, 1,600 for Qwen2.5-VL."""
+_MOST_LAYOUTS = 4096
+
+
+class StaleLayoutError(RuntimeError):
+    """A layout was used after its arena had been overwritten."""
+
+
+@dataclass
+class ArenaFill:
+    """One generation of the arena's contents. It ends when the arena is full and is overwritten from its start."""
+
+    overwritten: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A batch of grids whose numbers are in the arena. Ints are on the host.
+
+    Valid until the arena is overwritten, which any call of `GridTables.layout` may do: request it right before its use.
+    """
+
+    image_tokens: tuple[int, ...]
+    num_patches: int
+    num_tokens: int
+    num_frames: int
+    num_windows: int
+    max_seqlen: int
+    """Patches of the longest frame."""
+    table: tuple[tuple[int, ...], ...]
+    """Per image, its offset in the arena; per image and for the end, the first patch, and the first window; then the
+    frames' borders in patches."""
+    fill: ArenaFill = field(default_factory=ArenaFill, compare=False, repr=False)
+    """Generation of the arena in which the batch was laid out."""
+    _on_device: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, images: Sequence[PlacedGrid], config: VisionConfig, fill: ArenaFill) -> Layout:
+        """Returns the layout of `images`, whose numbers are in generation `fill` of the arena."""
+        image_tokens = tuple(image.num_tokens for image in images)
+        first_patch = (0, *accumulate(tokens * config.merge_unit for tokens in image_tokens))
+        first_window = (0, *accumulate(image.num_windows for image in images))
+        frames = [length for image in images for length in image.frame_lengths]
+        return cls(
+            image_tokens=image_tokens,
+            num_patches=first_patch[-1],
+            num_tokens=sum(image_tokens),
+            num_frames=len(frames),
+            num_windows=first_window[-1],
+            max_seqlen=max(frames),
+            table=(tuple(image.start for image in images), first_patch, first_window, (0, *accumulate(frames))),
+            fill=fill,
+        )
+
+    def on_host(self, slots: int) -> Tensor:
+        """Returns the table as int32 `[4, described_width(slots)]`, padded so that images past the batch have no rows.
+
+        `slots` is at least the number of images and of frames.
+        """
+        width = described_width(slots)
+        rows = [(*row, *[row[-1] if index else 0] * (width - len(row))) for index, row in enumerate(self.table)]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def described(self, slots: int, device: torch.device) -> Tensor:
+        """Returns `on_host(slots)` on the device, copied there on the first call. No synchronisation.
+
+        Raises `StaleLayoutError` if the arena has been overwritten.
+        """
+        if self.fill.overwritten:
+            raise StaleLayoutError(
+                f"a layout of {len(self.image_tokens)} images points into an arena that was overwritten"
+            )
+        key = slots, device
+        if key not in self._on_device:
+            self._on_device[key] = to_device(self.on_host(slots), device)
+        return self._on_device[key]
+
+    @property
+    def slots(self) -> int:
+        """Smallest number of slots that `described` accepts."""
+        return max(len(self.image_tokens), self.num_frames)
+
+
+def described_width(slots: int) -> int:
+    """Returns the length of a description's row: `slots + 1`, rounded up so that rows begin on 16 bytes."""
+    return -(-(slots + 1) // 4) * 4
+
+
+class GridTables:
+    """The arena, and the offset of each grid in it. For one thread and one stream.
+
+    When the arena is full, all grids are dropped and it is filled again. That needs no synchronisation: pending reads
+    were queued on the stream before the copies that overwrite their memory.
+    """
+
+    def __init__(self, config: VisionConfig, device: torch.device, max_bytes: int = ARENA_BYTES) -> None:
+        self.config = config
+        self.device = device
+        self.arena = torch.zeros(max_bytes // 4, dtype=torch.int32, device=device)
+        """int32: the numbers of the grids, concatenated."""
+        self.hits = 0
+        self.misses = 0
+        self._placed: dict[Grid, PlacedGrid] = {}
+        self._layouts: dict[tuple[Grid, ...], Layout] = {}
+        self._fill = ArenaFill()
+        self._end = 0
+
+    def layout(self, grid_thw: Sequence[Grid]) -> Layout | None:
+        """Returns the layout of a batch, after copying missing grids to the arena; None if the batch exceeds the arena.
+
+        Raises `ValueError` for an invalid grid or an empty batch.
+        """
+        if not grid_thw:
+            raise ValueError("grid_thw is empty: a tower needs at least one image")
+        key = tuple(grid_thw)
+        if key in self._layouts:
+            self.hits += len(key)
+            return self._layouts[key]
+        images = self._place_all(grid_thw)
+        if images is None:
+            return None
+        if len(self._layouts) == _MOST_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[key] = Layout.of(images, self.config, self._fill)
+        return self._layouts[key]
+
+    def warm(self, grid_thw: Sequence[Grid]) -> None:
+        """Copies the grids to the arena without counting them as misses; stops when the arena is full."""
+        for grid in grid_thw:
+            if grid not in self._placed and not self._place(grid):
+                return
+
+    def _place_all(self, grid_thw: Sequence[Grid]) -> list[PlacedGrid] | None:
+        missing = set(grid_thw) - self._placed.keys()
+        self.misses += len(missing)
+        self.hits += len(grid_thw) - len(missing)
+        if not all(self._place(grid) for grid in missing):
+            self._forget()
+            if not all(self._place(grid) for grid in set(grid_thw)):
+                self._forget()
+                return None
+        return [self._placed[grid] for grid in grid_thw]
+
+    def _forget(self) -> None:
+        self._fill.overwritten = True
+        self._fill = ArenaFill()
+        self._placed, self._layouts, self._end = {}, {}, 0
+
+    def _place(self, grid: Grid) -> bool:
+        found = grid_numbers(grid, self.config)
+        end = self._end + found.numbers.numel()
+        if end > self.arena.numel():
+            return False
+        self.arena[self._end : end].copy_(to_device(found.numbers, self.device))
+        self._placed[grid], self._end = found.placed(self._end), end
+        return True

@@ -1,0 +1,116 @@
+"""Expands the description of a batch and the numbers of its grids to the tower's metadata, on the device.
+
+Sizes are capacities, not the batch's own, so that a captured graph can include the expansion; entries past the batch
+are inert. `expand` is plain torch and the reference; `encoder.metadata.expand_kernel` is one launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.metadata.grid_numbers import columns
+from encoder.metadata.segments import AttentionBackend, Segments
+from encoder.metadata.tower_metadata import TowerMetadata
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Tables whose sizes are capacities. Entries past the batch are zero, their own index (`order`, `inverse`), or the
+    last border (`windows`)."""
+
+    rope: Tensor
+    """int32 `[patches, 2]`"""
+    taps: Tensor | None
+    """int32 `[patches, 4]`; None without a position table."""
+    weights: Tensor | None
+    """float32 `[patches, 4]`; None without a position table."""
+    order: Tensor | None
+    """int32 `[tokens]`; None without windows."""
+    inverse: Tensor | None
+    """int32 `[tokens]`; None without windows."""
+    windows: Tensor | None
+    """int32 `[windows + 1]`; None without windows."""
+
+
+class Expand(Protocol):
+    """Expands `described`, from `Layout.described`, and `arena` to a batch of `tokens` tokens and `windows` windows."""
+
+    def __call__(
+        self, arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int
+    ) -> Expanded: ...
+
+
+def expand(arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
+    """See `Expand`. Runs on any device, without synchronisation."""
+    places, first_patch, first_window, _ = described.unbind(0)
+    table, unit = bool(config.num_position_embeddings), config.merge_unit
+    width = columns(config)
+
+    def image_of(index: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the image that contains each index, and whether one does."""
+        image = torch.searchsorted(first, index, right=True) - 1
+        return image, index < first[-1]
+
+    def picked(source: Tensor, inside: Tensor) -> Tensor:
+        # Selected, not multiplied by a mask: some numbers are the bits of floats.
+        return torch.where(inside, arena[torch.where(inside, source, 0)], 0)
+
+    row = torch.arange(tokens * unit, device=arena.device, dtype=torch.int32)
+    image, inside = image_of(row, first_patch)
+    start = places[image] + (row - first_patch[image]) * width
+    column = torch.arange(width, device=arena.device, dtype=torch.int32)
+    rows = picked(start[:, None] + column, inside[:, None])
+    rope = rows[:, :2].contiguous()
+    taps = rows[:, 2:6].contiguous() if table else None
+    weights = rows[:, 6:].contiguous().view(torch.float32) if table else None
+    if not config.window_size:
+        return Expanded(rope, taps, weights, None, None, None)
+
+    token = row[:tokens]
+    first_token = first_patch // unit
+    image, inside = image_of(token, first_token)
+    ends = torch.cat((first_patch[1:], first_patch[-1:]))
+    after_rows = places + (ends - first_patch) * width
+    source = after_rows[image] + 2 * (token - first_token[image])
+    order = torch.where(inside, picked(source, inside) + first_token[image], token)
+    inverse = torch.where(inside, picked(source + 1, inside) + first_token[image], token)
+    window = torch.arange(windows + 1, device=arena.device, dtype=torch.int32)
+    image, inside = image_of(window, first_window)
+    after_tokens = after_rows + 2 * (ends - first_patch) // unit
+    source = after_tokens[image] + window - first_window[image]
+    borders = torch.where(inside, picked(source, inside) + first_patch[image], first_patch[-1])
+    return Expanded(rope, taps, weights, order, inverse, borders)
+
+
+def metadata(
+    expanded: Expanded,
+    described: Tensor,
+    config: VisionConfig,
+    *,
+    tokens: int,
+    frames: int,
+    max_seqlen: int,
+    image_tokens: tuple[int, ...],
+    backend: AttentionBackend,
+) -> TowerMetadata:
+    """Returns `expanded` as a tower's metadata. `frames`: segments of full attention, at most `described`'s slots."""
+    windows = None
+    if expanded.windows is not None:
+        windows = Segments(backend, expanded.windows, config.window_patches)
+    return TowerMetadata(
+        num_patches=tokens * config.merge_unit,
+        num_tokens=tokens,
+        image_tokens=image_tokens,
+        rope_positions=expanded.rope,
+        frames=Segments(backend, described[3, : frames + 1], max_seqlen),
+        windows=windows,
+        position_indices=expanded.taps,
+        position_weights=expanded.weights,
+        window_order=expanded.order,
+        window_inverse=expanded.inverse,
+    )

@@ -1,0 +1,1 @@
+"""Encodes a folder of images into a folder of embeddings (`vitray encode`)."""

@@ -1,0 +1,1 @@
+"""Packs images into batches: packing rules, measured costs, run counts."""

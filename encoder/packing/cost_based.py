@@ -1,0 +1,232 @@
+"""`plan`: packs images into batches, each in a captured budget or eager, for the least total run time.
+
+Times are measured on the device that runs the batches (`CostTable`). Pure Python over token counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from encoder.packing.greedy import Batch, pack
+
+WORTHWHILE = 1.08
+"""A budget is worth a launch of its own if its time per token is at most this multiple of the best budget's."""
+PAIRS_PER_UNIT = 1_000_000
+"""Attention work is counted in millions of pairs of patches that attend to each other."""
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """Cost of an image, independent of its batch."""
+
+    num_tokens: int
+    """After the merge."""
+    work: float
+    """Pairs of patches in full attention, `t * (h * w)**2`, in units of PAIRS_PER_UNIT."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured times in milliseconds. Immutable; new measurements make a new table.
+
+    table = CostTable(replay_ms=((64, 1.0), (256, 2.5)), eager_ms=((64, 2.0), (1024, 9.0)), work_ms=0.01)
+    batches = plan(images, table=table, max_images=16, max_tokens=1024)
+    """
+
+    replay_ms: tuple[tuple[int, float], ...]
+    """Pairs of budget in tokens and time of its replay without attention work, ascending."""
+    eager_ms: tuple[tuple[int, float], ...]
+    """Pairs of tokens and time of an eager run without attention work, ascending; interpolated linearly."""
+    work_ms: float
+    """Time of one unit of attention work."""
+
+    def __post_init__(self) -> None:
+        for name, rows in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
+            sizes = [size for size, _ in rows]
+            if sizes != sorted(set(sizes)) or any(size < 1 or ms <= 0 for size, ms in rows):
+                raise ValueError(f"{name} must ascend in positive sizes with positive times, got {rows}")
+        if not self.eager_ms:
+            raise ValueError("eager_ms is empty; there must be at least 1 measurement")
+        if self.work_ms < 0:
+            raise ValueError(f"work_ms is {self.work_ms}; it must not be negative")
+
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        return tuple(budget for budget, _ in self.replay_ms)
+
+    def batch_ms(self, images: Sequence[ImageCost], budget: int | None) -> float:
+        """Returns the time of one batch, padded to `budget`; None is an eager run without padding."""
+        tokens = sum(image.num_tokens for image in images)
+        return self.base_ms(tokens, budget) + self.work_ms * sum(image.work for image in images)
+
+    def total_ms(self, images: Sequence[ImageCost], batches: Sequence[Batch]) -> float:
+        return sum(self.batch_ms([images[index] for index in batch.indices], batch.budget) for batch in batches)
+
+    def base_ms(self, tokens: int, budget: int | None) -> float:
+        """Returns the time of a batch without attention work, whose total does not depend on the packing."""
+        return self.eager(tokens) if budget is None else self._replays[budget]
+
+    def cheapest(self, tokens: int) -> int | None:
+        """Returns the fastest budget that holds `tokens`; None if none does or an eager run takes no longer."""
+        at = bisect_left(self.budgets, tokens)
+        if at == len(self.budgets):
+            return None
+        budget = self._fastest_from[at]
+        return None if self.eager(tokens) <= self._replays[budget] else budget
+
+    @cached_property
+    def worthwhile_tokens(self) -> int | None:
+        """The smallest budget worth a launch (`WORTHWHILE`): larger batches gain little. None without graphs."""
+        if not self.replay_ms:
+            return None
+        most = WORTHWHILE * min(ms / budget for budget, ms in self.replay_ms)
+        return next(budget for budget, ms in self.replay_ms if ms / budget <= most)
+
+    @cached_property
+    def _replays(self) -> dict[int, float]:
+        return dict(self.replay_ms)
+
+    @cached_property
+    def _fastest_from(self) -> tuple[int, ...]:
+        """For each budget, the fastest budget among it and all larger ones."""
+        found: list[int] = []
+        for budget, ms in reversed(self.replay_ms):
+            found.append(budget if not found or ms <= self._replays[found[-1]] else found[-1])
+        return tuple(reversed(found))
+
+    @cached_property
+    def _eager_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size, _ in self.eager_ms)
+
+    def eager(self, tokens: int) -> float:
+        """Returns the time of an eager run without attention work, by interpolation.
+
+        Below the smallest measurement it is constant, since launches dominate; above the largest it is proportional.
+        """
+        sizes = self._eager_sizes
+        at = bisect_left(sizes, tokens)
+        if at == 0:
+            return self.eager_ms[0][1]
+        if at == len(sizes):
+            size, ms = self.eager_ms[-1]
+            return ms * tokens / size
+        (low, low_ms), (high, high_ms) = self.eager_ms[at - 1], self.eager_ms[at]
+        return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
+
+
+def plan(images: Sequence[ImageCost], *, table: CostTable, max_images: int, max_tokens: int) -> list[Batch]:
+    """Packs every image into exactly one batch; `budget=None` is an eager run without padding.
+
+    The plan is the fastest by the table of three candidates: filling budgets, the greedy rule (`pack`), and eager runs.
+    `max_images` bounds every batch; `max_tokens` bounds an eager batch of several images, since its activations take
+    memory. Recent plans are cached.
+    """
+    # Attention work is the same in every plan, so token counts are sufficient.
+    return list(_plan(tuple(image.num_tokens for image in images), table, max_images, max_tokens))
+
+
+@lru_cache(maxsize=4096)
+def _plan(counts: tuple[int, ...], table: CostTable, max_images: int, max_tokens: int) -> tuple[Batch, ...]:
+    if not counts:
+        return ()
+    candidates = [_eager(counts, max_images, max_tokens)]
+    if table.budgets:
+        candidates.append(_fill(counts, table, max_images))
+        candidates.append(pack(counts, budgets=table.budgets, max_images=max_images))
+
+    def tokens(batch: Batch) -> int:
+        return sum(counts[index] for index in batch.indices)
+
+    improved = [
+        tuple(Batch(batch.indices, table.cheapest(tokens(batch))) for batch in batches) for batches in candidates
+    ]
+    return min(improved, key=lambda batches: sum(table.base_ms(tokens(batch), batch.budget) for batch in batches))
+
+
+def _eager(counts: Sequence[int], max_images: int, max_tokens: int) -> list[Batch]:
+    """Packs ascending images into eager runs within the bounds; an image over `max_tokens` runs alone."""
+    order = sorted(range(len(counts)), key=lambda index: (counts[index], index))
+    batches: list[Batch] = []
+    taken: list[int] = []
+    tokens = 0
+    for index in order:
+        count = counts[index]
+        if taken and (len(taken) == max_images or tokens + count > max_tokens):
+            batches.append(Batch(tuple(taken), None))
+            taken, tokens = [], 0
+        taken.append(index)
+        tokens += count
+    return [*batches, Batch(tuple(taken), None)]
+
+
+def _fill(counts: Sequence[int], table: CostTable, max_images: int) -> list[Batch]:
+    """Builds batches of the largest remaining image and those that best fill a budget, chosen by time per token."""
+    left = sorted(range(len(counts)), key=lambda index: (counts[index], index))
+    batches: list[Batch] = []
+    while left:
+        first = counts[left[-1]]
+        others = left[:-1]
+        rest = [counts[index] for index in others]
+        if first > table.budgets[-1]:
+            batches.append(Batch((left[-1],), None))
+            left = others
+            continue
+        all_tokens = first + sum(rest)
+        sums = Sums(rest, min(table.budgets[-1], all_tokens) - first, max_images - 1)
+        best: tuple[float, int, int] | None = None
+        for budget, ms in table.replay_ms:
+            if budget < first:
+                continue
+            tokens = first + sums.largest(budget - first)
+            if best is None or ms / tokens < best[0]:
+                best = (ms / tokens, budget, tokens - first)
+            if tokens == all_tokens:
+                break  # a larger budget would only add padding
+        assert best is not None
+        members = [*(others[position] for position in sums.positions(best[2])), left[-1]]
+        batches.append(Batch(tuple(sorted(members)), best[1]))
+        left = [index for index in left if index not in set(members)]
+    return batches
+
+
+class Sums:
+    """Exact subset sums of at most `most` of the counts, up to a capacity.
+
+    The bits of one integer are the set of sums reachable with a given number of items; adding an item is a shift and
+    an or.
+    """
+
+    def __init__(self, counts: Sequence[int], capacity: int, most: int) -> None:
+        self._counts = counts
+        self._usable = [position for position, count in enumerate(counts) if count <= capacity]
+        most = min(max(most, 0), len(self._usable))
+        mask = (1 << (max(capacity, 0) + 1)) - 1
+        # reached[k]: sums of exactly k items; `_steps` keeps the state before each item, for backtracking.
+        reached = [1] + [0] * most
+        self._steps: list[list[int]] = []
+        for position in self._usable:
+            self._steps.append(reached)
+            shifted = [0, *((sums << counts[position]) & mask for sums in reached[:-1])]
+            reached = [old | new for old, new in zip(reached, shifted, strict=True)]
+        self._reached = reached
+        self._any = 0
+        for sums in reached:
+            self._any |= sums
+
+    def largest(self, capacity: int) -> int:
+        """Returns the largest reachable sum that is at most `capacity`."""
+        return (self._any & ((1 << (max(capacity, 0) + 1)) - 1)).bit_length() - 1
+
+    def positions(self, total: int) -> list[int]:
+        """Returns the positions of the fewest counts with the sum `total`, which must be reachable."""
+        number = next(number for number, sums in enumerate(self._reached) if (sums >> total) & 1)
+        chosen: list[int] = []
+        for position, before in zip(reversed(self._usable), reversed(self._steps), strict=True):
+            if not (before[number] >> total) & 1:
+                chosen.append(position)
+                total -= self._counts[position]
+                number -= 1
+        return sorted(chosen)

@@ -1,0 +1,1 @@
+"""Resizes images and cuts them into patches, on CPU and GPU."""

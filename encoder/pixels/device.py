@@ -1,0 +1,109 @@
+"""Resizes, normalises and patchifies the images of a batch on a device, bit for bit as the CPU does.
+
+On a GPU the kernels of `encoder.pixels.kernels` take two launches per batch. On other devices plain torch computes the
+same integer sums; it is the reference in the kernels' tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.pixels.layout import PixelPlan
+from encoder.pixels.preprocess import normalisation, patchify
+from encoder.pixels.resize_weights import taps
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables of a `PixelPlan` on the device, views of one copied buffer."""
+
+    rows: Tensor
+    patches: Tensor
+    taps: Tensor
+
+    @classmethod
+    def of(cls, plan: PixelPlan, control: Tensor) -> Tables:
+        """`control`: the bytes of `plan.control`, uint8, 8-byte aligned."""
+        first = plan.rows_table.nbytes
+        second = first + plan.patch_table.nbytes
+        third = second + 4 * plan.num_weights
+        return cls(
+            control[:first].view(torch.int64).view(plan.rows_table.shape),
+            control[first:second].view(torch.int64).view(plan.patch_table.shape),
+            control[second:third].view(torch.int32),
+        )
+
+
+def fill_patches(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
+    """Writes the patches of a batch on the current stream, without synchronisation.
+
+    `buffer`: uint8, at least `plan.buffer_bytes`, with the images at its start; `control`: `plan.control` on the same
+    device; `out`: `[plan.num_patches, patch_dim]`, any float dtype, contiguous. Raises ValueError for other shapes.
+    """
+    wanted = (plan.num_patches, 3 * rules.temporal_patch_size * rules.patch_size**2)
+    if tuple(out.shape) != wanted or not out.is_contiguous():
+        raise ValueError(f"patches go to a contiguous tensor of {wanted}, not one of {tuple(out.shape)}")
+    if buffer.numel() < plan.buffer_bytes:
+        raise ValueError(f"the buffer has {buffer.numel()} bytes, the batch needs {plan.buffer_bytes}")
+    if buffer.device.type == "cuda":
+        launch(plan, buffer, control, rules, out)
+    else:
+        fill_plainly(plan, buffer, rules, out)
+
+
+def launch(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
+    """`fill_patches` with the Triton kernels."""
+    from encoder.pixels.kernels import resize_rows, write_patches  # Triton is missing on some platforms
+
+    tables = Tables.of(plan, control)
+    mean, std = normalisation(rules, buffer.device)
+    if plan.most_rows:
+        resize_rows(buffer, tables.rows, tables.taps, plan.most_rows, plan.widest)
+    write_patches(
+        buffer,
+        tables.patches,
+        tables.taps,
+        mean,
+        std,
+        out,
+        patch=rules.patch_size,
+        merge=rules.merge_size,
+        frames=rules.temporal_patch_size,
+        most_patches=plan.most_patches,
+    )
+
+
+def fill_plainly(plan: PixelPlan, buffer: Tensor, rules: ImageRules, out: Tensor) -> None:
+    """`fill_patches` in plain torch, on any device."""
+    start = 0
+    for image in plan.placed:
+        values = torch.as_strided(
+            buffer, (3, image.height, image.width), (image.strides[2], *image.strides[:2]), image.offset
+        )
+        patches = patchify(resize_bytes(values, *image.target), rules)
+        out[start : start + len(patches)].copy_(patches)
+        start += len(patches)
+
+
+def resize_bytes(values: Tensor, height: int, width: int) -> Tensor:
+    """Resizes uint8 `[3, H, W]` to `[3, height, width]` as `encoder.pixels.resize_weights` says, rows first. Slow."""
+    return _resized_last(_resized_last(values, width).transpose(1, 2), height).transpose(1, 2)
+
+
+def _resized_last(values: Tensor, num_out: int) -> Tensor:
+    num_in = values.shape[-1]
+    if num_in == num_out:
+        return values
+    found = taps(num_in, num_out)
+    first, weights = (torch.from_numpy(part).to(values.device) for part in (found.first, found.weights))
+    total = torch.full(
+        (*values.shape[:-1], num_out), 1 << (found.precision - 1), dtype=torch.int32, device=values.device
+    )
+    for tap in range(weights.shape[1]):
+        place = (first + tap).clamp_(max=num_in - 1)  # weights past the end are 0
+        total += values[..., place].to(torch.int32) * weights[:, tap]
+    return (total >> found.precision).clamp_(0, 255).to(torch.uint8)

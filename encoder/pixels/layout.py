@@ -1,0 +1,150 @@
+"""Plans the layout of a batch's images in one byte buffer, and the tables from which the device computes patches.
+
+Pure arithmetic over shapes, with numpy, before any byte is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.images.decoded import Decoded
+from encoder.images.size import Grid
+from encoder.metadata.byte_lru import Recent
+from encoder.pixels.resize_weights import Taps
+
+# Columns of the tables that `encoder.pixels.kernels` reads and documents.
+ROWS_FIELDS = 12
+PATCH_FIELDS = 13
+
+ALIGNMENT = 256
+"""Alignment in bytes of every image in the buffer: copies to a GPU are fastest between aligned addresses."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Position of one image in the buffer; lengths are in pixels, one byte per channel."""
+
+    offset: int
+    height: int
+    width: int
+    strides: tuple[int, int, int]
+    """Row, column and channel stride in bytes."""
+    target: tuple[int, int]
+    """Height and width after the resize."""
+
+
+@dataclass(frozen=True)
+class PixelPlan:
+    """Buffer layout and tables for the two kernel launches of a batch."""
+
+    placed: tuple[Placed, ...]
+    num_patches: int
+    buffer_bytes: int
+    """Size of the images and, behind them, of the row-resized images that the device writes."""
+    control: NDArray[np.uint8]
+    """The three tables (rows, patches, weights) as one array for one copy to the device."""
+    rows_table: NDArray[np.int64]
+    patch_table: NDArray[np.int64]
+    num_weights: int
+    most_rows: int
+    widest: int
+    most_patches: int
+
+
+def strides_of(height: int, width: int, *, planar: bool) -> tuple[int, int, int]:
+    """Returns row, column and channel stride of a contiguous `[3, H, W]` (planar) or `[H, W, 3]` uint8 array."""
+    return (width, 1, height * width) if planar else (3 * width, 3, 1)
+
+
+def plan_pixels(
+    shapes: Sequence[tuple[int, int, bool]],
+    grids: Sequence[Grid],
+    rules: ImageRules,
+    taps: Recent[tuple[int, int], Taps],
+) -> PixelPlan:
+    """Plans a batch. `shapes`: height, width, planar (`[3, H, W]` rather than `[H, W, 3]`). `taps`: `remembered_taps`.
+
+    Raises ValueError if a grid is not `(1, h, w)` with positive multiples of the merge size.
+    """
+    placed: list[Placed] = []
+    end = 0
+    for (height, width, planar), (t, h, w) in zip(shapes, grids, strict=True):
+        if t != 1 or h < 1 or w < 1 or h % rules.merge_size or w % rules.merge_size:
+            raise ValueError(f"the grid of an image is {(t, h, w)}; it must be (1, h, w), multiples of the merge size")
+        target = (h * rules.patch_size, w * rules.patch_size)
+        placed.append(Placed(end, height, width, strides_of(height, width, planar=planar), target))
+        end = _aligned(end + 3 * height * width)
+    weights = _Weights(taps)
+    rows: list[tuple[int, ...]] = []
+    patches: list[tuple[int, ...]] = []
+    num_patches = 0
+    row_elements = 3 * rules.temporal_patch_size * rules.patch_size**2
+    for image, (_, h, w) in zip(placed, grids, strict=True):
+        source, strides = image.offset, image.strides
+        height, width = image.target
+        if width != image.width:
+            first, second, tap = weights.place(image.width, width)
+            line = (image.height, width, source, *strides, end, first, second, tap.weights.shape[1], tap.precision)
+            rows.append((*line, image.width))
+            source, strides = end, strides_of(image.height, width, planar=True)
+            end = _aligned(end + 3 * image.height * width)
+        first, second, tap = weights.place(image.height, height)
+        cut = (h * w, w, source, *strides, first, second, tap.weights.shape[1], tap.precision, image.height)
+        patches.append((*cut, num_patches, row_elements))
+        num_patches += h * w
+    rows_table = np.array(rows, np.int64).reshape(len(rows), ROWS_FIELDS)
+    patch_table = np.array(patches, np.int64).reshape(len(patches), PATCH_FIELDS)
+    parts = [rows_table.reshape(-1).view(np.uint8), patch_table.reshape(-1).view(np.uint8)]
+    parts += [part.reshape(-1).view(np.uint8) for part in weights.parts]
+    return PixelPlan(
+        placed=tuple(placed),
+        num_patches=num_patches,
+        buffer_bytes=end,
+        control=np.concatenate(parts),
+        rows_table=rows_table,
+        patch_table=patch_table,
+        num_weights=weights.length,
+        most_rows=max((line[0] for line in rows), default=0),
+        widest=max((line[1] for line in rows), default=0),
+        most_patches=max((h * w for _, h, w in grids), default=0),
+    )
+
+
+class _Weights:
+    """Concatenated resize weights of all images, one copy per pair of lengths; offsets are in int32 elements."""
+
+    def __init__(self, taps: Recent[tuple[int, int], Taps]) -> None:
+        self._taps = taps
+        self._places: dict[tuple[int, int], tuple[int, int, Taps]] = {}
+        self.parts: list[NDArray[np.int32]] = []
+        self.length = 0
+
+    def place(self, num_in: int, num_out: int) -> tuple[int, int, Taps]:
+        """Returns the offsets of `Taps.first` and `Taps.weights`, and the taps; adds the weights if they are new."""
+        if (num_in, num_out) not in self._places:
+            found = self._taps.get((num_in, num_out))
+            first = self.length
+            self.parts += [found.first, found.weights]
+            self.length += found.first.size + found.weights.size
+            self._places[num_in, num_out] = first, first + found.first.size, found
+        return self._places[num_in, num_out]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def shape_of(values: NDArray[np.uint8], *, planar: bool) -> tuple[int, int, bool]:
+    """Returns the entry of an image for `shapes` of `plan_pixels`."""
+    height, width = values.shape[1:] if planar else values.shape[:2]
+    return height, width, planar
+
+
+def is_planar(image: object) -> bool:
+    """Returns whether the image's values are `[3, H, W]` (`Pixels`) rather than `[H, W, 3]` (`Decoded`)."""
+    return not isinstance(image, Decoded)

@@ -1,0 +1,95 @@
+"""Preprocessing in two halves: image to resized pixels (in a worker process), pixels to patches (on the device).
+
+Together they match transformers' Qwen2-VL image processor for the same checkpoint. Pixels between them are uint8, which
+takes a quarter of the bytes of float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from encoder.checkpoint.image_rules import ImageRules, PixelBounds
+from encoder.images.decoded import Decoded, decode
+from encoder.images.load import MAX_PIXELS_DECODED
+from encoder.images.size import Grid
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A resized image."""
+
+    values: NDArray[np.uint8]
+    """RGB `[3, H, W]`, contiguous; H and W are multiples of `ImageRules.factor`."""
+    grid_thw: Grid
+    """Grid in patches; t is 1."""
+
+
+class Preprocessor:
+    """Decodes and resizes images by a checkpoint's rules. Stateless: the result for an image depends on no other.
+
+    pixels = Preprocessor(ImageRules.from_checkpoint(path)).pixels(jpeg_bytes)
+    """
+
+    def __init__(self, rules: ImageRules, *, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> None:
+        """`max_pixels_decoded`: limit on the pixels stated in an image's header, checked before it is decoded."""
+        self.rules = rules
+        self.max_pixels_decoded = max_pixels_decoded
+
+    def pixels(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Pixels:
+        """Decodes and resizes an encoded file or a PIL image. Raises ImageError."""
+        return resize(self.decoded(image, bounds), self.rules)
+
+    def decoded(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Decoded:
+        """Decodes an encoded file or a PIL image without resizing it. Raises ImageError."""
+        return decode(image, self.rules, bounds, max_pixels_decoded=self.max_pixels_decoded)
+
+
+def resize(image: Decoded, rules: ImageRules) -> Pixels:
+    """Resizes by torch's antialiased bicubic integer arithmetic on the CPU, bit for bit as torchvision does."""
+    height, width = target(image.grid_thw, rules)
+    values = torch.from_numpy(image.values).permute(2, 0, 1)
+    if values.shape[1:] != (height, width):
+        values = torch.nn.functional.interpolate(
+            values[None], (height, width), mode="bicubic", align_corners=False, antialias=True
+        )[0]
+    return Pixels(values.contiguous().numpy(), image.grid_thw)
+
+
+def target(grid: Grid, rules: ImageRules) -> tuple[int, int]:
+    """Returns height and width in pixels of a resized image with this grid."""
+    return grid[1] * rules.patch_size, grid[2] * rules.patch_size
+
+
+def patchify(values: torch.Tensor, rules: ImageRules) -> torch.Tensor:
+    """Normalises uint8 `[3, H, W]` and cuts it to float32 `[h*w, 3 * temporal_patch_size * patch_size²]`, same device.
+
+    Rows are ordered by merge block: row and column of the block, then row and column within it. A row is ordered
+    channel, frame, y, x; a single image fills all `temporal_patch_size` frames. Raises ValueError if H or W is not a
+    multiple of `rules.factor`.
+    """
+    channels, height, width = values.shape
+    patch, merge = rules.patch_size, rules.merge_size
+    if height % rules.factor or width % rules.factor:
+        raise ValueError(f"pixels are {width}x{height}; both sides must be multiples of {rules.factor}")
+    h, w = height // patch, width // patch
+    # Bytes are reordered first, so that floats are written once, in their final order.
+    blocks = values.reshape(channels, h // merge, merge, patch, w // merge, merge, patch)
+    patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(h * w, channels, 1, patch * patch)
+    mean, std = normalisation(rules, values.device)
+    normalised = patches.to(torch.float32).sub_(mean).div_(std)
+    return normalised.expand(-1, -1, rules.temporal_patch_size, -1).reshape(h * w, -1)
+
+
+# Cached: creating them on a GPU copies from the host, which waits for all work queued before.
+@lru_cache(maxsize=16)
+def normalisation(rules: ImageRules, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns mean and std, float32 `[3, 1, 1]` on the scale of bytes, computed as the transformers processor does."""
+    per_byte = 1.0 / rules.rescale_factor
+    mean, std = (torch.tensor(numbers).view(3, 1, 1) * per_byte for numbers in (rules.image_mean, rules.image_std))
+    return mean.to(device), std.to(device)

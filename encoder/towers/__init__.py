@@ -1,0 +1,1 @@
+"""The eager reference tower: layers, attention, weights."""

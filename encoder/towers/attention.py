@@ -1,0 +1,70 @@
+"""Attention over packed segments of different lengths behind one function.
+
+All backends return the same result up to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from encoder.metadata.segments import AttentionBackend, SegmentGroup, Segments
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """Attention backend for a device and dtype. `fallback`: why it is not the device's fast backend; None if it is."""
+
+    backend: AttentionBackend
+    fallback: str | None = None
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendChoice:
+    """Returns the eager tower's backend for this device and dtype, with the reason if it is a fallback."""
+    if device.type != "cuda":
+        return BackendChoice(AttentionBackend.SDPA)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return BackendChoice(AttentionBackend.SDPA, f"no variable-length kernel for {dtype}")
+    if head_dim % 8 or head_dim > 256:
+        return BackendChoice(AttentionBackend.SDPA, f"no variable-length kernel for head dimension {head_dim}")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return BackendChoice(AttentionBackend.SDPA, "no variable-length kernel before compute capability 8.0")
+    return BackendChoice(AttentionBackend.VARLEN)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+    """Full (non-causal) attention within each segment, scaled by 1/√head_dim.
+
+    `q`, `k`, `v`: `[rows, heads, head_dim]`, last dimension contiguous. Returns the same shape. No synchronisation.
+    Rows outside all segments are undefined. Raises `BackendUnavailableError` if the backend's package is missing.
+    """
+    if segments.backend is AttentionBackend.SDPA:
+        return _grouped_sdpa(q, k, v, segments.groups)
+    # Imported here: only CUDA devices need it.
+    from encoder.towers.backends import load
+
+    return load(segments.backend)(q, k, v, segments.cu_seqlens, segments.max_seqlen)
+
+
+def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, groups: tuple[SegmentGroup, ...]) -> Tensor:
+    if len(groups) == 1:
+        return _dense(q, k, v, groups[0])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for group in groups:
+        if group.rows is None:
+            end = group.start + group.count * group.length
+            part = [tensor[group.start : end] for tensor in (q, k, v)]
+            out[group.start : end] = _dense(part[0], part[1], part[2], group)
+        else:
+            part = [tensor.index_select(0, group.rows) for tensor in (q, k, v)]
+            out.index_copy_(0, group.rows, _dense(part[0], part[1], part[2], group))
+    return out
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, group: SegmentGroup) -> Tensor:
+    """Attention over segments of one length, rows in order, as one batch."""
+    batch = [tensor.view(group.count, group.length, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v)]
+    return F.scaled_dot_product_attention(batch[0], batch[1], batch[2]).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,119 @@
+"""The application with encoders and language models that compute nothing, and tell which weights they would use.
+
+Everything between them is the application's own: `build` is what a configuration file names in place of `build_app`.
+A model is a folder; its weights are the bytes of WEIGHTS in it. Files beside them decide about encoders by the order in
+which those of one `encoder.fused_kernels` start: `odd-<fusion>-<number>` gives the encoder numerics of its own,
+`hold-<fusion>-<number>` keeps it from starting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import AppConfig
+from deployments.common.messages import (
+    Accepted,
+    EncodedImage,
+    EncodeTimings,
+    HttpRequest,
+    ImageJob,
+    ImagePlace,
+    NotEncoded,
+    Piece,
+    ResponseHead,
+)
+from deployments.common.replica_errors import OtherIdentityError
+from deployments.routing.affinity import Call
+from deployments.routing.replica_identity import encoder_metadata, llm_metadata, rollout_turn
+from encoder.images.identity import EncoderIdentity, tower_fingerprint
+from tests.unit.deployments.samples import RULES, VISION
+
+NAME = f"{__name__}:build"
+WEIGHTS = "model.safetensors"
+ENCODE_S = 0.002
+JSON = [(b"content-type", b"application/json")]
+
+
+def build(args: dict[str, Any]) -> object:
+    from deployments import app
+
+    vars(app).update(EncoderReplica=FakeEncoder, LLM=FakeLLM)
+    return app.build_app(args)
+
+
+def weights_of(model: str) -> str:
+    return hashlib.sha256((Path(model) / WEIGHTS).read_bytes()).hexdigest()
+
+
+def mark_of(weights: str) -> int:
+    """What embeddings made with the weights consist of; exact in float32."""
+    return int(weights[:4], 16)
+
+
+def started(model: str, fusion: str) -> int:
+    """How many encoders of this fusion started before this one."""
+    for number in itertools.count():
+        try:
+            (Path(model) / f"started-{fusion}-{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return number
+    raise AssertionError
+
+
+class FakeEncoder:
+    def __init__(self, config: AppConfig) -> None:
+        fusion = str(config.encoder.fused_kernels)
+        number, folder = started(config.model, fusion), Path(config.model)
+        self._held_by = folder / f"hold-{fusion}-{number}"
+        forward = "odd" if (folder / f"odd-{fusion}-{number}").exists() else fusion
+        self._identity = EncoderIdentity(weights_of(config.model), VISION, "float32", RULES, forward)
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        while self._held_by.exists():  # noqa: ASYNC110  # another process makes it
+            await asyncio.sleep(0.05)
+        await rollout_turn(self._identity.tower)
+        return encoder_metadata(self._identity)
+
+    async def encode(self, job: ImageJob) -> EncodedImage:
+        if job.identity != self._identity.fingerprint:
+            raise OtherIdentityError
+        await asyncio.sleep(ENCODE_S)
+        bits = np.full((job.num_tokens, VISION.width), mark_of(self._identity.weights), np.float32)
+        return EncodedImage(
+            job.digest, (1, 2, 2 * job.num_tokens), "float32", bits, EncodeTimings(0, 0, 0, time.time(), False)
+        )
+
+
+class FakeLLM:
+    """Answers with the mark of its own weights, and those of the embeddings that it got."""
+
+    def __init__(self, config: AppConfig) -> None:
+        self._weights = weights_of(config.model)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return llm_metadata(tower_fingerprint(self._weights, VISION, RULES))
+
+    async def handle(
+        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Any], call: Call
+    ) -> AsyncIterator[Piece]:
+        marks = []
+        for number, encoding in enumerate(encodings):
+            try:
+                image: EncodedImage = await encoding
+            except Exception:
+                yield NotEncoded(number)
+                return
+            marks.append(int(image.bits[0, 0]))
+        yield Accepted()
+        body = json.dumps({"llm": mark_of(self._weights), "images": marks}).encode()
+        yield ResponseHead(200, list(JSON), body, complete=True)

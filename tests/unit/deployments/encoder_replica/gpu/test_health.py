@@ -1,0 +1,117 @@
+"""A device that fails for good: what says so, what does not, and that nothing is encoded on it any more."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deployments.common.replica_errors import DeviceMemoryError, DeviceSickError
+from deployments.encoder_replica.gpu.health import OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
+from deployments.encoder_replica.gpu.jobs import WorkerEvents
+from deployments.ingress.attempt import MAX_TRIES
+from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, Owned, image, value_of
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL), RuntimeError(ILLEGAL)])
+def test_one_cuda_error_is_enough(error: Exception) -> None:
+    health = DeviceHealth()
+    assert health.failed(error, alone=False)
+    assert health.fault is Fault.CUDA_ERROR
+    assert not health.failed(error, alone=True), "told once"
+    health.worked()
+    assert health.fault is Fault.CUDA_ERROR
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, torch.AcceleratorError("CUDA error: out of memory")])
+def test_memory_has_to_run_out_again_and_again(error: Exception) -> None:
+    """Whole batches do not count, they are tried image by image; and what is encoded between is a sign of health."""
+    health = DeviceHealth()
+    for _ in range(3):
+        for _ in range(OUT_OF_MEMORY_IN_A_ROW - 1):
+            assert not health.failed(error, alone=True)
+            assert not health.failed(error, alone=False)
+        health.worked()
+    for _ in range(OUT_OF_MEMORY_IN_A_ROW - 1):
+        assert not health.failed(error, alone=True)
+    assert health.failed(error, alone=True)
+    assert health.fault is Fault.OUT_OF_MEMORY
+
+
+def test_one_request_cannot_make_a_device_sick_by_its_size() -> None:
+    assert OUT_OF_MEMORY_IN_A_ROW > MAX_TRIES
+
+
+def test_other_errors_say_nothing_about_the_device() -> None:
+    health = DeviceHealth()
+    for error in (ValueError("a grid that cannot be"), RuntimeError("shape mismatch"), MemoryError()):
+        assert not any(health.failed(error, alone=True) for _ in range(20))
+    assert health.fault is None
+
+
+@pytest.fixture
+def faults() -> list[Fault]:
+    return []
+
+
+@pytest.fixture
+def owned(faults: list[Fault]) -> Iterator[Owned]:
+    owned = Owned(events=WorkerEvents(sick=faults.append))
+    yield owned
+    owned.encoder.gate.set()
+    owned.worker.stop()
+    owned.join()
+
+
+@pytest.mark.parametrize("at", ["bad", "lost"])
+def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: list[Fault], at: str) -> None:
+    """Neither the batch's other images, which are tried alone otherwise, nor what waits, nor what comes later."""
+    first = owned.occupy()
+    getattr(owned.encoder, at)[2] = torch.AcceleratorError(ILLEGAL)
+    batch = [owned.worker.submit(image(value)) for value in (1, 2, 3)]
+    owned.encoder.gate.set()
+    assert value_of(first) == 0
+    for future in batch:
+        with pytest.raises(DeviceSickError):
+            future.result(WAIT_S)
+    with pytest.raises(DeviceSickError, match="cuda_error"):
+        owned.worker.submit(image(4))
+    assert owned.encoder.calls == [[0], [1, 2, 3]]
+    assert faults == [owned.worker.fault] == [Fault.CUDA_ERROR]
+    assert owned.worker.alive
+    assert owned.worker.queued_tokens == 0
+
+
+def test_a_cuda_error_in_an_idle_moment_counts() -> None:
+    told: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    owned = Owned(events=WorkerEvents(sick=told.put))
+    owned.encoder.idle_error = torch.AcceleratorError(ILLEGAL)
+    assert value_of(owned.worker.submit(image(1))) == 1  # after it comes an idle moment
+    assert told.get(timeout=WAIT_S) is Fault.CUDA_ERROR
+    owned.worker.stop()
+    owned.join()
+
+
+def test_an_image_too_large_for_the_memory_fails_alone(owned: Owned, faults: list[Fault]) -> None:
+    first = owned.occupy()
+    owned.encoder.bad[2] = NO_MEMORY
+    batch = [owned.worker.submit(image(value)) for value in (1, 2, 3)]
+    owned.encoder.gate.set()
+    assert [value_of(first), value_of(batch[0]), value_of(batch[2])] == [0, 1, 3]
+    with pytest.raises(DeviceMemoryError):
+        batch[1].result(WAIT_S)
+    assert owned.worker.fault is None
+    assert faults == []
+
+
+def test_memory_that_never_comes_back_is_a_fault(owned: Owned, faults: list[Fault]) -> None:
+    for value in range(OUT_OF_MEMORY_IN_A_ROW):
+        owned.encoder.bad[value] = NO_MEMORY
+    errors = [owned.worker.submit(image(value)).exception(WAIT_S) for value in range(OUT_OF_MEMORY_IN_A_ROW)]
+    assert [type(error) for error in errors] == [DeviceMemoryError] * (len(errors) - 1) + [DeviceSickError]
+    assert faults == [Fault.OUT_OF_MEMORY]

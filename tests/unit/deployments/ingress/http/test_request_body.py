@@ -1,0 +1,103 @@
+"""What a request's fields may ask of the language model, at the bounds and over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deployments.common.api_error import ApiError
+from deployments.ingress.http.request_body import MAX_GRAMMAR_CHARACTERS, MAX_ITEMS, check
+
+MOST = 128
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": MOST},
+        {"n": None, "prompt": None},
+        {"prompt": ["x"] * MOST},
+        {"prompt": list(range(100_000))},
+        {"prompt": "x" * 100_000, "n": MOST},
+        {"prompt": ["x"] * 16, "n": 8},
+        {"n": "many", "stop": "x" * 1000, "tools": 7, "logit_bias": [], "response_format": "json"},
+        {"n": -5, "prompt": []},
+        {"response_format": {"schema": "x" * (MAX_GRAMMAR_CHARACTERS - 100)}},
+    ],
+)
+def test_what_passes(body: dict[str, Any]) -> None:
+    check(body, max_answers=MOST)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"n": MOST + 1}, "129 answers are asked for, the limit is 128 a request"),
+        ({"n": 10**400}, "answers are asked for"),
+        ({"prompt": ["x"] * (MOST + 1)}, "129 answers"),
+        ({"prompt": [[1], [2]], "n": 65}, "130 answers"),
+        ({"prompt": [1, "x"] * 65}, "130 answers"),
+        ({"response_format": {"schema": "x" * MAX_GRAMMAR_CHARACTERS}}, "response_format has 65"),
+        ({"structured_outputs": {"regex": "a|" * MAX_GRAMMAR_CHARACTERS}}, "the limit is 65536"),
+        ({"text": {"format": {"schema": ["x"] * MAX_GRAMMAR_CHARACTERS}}}, "the limit is 65536"),
+        *(({name: ["x"] * (most + 1)}, f"{most + 1} entries, the limit is {most}") for name, most in MAX_ITEMS.items()),
+        ({"logit_bias": dict.fromkeys(map(str, range(5000)), 1)}, "logit_bias has 5000 entries"),
+    ],
+)  # fmt: skip
+def test_what_does_not(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(ApiError, match=told) as refused:
+        check(body, max_answers=MOST)
+    assert refused.value.status == 400
+
+
+def tool(name: str, *, nested: bool = True, length: int = MAX_GRAMMAR_CHARACTERS, **more: object) -> dict[str, Any]:
+    """As the chat routes have it, or, not `nested`, as /v1/responses has it."""
+    function = {"name": name, "parameters": {"description": "x" * length}, **more}
+    return {"type": "function", "function": function} if nested else {"type": "function", **function}
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [
+        ("required", [tool("f")]),
+        ("required", [tool("f", length=MAX_GRAMMAR_CHARACTERS // 4) for _ in range(5)]),
+        ("required", [tool("f", nested=False)]),
+        ({"type": "function", "function": {"name": "f"}}, [tool("e", length=9), tool("f")]),
+        ({"type": "function", "name": "f"}, [tool("f", nested=False)]),
+        ({"type": "allowed_tools", "mode": "required"}, [tool("f")]),
+        ("required", [{"type": "namespace", "tools": [tool("f", nested=False)]}]),
+        ("auto", [tool("f", strict=True)]),
+        (None, [tool("f", nested=False, strict=True)]),
+    ],
+)
+def test_schemas_of_tools_that_become_grammars(choice: object, tools: list[object]) -> None:
+    """Where a call is required, named or strict, vLLM compiles the schemas of tools; 128 of any length passed."""
+    with pytest.raises(ApiError, match=r"tools has \d+ characters, the limit is 65536"):
+        check({"tools": tools, "tool_choice": choice}, max_answers=MOST)
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools"),
+    [
+        ("auto", [tool("f")]),
+        ("none", [tool("f", strict=True)]),
+        (None, [tool("f")]),
+        ("required", [tool("f", length=MAX_GRAMMAR_CHARACTERS - 100)]),
+        ({"type": "function", "function": {"name": "f"}}, [tool("e"), tool("f", length=9)]),
+        ("required", ["f", None, {"function": "f"}, {"function": {"parameters": 7}}]),
+        ("required", {"function": tool("f")}),
+        ({"name": ["f"], "function": 7}, [tool("f", length=9)]),
+    ],
+)
+def test_schemas_of_tools_that_do_not(choice: object, tools: object) -> None:
+    check({"tools": tools, "tool_choice": choice}, max_answers=MOST)
+
+
+def test_what_cannot_be_written_is_over_the_limit() -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ApiError, match="the limit is"):
+        check({"response_format": {"schema": deep}}, max_answers=MOST)

@@ -1,0 +1,115 @@
+"""The table of routes against the routes of the installed vLLM: what is open exists, what is not listed is closed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_rows, table
+from deployments.llm.engine import vllm_compat
+
+OPEN = [route for route in ROUTES if route.service is not Service.CLOSED]
+OURS = {route for route in OPEN if route.service is Service.PAGE or route.path == CLUSTER}
+HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+
+
+def template(path: str) -> str:
+    """A path without the names of its parameters."""
+    return re.sub(r"{[^}]*}", "{}", path)
+
+
+@pytest.fixture(scope="module")
+def vllm_routes() -> set[tuple[str, str]]:
+    """Method and path template of everything that vLLM's application serves for a text-generating model."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        app = vllm_compat.lookup("build_app")(vllm_compat.default_server_args(), ("generate",), None)
+        for route in app.routes:
+            for method in getattr(route, "methods", None) or HTTP_METHODS:  # a mounted application takes any
+                yield method, template(route.path)
+
+    return set(found())
+
+
+def test_every_open_route_is_one_of_vllms_or_the_pages(vllm_routes: set[tuple[str, str]]) -> None:
+    open_here = {(method, template(route.path)) for route in OPEN if route not in OURS for method in route.methods}
+    assert open_here <= vllm_routes
+
+
+def test_no_route_of_vllms_outside_the_table_can_be_reached(vllm_routes: set[tuple[str, str]]) -> None:
+    """Several would fetch a URL by themselves or administrate the engine."""
+    open_here = {(method, template(route.path)) for route in OPEN for method in route.methods}
+    for method, path in vllm_routes - open_here:
+        rows = open_rows(path.replace("{}", "value"))
+        assert not any(method in row.methods for row in rows), f"{method} {path} is open by {rows}"
+
+
+def test_the_check_above_has_something_to_find(vllm_routes: set[tuple[str, str]]) -> None:
+    closed = {path for _, path in vllm_routes} - {template(route.path) for route in OPEN}
+    assert {"/invocations", "/v1/messages", "/scale_elastic_ep"} <= closed
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_rows_are_open_or_closed_as_they_say(route: Route) -> None:
+    path = route.path.replace("{id}", "resp_1").replace("{file}", "main.js")
+    assert (route in open_rows(path)) == (route.service is not Service.CLOSED)
+
+
+def test_no_path_is_both_open_and_closed() -> None:
+    assert {route.path for route in OPEN}.isdisjoint({route.path for route in ROUTES} - {route.path for route in OPEN})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/page",
+        "/page/",
+        "/page/a/b",
+        "/v1",
+        "/v1/models/",
+        "//v1/models",
+        "/V1/models",
+        "/v1/models/x",
+        "/v1/./models",
+        "/v1/x/../models",
+        "/v1/models%00",
+        "/v1/responses/",
+        "/v1/responses//cancel",
+        "/v1/responses/a/b/cancel",
+        "/v1/chat/completions/batch",
+        "/metrics/",
+        "/docs/oauth2-redirect",
+        "/redoc",
+    ],
+)
+def test_near_misses_are_closed(path: str) -> None:
+    assert open_rows(path) == []
+
+
+def test_a_parameter_is_one_part_of_the_path() -> None:
+    assert [row.path for row in open_rows("/v1/responses/resp_1")] == ["/v1/responses/{id}"]
+    assert [row.path for row in open_rows("/v1/responses/resp_1/cancel")] == ["/v1/responses/{id}/cancel"]
+
+
+@given(st.lists(st.sampled_from(["v1", "chat", "completions", "responses", "x", "", "..", "cancel"]), max_size=5))
+def test_what_is_open_is_a_row_of_the_table(parts: list[str]) -> None:
+    path = "/" + "/".join(parts)
+    for row in open_rows(path):
+        assert re.fullmatch(re.sub(r"\\{.*?\\}", "[^/]+", re.escape(row.path)), path)
+
+
+def test_images_are_served_where_the_ingress_can_find_them() -> None:
+    """Routes whose bodies have `messages`; any other would carry image URLs past the ingress."""
+    assert {route.path for route in OPEN if route.service is Service.IMAGES} == {"/v1/chat/completions", "/tokenize"}
+
+
+def test_the_table_has_every_route_once() -> None:
+    lines = table().splitlines()
+    assert len(lines) == len(ROUTES) + 2
+    assert all(line.count("|") == 5 for line in lines)
+    assert all(sum(f"`{route.path}`" in line for line in lines) == 1 for route in ROUTES)

@@ -1,0 +1,51 @@
+"""A call is made once for all who want it at the same time, and is nobody's when the last of them has gone."""
+
+from __future__ import annotations
+
+from deployments.ingress.coalescing import SharedCall, SharedCalls
+
+
+def never() -> object:
+    raise AssertionError("a call is under way already")
+
+
+def test_who_comes_while_it_is_under_way_shares_it() -> None:
+    calls: SharedCalls[object] = SharedCalls()
+    first, shared = calls.take("a", object)
+    assert not shared
+    assert calls.take("a", never) == (first, True)
+    other, shared = calls.take("b", object)
+    assert not shared
+    assert other is not first
+    assert (first.wanted_by, len(calls)) == (2, 2)
+
+
+def test_the_last_to_leave_cancels() -> None:
+    calls: SharedCalls[object] = SharedCalls()
+    call, _ = calls.take("a", object)
+    calls.take("a", never)
+    assert not calls.left(call)
+    assert calls.take("a", never) == (call, True)
+    assert not calls.left(call)
+    assert calls.left(call)
+    assert len(calls) == 0
+
+
+def test_what_was_used_or_failed_is_asked_for_anew() -> None:
+    for over in (SharedCalls.used, SharedCalls.failed):
+        calls: SharedCalls[object] = SharedCalls()
+        call, _ = calls.take("a", object)
+        calls.take("a", never)
+        assert not over(calls, call)
+        again, shared = calls.take("a", object)
+        assert not shared
+        assert again is not call
+        assert calls.left(call), "the last who wanted it; it may still be under way"
+        assert calls.take("a", never) == (again, True)
+
+
+def test_used_by_all_there_is_nothing_to_cancel() -> None:
+    calls: SharedCalls[object] = SharedCalls()
+    call: SharedCall[object] = calls.take("a", object)[0]
+    calls.used(call)
+    assert (call.wanted_by, len(calls)) == (0, 0)

@@ -1,0 +1,174 @@
+"""Where embeddings were last seen: no encoder is asked for them, until one is not there any more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import RayActorError
+from starlette.requests import Request
+
+from deployments.common.messages import Accepted, NotEncoded, SharedEmbedding
+from deployments.ingress.embedding_directory import Whereabouts
+from deployments.llm.received import NotEncodedError
+from deployments.telemetry.metrics import Counter
+from deployments.transfer.same_host import EmbeddingUnavailableError, ShmClient, ShmServer
+from deployments.transfer.shared_store import EmbeddingStore
+from tests.unit.deployments.llm.test_embedding_receiver import run, setting
+from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
+from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded, header
+
+HOST = "this-host"
+
+
+def seen(name: str, *, server: str = "somewhere") -> SharedEmbedding:
+    return SharedEmbedding(name, (1, 4, 6), "float32", (6, 8), TIMINGS, server)
+
+
+def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
+    where = Whereabouts(2, clock=lambda: 123.0)
+    for name in ("a", "b"):
+        where.put(name, seen(name))
+    found = where.get("a")
+    assert found is not None
+    assert (found.timings.cached, found.timings.ready_at_s) == (True, 123.0)
+    assert (found.digest, found.server) == ("a", "somewhere")
+    where.put("c", seen("c"))
+    assert (where.get("b"), len(where)) == (None, 2)
+    where.forget("a")
+    where.forget("never there")
+    assert (where.get("a"), len(where)) == (None, 1)
+    where.clear()
+    assert len(where) == 0
+
+
+def test_with_no_room_nothing_is_remembered() -> None:
+    where = Whereabouts(0)
+    where.put("a", seen("a"))
+    assert where.get("a") is None
+
+
+def in_turn(stand_ins: StandIns, times: int, **limits: Any) -> list[int]:
+    """The status of each of so many equal requests to one ingress."""
+
+    async def ask() -> list[int]:
+        ingress = ingress_of(stand_ins, **limits)
+        body = json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode()
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        return [(await ingress(Request(scope, receive))).status_code for _ in range(times)]
+
+    return asyncio.run(ask())
+
+
+class Reads(Accepting):
+    """Language models that read the embedding where an encoder on their host has it, and say so."""
+
+    def __init__(self, *answers: Pieces, hosts: tuple[str, ...] = (HOST,)) -> None:
+        super().__init__(*answers)
+        self._hosts = hosts
+
+    def accepted(self) -> Accepted:
+        host, job = self._hosts[(len(self.requests) - 1) % len(self._hosts)], self.jobs[-1]
+        return Accepted(host, (seen(job.digest) if job.read_on == (host,) else None,))
+
+
+def test_no_encoder_is_asked_for_what_a_language_model_has_read_before() -> None:
+    """The first answer tells where language models are, the second where the embedding is, and then that is enough."""
+    reads = Reads()
+    assert in_turn(reads, 5) == [200] * 5
+    assert [job.read_on for job in reads.jobs] == [(), (HOST,)]
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, *[SharedEmbedding] * 3]
+    known = reads.given[-1][0]
+    assert isinstance(known, SharedEmbedding)
+    assert (known.digest, known.timings.cached) == (reads.jobs[0].digest, True)
+
+
+def test_switched_off_encoders_are_asked_always() -> None:
+    reads = Reads()
+    assert in_turn(reads, 4, embedding_directory_entries=0) == [200] * 4
+    assert len(reads.jobs) == 4
+
+
+def test_an_embedding_that_has_gone_is_asked_for_at_once() -> None:
+    """The client sees nothing of it, and no replica counts as lost."""
+    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(NotEncoded(0)))
+    assert in_turn(reads, 4) == [200] * 4
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces, SharedEmbedding]
+    assert len(reads.jobs) == 3
+    assert not any(encoding.cancelled for encoding in reads.encodings)
+
+
+def test_a_replica_that_is_lost_is_tried_again_through_encoders() -> None:
+    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(RayActorError()))
+    assert in_turn(reads, 3) == [200] * 3
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces]
+    assert reads.jobs[-1].read_on == ("this-host",), "the encoder lives"
+
+
+def test_on_several_hosts_encoders_are_asked() -> None:
+    """Memory of one host cannot be read on another."""
+    reads = Reads(hosts=(HOST, HOST, "another"))
+    assert in_turn(reads, 6) == [200] * 6
+    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, *[Pieces] * 3]
+
+
+def test_a_language_model_takes_what_it_is_told_to_lie_somewhere() -> None:
+    async def scenario() -> None:
+        async with setting(engine=False) as given:
+            image = given.offered()
+            first = await given.receiver.receive([image])
+            assert first.locations == (image,)
+            again = await given.receiver.receive([image])  # no offer is open now, and the first holds it
+            expected = encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=2)
+            assert torch.equal(given.tensor(again, 0), expected)
+            given.receiver.close(first)
+            given.receiver.close(again)
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, "in_request"] == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("server_has_gone", [False, True])
+def test_what_has_gone_is_told_from_what_was_lost_on_the_way(server_has_gone: bool) -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            there, gone = given.offered(1), given.offered(2)
+            given.store._offers.pop(digest(2))
+            gc.collect()
+            if server_has_gone:
+                given.server.close()
+            with pytest.raises(NotEncodedError) as raised:
+                await given.receiver.receive([there, gone] if not server_has_gone else [gone])
+            assert raised.value.image == (0 if server_has_gone else 1)
+
+    run(scenario())
+
+
+def test_the_server_tells_what_was_known_to_be_there() -> None:
+    """So that the encoder's cache keeps what is read, though nobody asks the encoder for it."""
+    store, told = EmbeddingStore(2**20), SimpleQueue[str]()
+    server = ShmServer(store, on_direct_read=told.put)
+    try:
+        image = encoded(store, 1)
+        assert store.offer(image)
+        client = ShmClient(server.address)
+        client.acquire(header(1)).result(10)
+        assert told.empty()
+        client.acquire(header(1), direct_read=True).result(10)
+        assert told.get(timeout=10) == digest(1), "after the borrower has its answer"
+        with pytest.raises(EmbeddingUnavailableError):
+            client.acquire(header(2), direct_read=True).result(10)
+        client.acquire(header(1)).result(10)  # whoever is to be told of the one before was told by now
+        assert told.empty()
+        client.close()
+    finally:
+        server.close()

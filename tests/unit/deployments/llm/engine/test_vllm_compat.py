@@ -1,0 +1,265 @@
+"""The one door to vLLM: every name found in the installed version, and arguments refused before an engine starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.llm.engine import vllm_compat
+from deployments.llm.engine.stats import EngineStats
+from deployments.scaling.llm_scaler import EngineLoad
+from scripts import check_vllm_imports
+
+vllm_spec = importlib.util.find_spec("vllm")
+INSTALLED = Path(vllm_spec.origin).parent.parent if vllm_spec and vllm_spec.origin else None
+
+
+@pytest.mark.parametrize("name", list(vllm_compat.LOCATIONS))
+def test_lookup_finds_every_name_in_the_installed_version(name: str) -> None:
+    found = vllm_compat.lookup(name)
+    assert getattr(found, "__name__", name) == name
+
+
+def test_lookup_takes_the_newest_module_that_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that exists without the name is passed over, and so is one whose package does not exist."""
+    places = ("no_such_package.module", "json.no_such_module", "json.decoder", "json")
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "loads", places)
+    import json
+
+    assert vllm_compat.lookup("loads") is json.loads
+
+
+def test_a_name_that_no_module_has_is_an_error_that_tells_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("vllm.no_such_module", "vllm.version"))
+    with pytest.raises(vllm_compat.VllmNotUsableError, match=r"has no build_app .*vllm\.no_such_module, vllm\.version"):
+        vllm_compat.lookup("build_app")
+
+
+def test_a_missing_vllm_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("no_such_package.app",))
+    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    with pytest.raises(vllm_compat.VllmNotUsableError, match=r"not installed: pip install 'vitray\[gpu\]'"):
+        vllm_compat.lookup("build_app")
+
+
+def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a missing dependency of vLLM would read as an unsupported version."""
+    (tmp_path / "half_installed.py").write_text("import a_dependency_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("half_installed",))
+    with pytest.raises(ModuleNotFoundError, match="a_dependency_that_is_missing"):
+        vllm_compat.lookup("build_app")
+
+
+def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
+    vllm_compat.check_args(
+        {"max_model_len": 1024, "tensor_parallel_size": 2, "trust_remote_code": False, "load_format": "bitsandbytes"},
+        {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "chat_template": None},
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "server_args", "told"),
+    [
+        ({"max_modle_len": 1}, {}, r"llm\.engine_args: unknown key 'max_modle_len': did you mean 'max_model_len'"),
+        ({}, {"tool_parser": 1}, r"llm\.server_args: unknown key 'tool_parser': did you mean 'tool_call_parser'"),
+        ({"tool_call_parser": "hermes"}, {}, r"llm\.engine_args: 'tool_call_parser' belongs under llm\.server_args"),
+        ({}, {"max_model_len": 1}, r"llm\.server_args: 'max_model_len' belongs under llm\.engine_args"),
+        ({"model": "x"}, {}, r"llm\.engine_args: 'model' is set by vitray"),
+        ({"enable_mm_embeds": False}, {}, r"llm\.engine_args: 'enable_mm_embeds' is set by vitray"),
+        ({"mm_processor_cache_gb": 4}, {}, r"'mm_processor_cache_gb' is set by vitray .*encoder_replica\.cache_bytes"),
+        ({"trust_remote_code": True}, {}, r"llm\.engine_args: 'trust_remote_code' would run whatever code"),
+        ({"load_format": "pt"}, {}, r"llm\.engine_args: 'load_format' 'pt' may unpickle weights"),
+        ({"load_format": "auto"}, {}, r"use 'safetensors'"),
+        ({}, {"api_key": ["secret"]}, r"llm\.server_args: 'api_key' would lock everybody out"),
+        ({}, {"model": "x"}, r"llm\.server_args: 'model' belongs under"),
+        ({"max-model-len": 1}, {}, r"llm\.engine_args: unknown key 'max-model-len': did you mean 'max_model_len'"),
+    ],
+)
+def test_arguments_are_refused(engine_args: dict[str, Any], server_args: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        vllm_compat.check_args(engine_args, server_args)
+
+
+def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
+    """Through vLLM's own adapter and with its own numbers, two engines; the keyword is what `start_engine` passes."""
+    assert "stat_loggers" in inspect.signature(vllm_compat.lookup("AsyncLLM").from_engine_args).parameters
+    loggers = importlib.import_module("vllm.v1.metrics.loggers")
+    scheduler = importlib.import_module("vllm.v1.metrics.stats").SchedulerStats
+    stats = EngineStats()
+    assert stats.load() == EngineLoad()
+    adapter = loggers.PerEngineStatLoggerAdapter(None, [0, 1], stats.logger)
+    adapter.log_engine_initialized()
+    adapter.record(scheduler(num_running_reqs=4, num_waiting_reqs=2, kv_cache_usage=0.5), None, None, 0)
+    adapter.record(scheduler(num_running_reqs=1, num_skipped_waiting_reqs=1, kv_cache_usage=0.1), None, None, 1)
+    adapter.record(None, None, engine_idx=1)
+    adapter.record_sleep_state(0, 0)
+    adapter.log()
+    assert stats.load() == EngineLoad(5, 3, pytest.approx(0.3))
+    assert stats.load(besides=2) == EngineLoad(5, 1, pytest.approx(0.3))
+    assert stats.load(besides=4) == EngineLoad(4, 0, pytest.approx(0.3)), "one of them is being read"
+    assert stats.load(besides=9) == EngineLoad(0, 0, pytest.approx(0.3))
+
+
+def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_vllm_imports.main([str(INSTALLED)]) == 0
+    assert f"all {len(vllm_compat.LOCATIONS)} names" in capsys.readouterr().out
+
+
+def test_the_static_check_reads_the_table_that_lookup_uses() -> None:
+    assert check_vllm_imports.locations() == vllm_compat.LOCATIONS
+
+
+SOURCES = {
+    "vllm/__init__.py": "",
+    "vllm/envs.py": (
+        "variables = {'VLLM_MEDIA_CONNECTOR': 1, 'VLLM_CPU_KVCACHE_SPACE': 2, 'VLLM_USE_V2_MODEL_RUNNER': 3}"
+    ),
+    "vllm/entrypoints/openai/api_server.py": (
+        "def build_app(args, tasks=None, model_config=None): ...\n"
+        "async def init_app_state(engine, state, args, tasks=None): ...\n"
+    ),
+    "vllm/entrypoints/openai/cli_args.py": "if True:\n    def make_arg_parser(parser): ...\n",
+    "vllm/utils/argparse_utils.py": "class FlexibleArgumentParser: ...\n",
+    "vllm/engine/arg_utils.py": (
+        "class EngineArgs:\n    model: str\n    enable_mm_embeds: bool = False\n    skip_mm_profiling: bool = False\n"
+        "    mm_processor_cache_gb: float = 4\n    load_format: str = ''\n    ec_transfer_config: object = None\n"
+        "    served_model_name: str = ''\n    scheduler_cls: object = None\n"
+        "class AsyncEngineArgs(EngineArgs): ...\n"
+    ),
+    "vllm/v1/engine/async_llm.py": (
+        "from ..base import Base\n"
+        "class AsyncLLM(Base):\n    def from_engine_args(cls): ...\n    async def generate(self): ...\n"
+        "    async def get_supported_tasks(self): ...\n    def check_health(self): ...\n"
+    ),
+    "vllm/config/__init__.py": "from vllm.config.ec_transfer import ECTransferConfig\n",
+    "vllm/config/ec_transfer.py": (
+        "class ECTransferConfig:\n    ec_connector: str\n    ec_role: str\n    ec_connector_module_path: str\n"
+        "    ec_connector_extra_config: dict\n    def get_from_extra_config(self, key, default): ...\n"
+    ),
+    "vllm/distributed/ec_transfer/ec_connector/base.py": (
+        "class ECConnectorMetadata: ...\nclass ECConnectorRole: ...\nclass ECConnectorBase:\n"
+        "    def ensure_cache_available(self, request, computed): ...\n    def has_cache_item(self, identifier): ...\n"
+        "    def update_state_after_alloc(self, request, index): ...\n    def build_connector_meta(self, output): ...\n"
+        "    def request_finished(self, request): ...\n    def start_load_caches(self, cache, **kwargs): ...\n"
+        "    def save_caches(self, cache, mm_hash): ...\n    def shutdown(self): ...\n"
+    ),
+    "vllm/v1/core/sched/scheduler.py": "class Scheduler:\n    def _try_schedule_encoder_inputs(self): ...\n",
+    "vllm/v1/base.py": "class Base:\n    def shutdown(self): ...\n",
+    "vllm/multimodal/media/__init__.py": "from .connector import MEDIA_CONNECTOR_REGISTRY\n",
+    "vllm/multimodal/media/connector.py": "MEDIA_CONNECTOR_REGISTRY = object()\n",
+}
+
+
+def write_tree(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
+    """A stand-in for vLLM's sources, with one text replaced in each file that `changes` names."""
+    for path, source in SOURCES.items():
+        old, new = changes.get(path, ("", ""))
+        assert old in source
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(source.replace(old, new) if old else source)
+    return folder
+
+
+def test_the_static_check_passes_a_tree_that_has_everything(tmp_path: Path) -> None:
+    assert check_vllm_imports.problems(write_tree(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "told"),
+    [
+        ("vllm/entrypoints/openai/api_server.py", "build_app", "make_app", "build_app is in none of"),
+        ("vllm/entrypoints/openai/cli_args.py", "if True:", "def f():",
+         "make_arg_parser is in none of"),
+        ("vllm/entrypoints/openai/api_server.py", "tasks=None, model_config=None", "tasks",
+         "build_app does not take 3 positional arguments"),
+        ("vllm/entrypoints/openai/api_server.py", "state, args, tasks=None", "state, args, tasks, more",
+         "init_app_state does not take 4 positional arguments"),
+        ("vllm/entrypoints/openai/api_server.py", "tasks=None, model_config=None", "tasks=None, m=None, *, more",
+         "build_app does not take 3 positional arguments"),
+        ("vllm/entrypoints/openai/api_server.py", "def build_app(args, tasks=None, model_config=None): ...",
+         "build_app = None", "build_app does not take 3 positional arguments"),
+        ("vllm/engine/arg_utils.py", "enable_mm_embeds", "renamed", "AsyncEngineArgs has no enable_mm_embeds"),
+        ("vllm/v1/base.py", "shutdown", "stop", "AsyncLLM has no shutdown"),
+        ("vllm/v1/engine/async_llm.py", "generate", "produce", "AsyncLLM has no generate"),
+        ("vllm/multimodal/media/connector.py", "MEDIA_CONNECTOR_REGISTRY", "X", "MEDIA_CONNECTOR_REGISTRY is in none"),
+        ("vllm/distributed/ec_transfer/ec_connector/base.py", "ensure_cache_available", "wait",
+         "ECConnectorBase has no ensure_cache_available"),
+        ("vllm/v1/core/sched/scheduler.py", "_try_schedule", "_schedule",
+         "Scheduler has no _try_schedule_encoder_inputs"),
+        ("vllm/envs.py", "VLLM_MEDIA_CONNECTOR", "X", "vllm.envs does not know VLLM_MEDIA_CONNECTOR"),
+    ],
+)  # fmt: skip
+def test_the_static_check_tells_what_is_missing(tmp_path: Path, path: str, old: str, new: str, told: str) -> None:
+    missing = check_vllm_imports.problems(write_tree(tmp_path, {path: (old, new)}))
+    assert len(missing) == 1
+    assert told in missing[0]
+
+
+def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check_vllm_imports.main([str(tmp_path)])
+    assert ended.value.code == 2
+    assert "holds no folder vllm" in capsys.readouterr().err
+    assert check_vllm_imports.main([str(write_tree(tmp_path, {"vllm/v1/base.py": ("shutdown", "stop")}))]) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "told"),
+    [
+        ({"ec_transfer_config": {"ec_connector": "Other"}}, "ec_transfer_config"),
+        ({"kv_transfer_config": {"kv_connector": "Other"}}, "kv_transfer_config"),
+        ({"pipeline_parallel_size": 2}, "first stage"),
+        ({"mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs"),
+    ],
+)
+def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, Any], told: str) -> None:
+    assert told in (vllm_compat.engine_load_unsupported_reason(engine_args) or "")
+    assert vllm_compat.engine_load_unsupported_reason({"tensor_parallel_size": 2}) is None
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "told"),
+    [
+        ({"scheduler_cls": "their.own"}, "scheduler_cls"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
+    ],
+)
+def test_an_engine_that_cannot_read_a_prompt_before_all_is_there(engine_args: dict[str, Any], told: str) -> None:
+    assert told in (vllm_compat.early_prefill_unsupported_reason(engine_args) or "")
+    assert vllm_compat.early_prefill_unsupported_reason({"enable_chunked_prefill": True}) is None
+
+
+def test_a_scheduler_that_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_compat, "SCHEDULER_METHOD", "_renamed")
+    assert "no _renamed" in (vllm_compat.early_prefill_unsupported_reason({}) or "")
+
+
+def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before 0.32 vLLM itself names images of which it caches nothing, and its connector would not know them."""
+    monkeypatch.setattr("vllm.__version__", "0.26.0")
+    assert "names of its own" in (vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) or "")
+    assert vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": True}) is None
+    monkeypatch.setattr("vllm.__version__", "0.32.0.post1+cpu")
+    assert vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) is None
+
+
+def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 takes its older one by itself where its engine has a connector, unless it is told not to."""
+    monkeypatch.setattr(vllm_compat, "NEWER_RUNNERS_CONNECTOR", "vllm.no_such_module")
+    monkeypatch.delenv(vllm_compat.NEWER_RUNNER, raising=False)
+    assert vllm_compat.engine_load_unsupported_reason({}) is None
+    monkeypatch.setenv(vllm_compat.NEWER_RUNNER, "1")
+    assert "newer model runner cannot" in (vllm_compat.engine_load_unsupported_reason({}) or "")

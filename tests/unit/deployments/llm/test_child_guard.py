@@ -1,0 +1,48 @@
+"""A replica that is killed leaves no process behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+
+from deployments.llm.child_guard import GRACE_S
+
+REPLICA = textwrap.dedent("""
+    import subprocess, sys, time
+    from deployments.llm.child_guard import guard_children
+    child = subprocess.Popen([sys.executable, "-c", {child!r}])
+    guard = guard_children(grace_s={grace_s})
+    print(child.pid, guard.pid, flush=True)
+    time.sleep(600)
+""")
+
+
+def killed_replica(child: str, grace_s: float = GRACE_S) -> tuple[psutil.Process, psutil.Process]:
+    """A child and its guard, their replica just killed with -9."""
+    program = REPLICA.format(child=child, grace_s=grace_s)
+    replica = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert replica.stdout is not None
+    pid, guard = map(int, replica.stdout.readline().split())
+    processes = psutil.Process(pid), psutil.Process(guard)
+    assert all(process.is_running() for process in processes)
+    replica.send_signal(signal.SIGKILL)
+    replica.wait()
+    return processes
+
+
+def test_an_engine_does_not_outlive_its_replica() -> None:
+    """Without the guard vLLM's engine kept 95 GiB of the GPU after its replica had been killed."""
+    child, guard = killed_replica("import time; time.sleep(600)")
+    _, alive = psutil.wait_procs([child, guard], timeout=30)
+    assert not alive
+
+
+def test_a_process_that_ignores_the_request_to_stop_is_killed() -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child, guard = killed_replica(stubborn, grace_s=0.2)
+    _, alive = psutil.wait_procs([child, guard], timeout=60)
+    assert not alive

@@ -1,0 +1,405 @@
+"""Embeddings on their way into an engine whose scheduler and workers are the application's own, without vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+
+from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding, WireError
+from deployments.common.replica_errors import TransferFailedError
+from deployments.llm.embedding_receiver import EmbeddingReceiver
+from deployments.llm.engine.link import Loaded
+from deployments.llm.engine.replica_link import LinkLostError
+from deployments.llm.engine.scheduler_link import SchedulerLink
+from deployments.llm.engine.worker_link import WorkerLink
+from deployments.llm.engine.worker_memory import WorkerMemory
+from deployments.llm.received import ReceivedEmbeddings, TransferPath
+from deployments.telemetry.clocks import MAX_DURATION_S, ClockDifference
+from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
+from deployments.transfer import unix_socket
+from deployments.transfer.same_host import ShmServer
+from deployments.transfer.shared_store import EmbeddingStore
+from deployments.transfer.unix_socket import ListenerError
+from tests.unit.deployments.samples import at_once
+from tests.unit.deployments.telemetry.test_metrics import Added
+from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded
+
+MERGE = 2
+PATIENCE_S = 60.0
+
+
+class FreeAdded(Added):
+    """Any number, with or without a label; and what was observed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observed: dict[Histogram, list[float]] = {}
+
+    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
+        self.added[counter, next(iter(labels.values()), None)] += number
+
+    def observe(self, histogram: Histogram, seconds: float) -> None:
+        self.observed.setdefault(histogram, []).append(seconds)
+
+
+def receiver_for(counts: FreeAdded, **settings: Any) -> EmbeddingReceiver:
+    """Its counters and its histograms are `counts`."""
+    return EmbeddingReceiver(counts, cast(Histograms, counts), **settings)
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not true():  # noqa: ASYNC110 - threads and other processes change what is looked at
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Setting:
+    receiver: EmbeddingReceiver
+    counts: FreeAdded
+    store: EmbeddingStore
+    server: ShmServer
+    scheduler: SchedulerLink | None
+    workers: list[WorkerLink]
+    memories: list[WorkerMemory]
+
+    def offered(self, number: int = 1) -> SharedEmbedding:
+        image = encoded(self.store, number)
+        assert self.store.offer(image)
+        return image.shared_by(self.server.address)
+
+    def tensor(self, arrived: ReceivedEmbeddings, number: int) -> torch.Tensor:
+        return arrived.tensor(number, width=WIDTH, merge_size=MERGE)
+
+    @property
+    def nothing_is_lent(self) -> bool:
+        gc.collect()
+        return self.store.arena.free_bytes == self.store.arena.num_bytes
+
+
+class RaysCounts(FreeAdded):
+    """Ray's counters too, which refuse numbers that are not over 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rays = Counters()
+
+    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
+        self._rays.add(counter, number, **labels)
+        super().add(counter, number, **labels)
+
+
+@asynccontextmanager
+async def setting(
+    *, num_workers: int = 1, engine: bool = True, counts: FreeAdded | None = None
+) -> AsyncIterator[Setting]:
+    counts = counts or FreeAdded()
+    receiver = receiver_for(counts, num_workers=num_workers)
+    store = EmbeddingStore(2**20)
+    memories = [WorkerMemory(torch.device("cpu")) for _ in range(num_workers if engine else 0)]
+    scheduler = SchedulerLink(receiver.link.address) if engine else None
+    workers = [WorkerLink(receiver.link.address, memory) for memory in memories]
+    if engine:
+        assert receiver.engine_started(timeout_s=PATIENCE_S)
+    server = ShmServer(store)
+    try:
+        yield Setting(receiver, counts, store, server, scheduler, workers, memories)
+    finally:
+        receiver.shut_down()
+        server.close()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 2 * PATIENCE_S))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_engine_loads_by_itself(num_workers: int) -> None:
+    async def scenario() -> None:
+        async with setting(num_workers=num_workers) as given:
+            images = [given.offered(1), given.offered(2)]
+            arrived = await given.receiver.receive(at_once(*images))
+            assert [tuple(given.tensor(arrived, n).shape) for n in range(2)] == [(6, 0)] * 2
+            assert given.scheduler is not None
+            table = given.scheduler.table
+            await eventually(lambda: len(table) == 2)
+            assert table.available("request", [image.digest for image in images])
+            for image, expected in zip(images, (encoded(EmbeddingStore(2**20), n) for n in (1, 2)), strict=True):
+                lease = table.load(image.digest)
+                for memory, worker in zip(given.memories, given.workers, strict=True):
+                    loaded = memory.load(lease, torch.float32)
+                    assert torch.equal(loaded, expected.unpack(width=WIDTH, merge_size=MERGE).float())
+                    worker.loaded(Loaded(lease.name, loaded.nbytes, 0.005))
+            given.receiver.close(arrived)
+            await eventually(lambda: given.receiver.num_loaded == 2 * num_workers)
+            assert len(given.receiver) == 2, "the request runs still"
+            given.scheduler.finished("request")
+            await eventually(lambda: len(given.receiver) == 0 and given.nothing_is_lent)
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.ENGINE.value] == 2
+            assert given.counts.added[Counter.EMBEDDING_BYTES_LOADED, None] == num_workers * 2 * 6 * WIDTH * 4
+            assert given.counts.observed[Histogram.EMBEDDING_LOAD_SECONDS] == [0.005] * num_workers * 2
+
+    run(scenario())
+
+
+def test_a_lease_ends_when_the_last_worker_has_loaded_what_it_was_told_to() -> None:
+    """A step may be scheduled and not yet run when its request is aborted: its bytes must stay until then."""
+
+    async def scenario() -> None:
+        async with setting(num_workers=2) as given:
+            image = given.offered()
+            arrived = await given.receiver.receive(at_once(image))
+            assert given.scheduler is not None
+            table = given.scheduler.table
+            await eventually(lambda: table.available("request", [image.digest]))
+            lease = table.load(image.digest)
+            given.receiver.close(arrived)
+            given.scheduler.finished("request")
+            await eventually(lambda: len(table) == 0 or not table.has(image.digest))
+            given.workers[0].loaded(Loaded(lease.name, 1, 0.0))
+            await eventually(lambda: given.receiver.num_loaded == 1)
+            assert len(given.receiver) == 1
+            assert not given.nothing_is_lent
+            given.workers[1].loaded(Loaded(lease.name, 0, 0.0))  # it had the embedding already
+            await eventually(lambda: given.nothing_is_lent)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead_s: float) -> None:
+    """The clock of an encoder's or an ingress' host. Where it was ahead, the time of a load came out below 0, Ray's
+    counter refused that, and the thread that listens to the worker ended: no lease ended any more, no memory was mapped
+    any more, and the next encoder's embedding ended the engine."""
+
+    async def scenario() -> None:
+        async with setting(counts=RaysCounts()) as given:
+            assert given.scheduler is not None
+            table = given.scheduler.table
+            for number in (1, 2):
+                image = given.offered(number)
+                timings = dataclasses.replace(image.timings, ready_at_s=time.time() + ahead_s)
+                arrived = await given.receiver.receive(at_once(dataclasses.replace(image, timings=timings)))
+                assert arrived.engine_loads
+                await eventually(lambda digest=image.digest: table.available("request", [digest]) == 1)
+                lease = table.load(image.digest)
+                loaded = given.memories[0].load(lease, torch.float32)
+                given.workers[0].loaded(Loaded(lease.name, loaded.nbytes, time.time() - lease.ready_at_s))
+                given.scheduler.finished("request")
+                given.receiver.close(arrived)
+                await eventually(lambda: len(given.receiver) == 0)
+                assert arrived.transfer_s is not None
+                assert 0 <= arrived.transfer_s <= MAX_DURATION_S
+            await eventually(lambda: given.nothing_is_lent)
+            await eventually(lambda: given.receiver.num_loaded == 2)
+            reason = ClockDifference.AHEAD if ahead_s > 0 else ClockDifference.BEHIND
+            await eventually(
+                lambda: given.counts.added[Counter.DURATIONS_CLAMPED, reason.value] == 4
+            )  # transfers, loads
+            assert all(0 <= s <= MAX_DURATION_S for s in given.counts.observed[Histogram.EMBEDDING_LOAD_SECONDS])
+
+    run(scenario())
+
+
+def test_without_an_engine_that_loads_they_go_with_the_request() -> None:
+    async def scenario() -> None:
+        async with setting(engine=False) as given:
+            image = given.offered()
+            arrived = await given.receiver.receive(at_once(image))
+            expected = encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=MERGE)
+            assert torch.equal(given.tensor(arrived, 0), expected)
+            given.receiver.close(arrived)
+            await eventually(lambda: given.nothing_is_lent)
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.REQUEST.value] == 1
+            assert given.counts.added[Counter.EMBEDDING_BYTES_RECEIVED, TransferPath.REQUEST.value] == image.num_bytes
+
+    run(scenario())
+
+
+def test_one_embedding_from_the_object_store_takes_the_others_along() -> None:
+    """vLLM joins the embeddings of a request: those without columns do not fit to those with."""
+
+    async def scenario() -> None:
+        async with setting() as given:
+            shared = given.offered()
+            other = EncodedImage.pack(torch.ones(6, WIDTH), (1, 4, 6), digest(2), TIMINGS)
+            arrived = await given.receiver.receive(at_once(shared, other, ImageRefused("truncated")))
+            shapes = [tuple(given.tensor(arrived, n).shape) for n in range(2)]
+            assert shapes == [(6, WIDTH)] * 2
+            given.receiver.close(arrived)
+            ways = {reason for (count, reason) in given.counts.added if count is Counter.EMBEDDINGS_RECEIVED}
+            assert ways == {TransferPath.REQUEST.value, TransferPath.OBJECT_STORE.value}
+
+    run(scenario())
+
+
+def test_an_embedding_that_is_gone_fails_the_request_and_gives_the_others_back() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            there, gone = given.offered(1), given.offered(2)
+            given.store._offers.clear()  # nobody refers to the second one now
+            given.store.offer(encoded(given.store, 1))
+            with pytest.raises(TransferFailedError):
+                await given.receiver.receive(at_once(there, gone))
+            await eventually(lambda: given.nothing_is_lent)
+
+    run(scenario())
+
+
+def test_a_bad_message_of_an_encoder_is_counted_and_ends_nothing() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            await given.receiver.receive(at_once(given.offered(1)))
+            (connection,) = given.server._listener._connections
+            unix_socket.send(connection, {"lease": "of nobody", "start": 0})
+            arrived = await given.receiver.receive(at_once(given.offered(2)))
+            assert [slot.is_leased for slot in arrived.slots] == [True]
+            assert given.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1
+
+    run(scenario())
+
+
+def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            image = given.offered()
+            arrived = await given.receiver.receive(at_once(image))
+            given.server.close()
+            given.receiver.unmap_dead_peers()
+            assert given.memories[0]._mapped, "a lease is open"
+            given.receiver.close(arrived)
+            await eventually(lambda: len(given.receiver) == 0)
+            with pytest.raises(TransferFailedError):
+                await given.receiver.receive(at_once(image))
+
+            def forgotten() -> bool:
+                given.receiver.unmap_dead_peers()
+                return not given.memories[0]._mapped
+
+            await eventually(forgotten)
+            with pytest.raises(TransferFailedError, match="no server"):
+                await given.receiver.receive(at_once(image))
+
+    run(scenario())
+
+
+def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> None:
+    """A request holds an image of one encoder and waits for another encoder's when the first encoder ends. The health
+    check unmapped the memory, since it counted leases, and the engine ended at the load that followed."""
+
+    async def scenario() -> None:
+        async with setting() as given:
+            other_store = EmbeddingStore(2**20)
+            other_server = ShmServer(other_store)
+            second = encoded(other_store, 2)
+            assert other_store.offer(second)
+            first, second_is_encoded = given.offered(1), asyncio.get_running_loop().create_future()
+            arrived = given.receiver.new_batch()
+            arriving = asyncio.create_task(given.receiver.receive([*at_once(first), second_is_encoded], arrived))
+            await eventually(lambda: [slot.is_leased for slot in arrived.slots] == [True, False])
+            given.server.close()
+            await eventually(lambda: not given.receiver._peers[first.server].result().client.alive)
+            given.receiver.unmap_dead_peers()
+            second_is_encoded.set_result(second.shared_by(other_server.address))
+            await arriving  # the worker maps the second server's memory after it has forgotten the first server's
+            assert arrived.engine_loads
+            assert given.scheduler is not None
+            table = given.scheduler.table
+            await eventually(lambda: table.available("request", [first.digest, second.digest]) == 2)
+            loaded = given.memories[0].load(table.load(first.digest), torch.float32)
+            expected = encoded(EmbeddingStore(2**20), 1).unpack(width=WIDTH, merge_size=MERGE).float()
+            assert torch.equal(loaded, expected)
+            given.receiver.close(arrived)
+            other_server.close()
+
+    run(scenario())
+
+
+def test_an_engine_that_has_gone_holds_nothing() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            arrived = await given.receiver.receive(at_once(given.offered()))
+            assert given.scheduler is not None
+            given.receiver.check()
+            given.scheduler.close()
+            await eventually(lambda: given.receiver.link._scheduler is None)
+            with pytest.raises(LinkLostError):
+                given.receiver.check()
+            given.receiver.close(arrived)
+            await eventually(lambda: given.nothing_is_lent)
+            with pytest.raises(TransferFailedError):
+                await given.receiver.receive(at_once(given.offered(2)))
+            await eventually(lambda: given.nothing_is_lent)
+
+    run(scenario())
+
+
+def test_memory_that_the_engine_cannot_map_goes_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA refused to pin it")
+
+    monkeypatch.setattr(WorkerMemory, "map", refuse)
+
+    async def scenario() -> None:
+        async with setting() as given:
+            image = given.offered()
+            arrived = await given.receiver.receive(at_once(image))
+            assert given.tensor(arrived, 0).shape == (6, WIDTH)
+            given.receiver.close(arrived)
+
+    run(scenario())
+
+
+def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others() -> None:
+    """The others kept it mapped, and pinned, for as long as the engine lived."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA refused to pin it")
+
+    async def scenario() -> None:
+        async with setting(num_workers=2) as given:
+            given.memories[1].map = refuse  # type: ignore[method-assign]
+            arrived = await given.receiver.receive(at_once(given.offered()))
+            assert not arrived.engine_loads
+            await eventually(lambda: not given.memories[0]._mapped)
+            given.receiver.close(arrived)
+
+    run(scenario())
+
+
+def test_who_leaves_while_it_is_borrowed_holds_nothing() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            for pause in range(6):  # event loop turns until the client leaves
+                image = given.offered()
+                borrowing = asyncio.create_task(given.receiver.receive(at_once(image)))
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+                borrowing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await borrowing
+                given.store._offers.clear()
+                await eventually(lambda: given.nothing_is_lent)
+
+    run(scenario())
+
+
+def test_what_does_not_fit_the_model_is_told_before_it_is_read() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            image = given.offered()
+            arrived = await given.receiver.receive(at_once(image))
+            with pytest.raises(WireError, match="shape"):
+                arrived.tensor(0, width=WIDTH + 1, merge_size=MERGE)
+            given.receiver.close(arrived)
+
+    run(scenario())

@@ -1,0 +1,136 @@
+"""Pieces of an answer, of which the next is made while one is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from deployments.llm.streams import PrefetchedStream, prepend
+
+
+def test_the_next_is_made_while_the_first_is_on_its_way() -> None:
+    async def scenario() -> None:
+        made: list[int] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            for number in range(1, 4):
+                made.append(number)
+                yield number
+
+        told = prepend(0, pieces())
+        assert await anext(told) == 0
+        await asyncio.sleep(0)
+        assert made == [1]
+        assert [piece async for piece in told] == [1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_follows_where_there_is_nothing() -> None:
+    async def nothing() -> AsyncGenerator[int, None]:
+        for number in ():
+            yield number
+
+    async def scenario() -> None:
+        assert [piece async for piece in prepend(0, nothing())] == [0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("read", [1, 2])
+def test_what_is_left_early_is_closed_before_it_goes_on(read: int) -> None:
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            try:
+                await asyncio.sleep(0.01 if read > 1 else 60)
+                yield 1
+                await asyncio.sleep(60)
+            finally:
+                ended.append("closed")
+
+        async with aclosing(pieces()) as made, aclosing(prepend(0, made)) as told:
+            for _ in range(read):
+                await anext(told)
+                await asyncio.sleep(0)
+        assert ended == ["closed"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_first_is_told_after_the_first() -> None:
+    async def broken() -> AsyncGenerator[int, None]:
+        for number in ():
+            yield number
+        raise LookupError("broken")
+
+    async def scenario() -> None:
+        told = prepend(0, broken())
+        assert await anext(told) == 0
+        with pytest.raises(LookupError, match="broken"):
+            await anext(told)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
+    async def scenario() -> None:
+        made: list[int] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            for number in range(3):
+                made.append(number)
+                yield number
+
+        begun = PrefetchedStream(pieces())
+        await asyncio.sleep(0.01)
+        assert made == [0]
+        assert [piece async for piece in begun.rest()] == [0, 1, 2]
+        await begun.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> None:
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            try:
+                yield 1
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                ended.append("closed")
+
+        begun = PrefetchedStream(pieces())
+        await asyncio.sleep(0.01)
+        if reads:
+            async with aclosing(begun.rest()) as rest:
+                assert await anext(rest) == 1
+        else:
+            await begun.close()
+        assert ended == ["closed"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_else() -> None:
+    async def broken() -> AsyncGenerator[int, None]:
+        for number in ():
+            yield number
+        raise LookupError("broken")
+
+    async def scenario() -> None:
+        with pytest.raises(LookupError, match="broken"):
+            await anext(PrefetchedStream(broken()).rest())
+        await PrefetchedStream(broken()).close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,333 @@
+"""Where calls go: to who holds the key, else to the key's own replica, and never past the bound."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.routing.affinity import MAX_PUBLISHED, PREFIX_BYTES, ActiveCall, Affinity, Call, Work, published
+
+NAMES = st.sets(st.text(st.characters(codec="ascii"), min_size=1, max_size=8), min_size=1, max_size=12)
+KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(400)]
+
+
+def affinity_of(*names: str, load_factor: float = 1.25, separate_cache_hits: bool = False) -> Affinity:
+    made = Affinity(load_factor=load_factor, separate_cache_hits=separate_cache_hits)
+    made.set_replicas(names)
+    return made
+
+
+def begun(affinity: Affinity, name: str, call: Call) -> ActiveCall:
+    found = affinity.begin(name, call)
+    assert found is not None
+    return found
+
+
+def homes(affinity: Affinity) -> dict[str, str]:
+    return {key: affinity.order(Call(key))[0] for key in KEYS}
+
+
+@given(NAMES, st.text(st.characters(codec="ascii"), min_size=9, max_size=10))
+def test_a_replica_that_joins_takes_its_share_and_moves_no_other_key(names: set[str], new: str) -> None:
+    before, after = homes(affinity_of(*names)), homes(affinity_of(*names, new))
+    assert all(after[key] in (before[key], new) for key in KEYS)
+    moved = sum(after[key] == new for key in KEYS) / len(KEYS)
+    assert moved == pytest.approx(1 / (len(names) + 1), abs=0.15)
+
+
+@given(NAMES.filter(lambda names: len(names) > 1))
+def test_a_replica_that_leaves_moves_its_own_keys_alone(names: set[str]) -> None:
+    gone = max(names)
+    before, after = affinity_of(*names), affinity_of(*(names - {gone}))
+    for key in KEYS:
+        assert after.order(Call(key)) == [name for name in before.order(Call(key)) if name != gone]
+
+
+@given(NAMES)
+def test_order_is_the_same_for_every_router(names: set[str]) -> None:
+    assert homes(affinity_of(*sorted(names))) == homes(affinity_of(*sorted(names, reverse=True)))
+
+
+def test_keys_are_spread_evenly() -> None:
+    counts = Counter(homes(affinity_of(*"abcd")).values())
+    assert len(counts) == 4
+    assert max(counts.values()) < 1.3 * len(KEYS) / 4
+
+
+class Followed:
+    """An Affinity with loads kept a second time, in exact numbers."""
+
+    def __init__(self, load_factor: Fraction, names: set[str], separate_cache_hits: bool) -> None:
+        self.bound = load_factor
+        self.affinity = Affinity(load_factor=float(load_factor), separate_cache_hits=separate_cache_hits)
+        self.affinity.set_replicas(names)
+        self.loads: dict[Work, dict[str, int]] = {work: dict.fromkeys(names, 0) for work in Work}
+        self.calls: list[ActiveCall] = []
+        self.sent: dict[str, tuple[str, int]] = {}
+        self.reports: dict[str, int] = {}
+        self.held: dict[str, set[str]] = {}
+        self.separate_cache_hits = separate_cache_hits
+        self.gone = ""
+
+    def takes(self, name: str, call: Call, work: Work) -> bool:
+        loads = self.loads[work]
+        if work is Work.SERVE_CACHED:
+            last, reports = self.sent.get(call.key or "", ("", 0))
+            sent_there = last == name and not call.attempt and self.reports.get(name, 0) < reports + 2
+            if not (self.separate_cache_hits and (sent_there or call.key in self.held.get(name, ()))):
+                return False
+        return len(loads) == 1 or loads[name] * len(loads) <= self.bound * (sum(loads.values()) + call.weight)
+
+    def taking(self, call: Call) -> set[str]:
+        """Who takes the call within the bound; where that is only the one that failed it, all others beyond it."""
+        names = set(self.loads[Work.COMPUTE])
+        takes = {name for name in names if any(self.takes(name, call, work) for work in Work)}
+        last = self.sent.get(call.key or "", ("", 0))[0]
+        gives = self.separate_cache_hits and call.key in self.held.get(last, ())
+        failed = {last} if call.attempt and not gives else set()
+        return takes if takes - failed or not names - failed else names - failed
+
+    def send(self, call: Call) -> None:
+        found = self.affinity.order(call)
+        names = self.loads[Work.COMPUTE]
+        assert found
+        assert set(found) == self.taking(call)
+        for name in names.keys() - set(found):
+            assert self.affinity.begin(name, call) is None
+        work = Work.SERVE_CACHED if self.takes(found[0], call, Work.SERVE_CACHED) else Work.COMPUTE
+        begun = self.affinity.begin(found[0], call)
+        assert begun == ActiveCall(found[0], call.weight, work)
+        self.loads[work][found[0]] += call.weight
+        self.calls.append(begun)
+        if call.key is not None:
+            self.sent[call.key] = (found[0], self.reports.get(found[0], 0))
+
+    def finish(self, number: int) -> None:
+        begun = self.calls.pop(number % len(self.calls))
+        self.affinity.end(begun)
+        if begun.name in self.loads[begun.work]:
+            self.loads[begun.work][begun.name] -= begun.weight
+
+    def exchange(self, gone: str, new: str) -> None:
+        """`new` may have been there before, and have calls of then."""
+        for work, loads in self.loads.items():
+            del loads[gone]
+            loads[new] = sum(begun.weight for begun in self.calls if (begun.name, begun.work) == (new, work))
+        self.held.pop(gone, None)
+        self.reports.pop(gone, None)
+        self.gone = gone
+        self.affinity.set_replicas(self.loads[Work.COMPUTE])
+
+    def publish(self, name: str, keys: list[str]) -> None:
+        self.held[name] = set(keys)
+        self.reports[name] = self.reports.get(name, 0) + 1
+        self.affinity.publish(name, published(keys))
+
+
+@given(
+    NAMES,
+    st.sampled_from([Fraction(1), Fraction(5, 4), Fraction(2)]),
+    st.booleans(),
+    st.lists(
+        st.one_of(
+            st.builds(Call, st.sampled_from([*KEYS[:5], None]), st.integers(1, 5000), st.integers(0, 2)),
+            st.integers(0, 100),
+            st.sampled_from(["exchange", "return", "publish"]),
+        ),
+        max_size=60,
+    ),
+)
+def test_the_bound_is_never_passed(
+    names: set[str], bound: Fraction, separate_cache_hits: bool, steps: list[Call | int | str]
+) -> None:
+    """Whatever is held where, and while replicas come and go: who is asked has at most the bound times the mean."""
+    followed = Followed(bound, names, separate_cache_hits)
+    for number, step in enumerate(steps):
+        if isinstance(step, Call):
+            followed.send(step)
+        elif isinstance(step, int) and followed.calls:
+            followed.finish(step)
+        elif step == "exchange":
+            followed.exchange(min(followed.loads[Work.COMPUTE]), f"new replica {number}")
+        elif step == "return" and followed.gone:
+            followed.exchange(max(followed.loads[Work.COMPUTE]), followed.gone)
+        elif step == "publish":
+            followed.publish(max(followed.loads[Work.COMPUTE]), KEYS[number % 3 : number % 5])
+    for work, loads in followed.loads.items():
+        assert {name: followed.affinity.load(name, work) for name in loads} == loads
+
+
+def test_replicas_that_return_have_what_is_under_way_there() -> None:
+    """Calls of before took their weight from a load that began anew at none. With less than nothing under way
+    everywhere, the bound kept every call from every replica."""
+    affinity = affinity_of("a", "b")
+    calls = [begun(affinity, affinity.order(Call(key))[0], Call(key)) for key in KEYS[:40]]
+    affinity.set_replicas([])
+    affinity.end(calls.pop())
+    affinity.set_replicas("ab")
+    assert affinity.load("a") + affinity.load("b") == len(calls)
+    for call in calls:
+        affinity.end(call)
+    assert (affinity.load("a"), affinity.load("b")) == (0, 0)
+    assert affinity.order(Call(KEYS[0])) != []
+
+
+def test_a_call_goes_to_replicas_of_its_identity_alone_and_the_bound_is_theirs() -> None:
+    """Half of the replicas are updated: the mean over all of them would leave a call none that may take it."""
+    affinity = affinity_of()
+    affinity.set_replicas("abcd", {"a": "old", "b": "old", "c": "new"})
+    loads = dict.fromkeys("abcd", 0)
+    for key in KEYS:
+        call = Call(key, identity="old")
+        name = affinity.order(call)[0]
+        assert set(affinity.ranked(call)) == set("ab")
+        assert affinity.begin("c", call, bounded=False) is None
+        begun(affinity, name, call)
+        loads[name] += 1
+    assert max(loads.values()) <= 1.25 * len(KEYS) / 2 + 1
+    assert loads["c"] == loads["d"] == 0
+    assert affinity.order(Call(KEYS[0], identity="new")) == ["c"]
+    assert not affinity.serves(Call(KEYS[0], identity="newer"))
+    assert set(affinity.ranked(Call())) == set("abcd")
+
+
+def test_what_a_replica_holds_it_gives_beside_its_work() -> None:
+    """At the bound of what a replica has to do it still gives; at that of what it has to give, others do the work."""
+    affinity = Affinity(separate_cache_hits=True)
+    affinity.set_replicas("abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.begin(home, Call(KEYS[0], 1000))
+    joins = affinity.begin(home, Call(KEYS[0], 10))
+    assert joins == ActiveCall(home, 10, Work.SERVE_CACHED)
+    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it has 10 to give, others nothing"
+    affinity.end(joins)
+    assert affinity.order(Call(KEYS[0], 10))[0] == home
+    affinity.publish(second, published([KEYS[0]]))
+    assert affinity.order(Call(KEYS[0], 10))[:2] == [second, home]
+
+
+def test_a_call_goes_where_its_key_is_held() -> None:
+    affinity = affinity_of(*"abcd")
+    home, *others = affinity.order(Call(KEYS[0]))
+    affinity.publish(others[-1], published([KEYS[1], KEYS[0]]))
+    assert affinity.order(Call(KEYS[0])) == [others[-1], home, *others[:-1]]
+    assert not affinity.passes_by(others[-1], Call(KEYS[0]))
+    affinity.publish(others[-1], published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0])) == [home, *others]
+
+
+def test_a_holder_over_the_bound_is_passed_by_and_the_next_holds_it_then() -> None:
+    affinity = affinity_of(*"abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.publish(home, published([KEYS[0]]))
+    busy = begun(affinity, home, Call(KEYS[1], 100))
+    assert affinity.order(Call(KEYS[0], 10))[0] == second
+    assert affinity.passes_by(second, Call(KEYS[0], 10))
+    spilled = begun(affinity, second, Call(KEYS[0], 10))
+    affinity.publish(home, b"")
+    affinity.end(busy)
+    affinity.end(spilled)
+    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it was sent there last"
+    affinity.publish(home, published([KEYS[0]]))
+    assert affinity.order(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
+
+
+def test_what_is_in_no_report_for_long_is_not_there() -> None:
+    """The first report after a call may be from before its end. A full one says nothing of what it leaves out."""
+    affinity = affinity_of(*"abcd")
+    home, second, *_ = affinity.order(Call(KEYS[0]))
+    affinity.end(begun(affinity, second, Call(KEYS[0])))
+    affinity.publish(second, published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0]))[0] == second
+    affinity.publish(second, published(f"{number:08x}" for number in range(MAX_PUBLISHED)))
+    assert affinity.order(Call(KEYS[0]))[0] == second
+    affinity.publish(second, published([KEYS[1]]))
+    assert affinity.order(Call(KEYS[0]))[0] == home
+
+
+def test_what_left_holds_nothing_any_more() -> None:
+    affinity = affinity_of(*"abcd")
+    home, *others = affinity.order(Call(KEYS[0]))
+    affinity.publish(others[0], published([KEYS[0]]))
+    call = begun(affinity, others[0], Call(KEYS[0]))
+    affinity.set_replicas([home, *others[1:]])
+    affinity.end(call)
+    assert affinity.order(Call(KEYS[0])) == [home, *others[1:]]
+    affinity.set_replicas([home, *others])
+    assert affinity.order(Call(KEYS[0]))[0] == others[0], "back again, and it went there last"
+    assert affinity.load(others[0]) == 0
+
+
+@pytest.mark.parametrize("separate_cache_hits", [True, False])
+def test_another_try_goes_elsewhere(separate_cache_hits: bool) -> None:
+    affinity = affinity_of(*"abc", separate_cache_hits=separate_cache_hits)
+    first = affinity.order(Call(KEYS[0]))[0]
+    affinity.end(begun(affinity, first, Call(KEYS[0])))
+    assert affinity.order(Call(KEYS[0]))[0] == first
+    assert affinity.order(Call(KEYS[0], attempt=1))[-1] == first
+    affinity.publish(first, published([KEYS[0]]))
+    at = affinity.order(Call(KEYS[0], attempt=1)).index(first)
+    assert at == (0 if separate_cache_hits else 2), "it only has to give what it has; an answer is work anywhere"
+    affinity.set_replicas([first])
+    assert affinity.order(Call(KEYS[0], attempt=1)) == [first], "where there is no other"
+
+
+def test_what_one_replica_failed_does_not_go_back_there_for_its_being_free() -> None:
+    """One with a broken GPU fails at once and has nothing to do: the bound sent it all that it had failed, again."""
+    affinity = affinity_of(*"ab")
+    key = next(key for key in KEYS if affinity.order(Call(key))[0] == "a")
+    affinity.end(begun(affinity, "a", Call(key)))
+    begun(affinity, "b", Call(weight=9))
+    assert affinity.order(Call(key)) == ["a"]
+    assert affinity.order(Call(key, attempt=1)) == ["b"]
+    begun(affinity, "b", Call(key, attempt=1))
+    assert affinity.load("b") == 10
+
+
+def test_without_a_key_the_least_loaded_goes_first() -> None:
+    affinity = affinity_of(*"abc", load_factor=3)
+    affinity.begin("a", Call(weight=5))
+    affinity.begin("b", Call(weight=2))
+    assert affinity.order(Call(weight=9)) == ["c", "b", "a"]
+    assert {affinity_of(*"abc").order(Call())[0] for _ in range(100)} == set("abc")
+
+
+def test_nobody_is_nobody() -> None:
+    assert Affinity().order(Call(KEYS[0])) == []
+    assert Affinity().order(Call()) == []
+    assert Affinity().begin("a", Call()) is None
+    assert not Affinity().passes_by("a", Call())
+
+
+def test_what_is_published_is_bounded_and_the_newest() -> None:
+    found = published(KEYS, 3)
+    assert found == b"".join(bytes.fromhex(key[:8]) for key in KEYS[-3:])
+    assert published(KEYS, 0) == published([]) == b""
+    many = [f"{number:064x}" for number in range(2 * MAX_PUBLISHED)]
+    assert len(published(many)) == PREFIX_BYTES * MAX_PUBLISHED
+
+
+def test_half_a_prefix_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 bytes are published; they must be a multiple of 4"):
+        affinity_of("a").publish("a", b"12345")
+
+
+@pytest.mark.parametrize("bound", [0.99, 0, -1, float("nan")])
+def test_a_bound_that_nobody_could_keep_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Affinity(load_factor=bound)
+
+
+@given(st.builds(Call, st.none() | st.sampled_from(KEYS), st.integers(0), st.integers(0)))
+def test_a_call_survives_its_label(call: Call) -> None:
+    assert Call.from_session_id(call.to_session_id()) == call
+
+
+@pytest.mark.parametrize("label", ["", "session", "zz:1:1", "ab:x:0", "ab:1", "::"])
+def test_what_is_no_label_is_a_call_without_a_key(label: str) -> None:
+    assert Call.from_session_id(label) == Call()

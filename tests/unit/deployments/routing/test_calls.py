@@ -1,0 +1,176 @@
+"""Calls by gRPC: one whose replica is lost fails as one through Ray does, and none that is merely slow is ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc  # type: ignore[import-untyped]
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.request_router import ReplicaID, RunningReplica
+
+from deployments.routing.calls import GrpcAnswer, GrpcCalls
+
+NAME = ReplicaID("a", DeploymentID("LLM", "vitray"))
+LOOK_S = 0.02
+
+
+class Call:
+    """One that is under way until it is cancelled or ended."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._told: list[Callable[[object], None]] = []
+
+    def add_done_callback(self, tell: Callable[[object], None]) -> None:
+        self._told.append(tell)
+
+    def end(self) -> None:
+        for tell in self._told:
+            tell(None)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.end()
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - nothing that tells of it
+        await asyncio.sleep(LOOK_S / 4)
+
+
+def replica(queue_len: Callable[[], Awaitable[int]]) -> RunningReplica:
+    async def asked(deadline_s: float) -> int:
+        return await queue_len()
+
+    return cast(RunningReplica, SimpleNamespace(replica_id=NAME, get_queue_len=asked))
+
+
+def begun(calls: GrpcCalls) -> Call:
+    call = Call()
+    calls.begun(NAME, cast(ReplicaResult, call))
+    return call
+
+
+def test_calls_of_a_replica_that_has_died_are_ended() -> None:
+    async def scenario() -> None:
+        async def died() -> int:
+            raise ActorDiedError
+
+        calls = GrpcCalls(look_s=LOOK_S)
+        under_way = [begun(calls), begun(calls)]
+        calls.taken_away([replica(died)])
+        await eventually(lambda: len(calls) == 0)
+        assert [call.cancelled for call in under_way] == [True, True]
+
+    run(scenario)
+
+
+def test_calls_of_a_replica_that_finishes_its_work_are_left() -> None:
+    """Serve takes it away as one that has died. What cannot be reached for a while may be there again."""
+
+    async def scenario() -> None:
+        asked: list[str] = []
+
+        async def slow() -> int:
+            asked.append("")
+            if len(asked) == 1:
+                raise ActorUnavailableError("no way there", None)
+            await asyncio.sleep(60 if len(asked) == 2 else 0)
+            return 1
+
+        calls = GrpcCalls(look_s=LOOK_S)
+        call = begun(calls)
+        calls.taken_away([replica(slow)])
+        calls.taken_away([replica(slow)])
+        await eventually(lambda: len(asked) >= 5)
+        assert not call.cancelled
+        call.end()
+        await asyncio.sleep(4 * LOOK_S)
+        told = len(asked)
+        await asyncio.sleep(4 * LOOK_S)
+        assert len(asked) == told
+        assert (len(calls), call.cancelled, calls._watching) == (0, False, {})
+
+    run(scenario)
+
+
+def test_nothing_is_asked_of_a_replica_without_calls() -> None:
+    async def scenario() -> None:
+        async def asked() -> int:
+            raise AssertionError
+
+        calls = GrpcCalls(look_s=LOOK_S)
+        begun(calls).end()
+        calls.taken_away([replica(asked)])
+        await asyncio.sleep(3 * LOOK_S)
+
+    run(scenario)
+
+
+def failing(error: BaseException) -> AsyncIterator[int]:
+    async def pieces() -> AsyncIterator[int]:
+        yield 1
+        raise error
+
+    return pieces()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncio.CancelledError(),
+        grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata()),
+    ],
+)
+def test_an_answer_that_was_ended_there_tells_of_a_lost_replica(error: BaseException) -> None:
+    async def scenario() -> None:
+        answer: GrpcAnswer[int] = GrpcAnswer(failing(error))
+        assert await anext(answer) == 1
+        with pytest.raises(RayActorError):
+            await anext(answer)
+
+    run(scenario)
+
+
+def test_another_error_stays_what_it_is() -> None:
+    async def scenario() -> None:
+        unknown = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
+        answer: GrpcAnswer[int] = GrpcAnswer(failing(unknown))
+        await anext(answer)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await anext(answer)
+
+    run(scenario)
+
+
+def test_whoever_is_cancelled_while_waiting_is_cancelled() -> None:
+    async def scenario() -> None:
+        async def never() -> AsyncIterator[int]:
+            await asyncio.sleep(60)
+            yield 1
+
+        answer: GrpcAnswer[int] = GrpcAnswer(never())
+        waiting = asyncio.ensure_future(anext(answer))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await anext(GrpcAnswer(never()))
+
+    run(scenario)

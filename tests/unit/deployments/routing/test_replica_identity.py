@@ -1,0 +1,113 @@
+"""Which encoder identity an ingress replica makes digests with."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from ray.serve.handle import DeploymentHandle
+
+from deployments.ingress.failures import Failures
+from deployments.routing import replica_identity
+from deployments.routing.replica_identity import POLL_S, FleetIdentity
+from deployments.telemetry.metrics import Counters
+from encoder.images.identity import EncoderIdentity
+from tests.unit.deployments.samples import IDENTITY
+from tests.unit.deployments.stand_ins import StandIns
+
+FUSED = dataclasses.replace(IDENTITY, forward="fused")
+
+
+OTHER_TOWER = dataclasses.replace(IDENTITY, weights="others")
+
+
+def fleet_of(encoders: StandIns, llms: StandIns | None = None) -> FleetIdentity:
+    failures = Failures(Counters(), retry_after_s=1, overloaded_retry_s=lambda: 1)
+    return FleetIdentity(
+        cast(DeploymentHandle[Any], encoders), cast(DeploymentHandle[Any], llms or encoders), failures.explained
+    )
+
+
+def test_the_majority_decides_and_on_a_tie_nothing_changes() -> None:
+    stand_ins = StandIns()
+    fleet = fleet_of(stand_ins)
+    found = []
+    for encoders in ("eef", "ef", "ff", "ef", "", "eef"):
+        stand_ins.run(*[IDENTITY if one == "e" else FUSED for one in encoders])
+        found.append(asyncio.run(fleet.get()).forward)
+    assert found == ["eager", "eager", "fused", "fused", "fused", "eager"]
+
+
+def test_the_first_encoder_is_waited_for() -> None:
+    """By a call, for which Serve starts an encoder where there is none: without, an application whose encoders had been
+    scaled to zero did not answer its first image."""
+
+    async def started() -> EncoderIdentity:
+        stand_ins = StandIns()
+        stand_ins.run()
+        waiting = asyncio.create_task(fleet_of(stand_ins).get())
+        await asyncio.sleep(POLL_S)
+        assert not waiting.done()
+        (call,) = stand_ins.reports
+        assert not call.cancelled
+        stand_ins.run(FUSED)
+        found = await waiting
+        assert call.cancelled
+        return found
+
+    assert asyncio.run(started()) == FUSED
+
+
+def test_language_models_decide_which_towers_are_of_use() -> None:
+    """All encoders were updated before the first language model, which was sent embeddings of another tower."""
+
+    async def updated() -> list[EncoderIdentity]:
+        encoders, llms = StandIns(), StandIns()
+        fleet = fleet_of(encoders, llms)
+        found = [await fleet.get()]
+        encoders.run(IDENTITY, OTHER_TOWER, OTHER_TOWER)
+        found.append(await fleet.get())
+        encoders.run(OTHER_TOWER)
+        waiting = asyncio.create_task(fleet.get())
+        await asyncio.sleep(POLL_S)
+        assert not waiting.done()
+        llms.run(IDENTITY, OTHER_TOWER)
+        return [*found, await waiting]
+
+    assert asyncio.run(updated()) == [IDENTITY, IDENTITY, OTHER_TOWER]
+
+
+@pytest.mark.parametrize(
+    ("encoders", "llms", "joins"),
+    [
+        ("oo", "oo", False),
+        ("oo", "on", True),
+        ("ooon", "oooooooon", False),
+        ("ooon", "oon", True),
+        ("n", "n", True),
+        ("", "", True),
+        ("o", "", True),
+    ],
+)
+def test_new_encoders_join_as_their_language_models_do(
+    encoders: str, llms: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`o` and `n`: replicas of the old and the new tower. Where no encoder or no language model runs, all may."""
+    handles = {"Encoder": StandIns(), "LLM": StandIns()}
+    for name, running in (("Encoder", encoders), ("LLM", llms)):
+        handles[name].run(*[IDENTITY if one == "o" else OTHER_TOWER for one in running])
+    context = SimpleNamespace(app_name="app")
+    handle_of = lambda name, app: handles[name]  # noqa: E731
+    stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
+    monkeypatch.setattr(replica_identity, "serve", stand_in)
+    monkeypatch.setattr(replica_identity, "FIRST_NEWS_S", 0)
+
+    async def joined() -> bool:
+        turn = asyncio.create_task(replica_identity.rollout_turn(OTHER_TOWER.tower))
+        await asyncio.wait([turn], timeout=5 if joins else 3 * POLL_S)
+        return turn.done()
+
+    assert asyncio.run(joined()) == joins

@@ -1,0 +1,115 @@
+"""What every router does about replicas that fail: unaccepted calls are tried elsewhere, accepted ones watched."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from ray import ActorID
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaQueueLengthInfo,
+    RequestMetadata,
+    RunningReplicaInfo,
+)
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+
+from configs.schema import LLMConfig
+from deployments.app import routing
+from deployments.routing import replica_router
+from deployments.routing.replica_router import ReplicaRouter
+from deployments.routing.serve_router import AffinityRouter
+from deployments.telemetry.metrics import Counter, Counters
+
+LLM = DeploymentID("LLM", "vitray")
+NAME = ReplicaID("a", LLM)
+ACTOR = ActorID.from_random()
+
+
+class Call:
+    """One that its replica accepts, or never."""
+
+    def __init__(self, *, accepts: bool) -> None:
+        self.accepts = accepts
+        self.cancelled = False
+
+    async def get_rejection_response(self) -> ReplicaQueueLengthInfo:
+        if not self.accepts:
+            await asyncio.Event().wait()
+        return ReplicaQueueLengthInfo(True, 1)
+
+    def add_done_callback(self, tell: object) -> None: ...
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def pending(*, by_reference: bool = False) -> PendingRequest:
+    metadata = RequestMetadata("request", "request", _by_reference=by_reference)
+    return PendingRequest(args=[], kwargs={}, metadata=metadata)
+
+
+def replica(monkeypatch: pytest.MonkeyPatch, call: Call) -> RunningReplica:
+    def init(self: Any, info: RunningReplicaInfo) -> None:
+        self._replica_info = info
+        self._actor_handle = SimpleNamespace(_actor_id=ACTOR)
+
+    monkeypatch.setattr(RunningReplica, "__init__", init)
+    monkeypatch.setattr(RunningReplica, "try_send_request", lambda *_: call)
+    return router().create_replica_wrapper(cast(Any, SimpleNamespace(replica_id=NAME)))
+
+
+def router() -> ReplicaRouter:
+    source = DeploymentHandleSource.REPLICA
+    made = AffinityRouter(deployment_id=LLM, handle_source=source, use_replica_queue_len_cache=True)
+    made.initialize_state()
+    return made
+
+
+def test_a_call_that_is_not_accepted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a host that falls silent gRPC reports nothing: what was sent before Ray noticed waited for its deadline."""
+    counted: list[tuple[Counter, str]] = []
+    monkeypatch.setattr(Counters, "add", lambda _, count, *, target: counted.append((count, target)))
+    monkeypatch.setattr(replica_router, "ACCEPT_S", 0.05)
+    silent, living = Call(accepts=False), Call(accepts=True)
+
+    async def scenario() -> None:
+        result = replica(monkeypatch, silent).try_send_request(pending(), True)
+        with pytest.raises(ActorUnavailableError):
+            await result.get_rejection_response()
+        result = replica(monkeypatch, living).try_send_request(pending(), True)
+        told = await result.get_rejection_response()
+        assert told is not None
+        assert told.accepted
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert (silent.cancelled, living.cancelled) == (True, False)
+    assert counted == [(Counter.CALL_ACCEPT_TIMEOUTS, "LLM")]
+
+
+def test_without_affinity_replicas_are_watched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls by gRPC that a host had accepted before it was lost waited for their deadline."""
+    config = routing(LLMConfig(affinity=False, num_gpus=0))
+    assert issubclass(config.get_request_router_class(), AffinityRouter)
+
+    async def scenario() -> None:
+        async def died(deadline_s: float) -> int:
+            raise ActorDiedError
+
+        lost = SimpleNamespace(replica_id=NAME, get_queue_len=died, routing_stats={}, replica_metadata={})
+        by_grpc, by_ray = Call(accepts=True), Call(accepts=True)
+        watching = router()
+        watching._use([cast(RunningReplica, lost)])
+        watching.on_request_routed(pending(), NAME, cast(ReplicaResult, by_grpc))
+        watching.on_request_routed(pending(by_reference=True), NAME, cast(ReplicaResult, by_ray))
+        watching._use([])
+        while not by_grpc.cancelled:  # noqa: ASYNC110 - nothing that tells of it
+            await asyncio.sleep(0.01)
+        assert not by_ray.cancelled, "of those Ray reports it"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -1,0 +1,57 @@
+"""What an encoder has counted since its start becomes what was added since the last time, by reason."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from deployments.telemetry.metrics import LABELS, Counter, Counters, RunMetrics
+from encoder.packing.run_counts import Fallback, Reason, RunCounts
+
+
+class Added(Counters):
+    """Without Ray."""
+
+    def __init__(self) -> None:
+        self.added: collections.Counter[tuple[Counter, str | None]] = collections.Counter()
+
+    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
+        assert number > 0
+        assert list(labels) == ([LABELS[counter]] if counter in LABELS else [])
+        self.added[counter, next(iter(labels.values()), None)] += number
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_number_that_is_not_over_0_adds_nothing(number: int) -> None:
+    """Ray's counters raise ValueError, which ended the thread that counted."""
+    Counters().add(Counter.BATCHES_RETRIED, number)
+
+
+def test_only_what_is_new_is_added() -> None:
+    counts = Added()
+    tell = RunMetrics(counts)
+    tell(RunCounts())
+    assert counts.added == {}
+    first = RunCounts(
+        replays=2, eager_runs={Reason.OVER_LARGEST: 1}, captures=3, refusals=1, tokens=100, replayed_tokens=60,
+        padding_tokens=4, grid_hits=5, grid_misses=2, fusion_fallback=Fallback.DIFFERS,
+    )  # fmt: skip
+    tell(first)
+    tell(first)
+    tell(RunCounts(replays=3, eager_runs={Reason.OVER_LARGEST: 1, Reason.CHEAPER: 2}, captures=3, refusals=1,
+                   tokens=130, replayed_tokens=70, padding_tokens=4, grid_hits=6, grid_misses=2,
+                   fusion_fallback=Fallback.DIFFERS))  # fmt: skip
+    assert counts.added == {
+        (Counter.GRAPH_REPLAYS, None): 3,
+        (Counter.EAGER_RUNS, "over_largest_budget"): 1,
+        (Counter.EAGER_RUNS, "cheaper_eagerly"): 2,
+        (Counter.FUSED_KERNEL_FALLBACKS, "differs_from_eager"): 1,
+        (Counter.GRAPH_CAPTURES, None): 3,
+        (Counter.GRAPH_CAPTURE_FAILURES, None): 1,
+        (Counter.ENCODED_TOKENS, None): 130,
+        (Counter.GRAPH_TOKENS, None): 70,
+        (Counter.GRAPH_PADDING_TOKENS, None): 4,
+        (Counter.GEOMETRY_CACHE_HITS, None): 6,
+        (Counter.GEOMETRY_CACHE_MISSES, None): 2,
+    }

@@ -1,0 +1,107 @@
+"""The Server-Timing header: by the grammar of its standard, and adding up what the replicas measured."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.common.messages import EncodedImage, EncodeTimings, ImageRefused
+from deployments.telemetry.server_timing import MAX_IMAGES_TOLD, metric, server_timing
+from encoder.packing.run_counts import Ran, Reason
+
+# RFC 9110 and w3.org/TR/server-timing: #( token *( OWS ";" OWS token OWS "=" OWS ( token / quoted-string ) ) )
+TOKEN = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+PARAMETER = rf"\s*;\s*{TOKEN}\s*=\s*(?:{TOKEN}|\"(?:[^\"\\]|\\.)*\")"
+METRIC = rf"{TOKEN}(?:{PARAMETER})*"
+HEADER = re.compile(rf"(?:{METRIC}(?:\s*,\s*{METRIC})*)?", re.ASCII)
+
+
+def image(preprocess_ms: float, queue_ms: float, encode_ms: float, ready_at_s: float, cached: bool) -> EncodedImage:
+    timings = EncodeTimings(preprocess_ms, queue_ms, encode_ms, ready_at_s, cached)
+    return EncodedImage("d" * 64, (1, 2, 2), "float32", np.zeros((1, 1), np.float32), timings)
+
+
+def parsed(header: str, *, images: bool = False) -> dict[str, str]:
+    """With the metrics of each image where `images` asks for them, else without."""
+    assert HEADER.fullmatch(header), header
+    found = dict(entry.split(";", 1) for entry in header.split(", ")) if header else {}
+    return {name: value for name, value in found.items() if images or not name.startswith("image-")}
+
+
+def test_stages_count_their_slowest_fresh_image() -> None:
+    images = [image(1, 20, 3, 100.0, False), image(10, 2, 30, 100.2, False), image(99, 99, 99, 100.1, True)]
+    assert parsed(server_timing(images, 0.05, 7.0, 7.5)) == {
+        "preprocess": "dur=10.0",
+        "queue": "dur=20.0",
+        "encode": "dur=30.0",
+        "transfer": "dur=50.0",
+        "cache": 'desc="1/3"',
+        "first-token": "dur=500.0",
+    }
+
+
+def test_images_from_the_cache_cost_no_encoding() -> None:
+    timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 0.0, 7.0, None))
+    assert (timing["preprocess"], timing["queue"], timing["encode"]) == ("dur=0.0",) * 3
+    assert timing["cache"] == 'desc="1/1"'
+    assert "path" not in timing
+    timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 0.0, 7.0, None, "engine_loads"))
+    assert timing["path"] == 'desc="engine_loads"'
+    assert "first-token" not in timing
+
+
+def test_every_image_tells_where_and_how_it_was_encoded() -> None:
+    def made(ran: Ran | None, replica: str, cached: bool = False) -> EncodedImage:
+        timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran)
+        return EncodedImage("d" * 64, (1, 4, 6), "float32", np.zeros((6, 1), np.float32), timings)
+
+    images = [
+        made(Ran(64, None, 50, 3), "ab12"),
+        ImageRefused("not an image"),
+        made(Ran(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
+        made(None, ""),
+    ]
+    timing = parsed(server_timing(images, 0.0, 7.0, None), images=True)
+    assert timing["image-1"] == 'desc="tokens=6 replica=ab12 graph=64 batch=50/3"'
+    assert "image-2" not in timing
+    assert timing["image-3"] == 'desc="tokens=6 replica=cd34 eager=over_largest_budget batch=6/1 cached"'
+    assert timing["image-4"] == 'desc="tokens=6"'
+
+
+def test_the_header_is_bounded() -> None:
+    many = parsed(server_timing([image(1, 1, 1, 100.0, False)] * 100, 0.0, 7.0, None), images=True)
+    assert [name for name in many if name.startswith("image-")] == [f"image-{n}" for n in range(1, MAX_IMAGES_TOLD + 1)]
+    assert many["cache"] == 'desc="0/100"'
+
+
+def test_text_only_has_the_first_token_alone() -> None:
+    assert parsed(server_timing([], None, 7.0, 7.25)) == {"first-token": "dur=250.0"}
+    assert server_timing([], None, 7.0, None) == ""
+
+
+def test_a_refused_image_has_no_timings() -> None:
+    assert server_timing([ImageRefused("not an image")], None, 7.0, None) == ""
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0, 1e7)] * 4, st.booleans()), max_size=4),
+    st.floats(0, 1e4),
+    st.none() | st.floats(0, 1e6),
+)
+def test_the_header_keeps_to_the_grammar(
+    numbers: list[tuple[float, float, float, float, bool]], transfer_s: float, first: float | None
+) -> None:
+    assert HEADER.fullmatch(server_timing([image(*each) for each in numbers], transfer_s, 0.0, first))
+
+
+@pytest.mark.parametrize("broken", ["a;dur", "a b", "a;dur=1,,b", 'a;desc="x', "a;d=1;"])
+def test_the_grammar_refuses_what_is_no_header(broken: str) -> None:
+    assert not HEADER.fullmatch(broken)
+
+
+def test_metric_is_rounded_to_a_tenth() -> None:
+    assert metric("fetch", 12.34) == "fetch;dur=12.3"

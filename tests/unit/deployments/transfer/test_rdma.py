@@ -1,0 +1,192 @@
+"""NIXL itself, between two processes of this machine, over TCP as between hosts and over what UCX chooses."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.common.messages import RemoteLocation, SharedEmbedding
+from deployments.transfer.rdma import NixlMemory, NotInstalledError
+from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.same_host import EmbeddingUnavailableError
+from deployments.transfer.shared_store import EmbeddingStore
+from tests.unit.deployments.transfer.test_remote_sender import is_free
+from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, ROOT, TIMINGS, WIDTH, digest, encoded, eventually
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="nixl is not installed (pip install 'vitray[nixl]')"
+)
+LARGE = 500_000
+"""Tokens: 64 MB."""
+
+
+class Source:
+    """The other process."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        program = [sys.executable, "-m", "tests.unit.deployments.transfer.nixl_source"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            program, cwd=ROOT, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
+        )
+
+    def lend(self, number: int = 1, *, tokens: int = 6) -> SharedEmbedding:
+        told = self._answer({"number": number, "tokens": tokens})
+        agent_metadata, lease = (base64.b64decode(told[key]) for key in ("agent_metadata", "lease"))
+        place = RemoteLocation(agent_metadata, told["address"], lease)
+        return SharedEmbedding(
+            digest(number), (1, 4, tokens), "bfloat16", (tokens, WIDTH), TIMINGS, server="", remote=place
+        )
+
+    def lent(self) -> int:
+        """Embeddings that it keeps for readers."""
+        return int(self._answer({})["lent"])
+
+    def _answer(self, asked: dict[str, int]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        return next(json.loads(line) for line in self.process.stdout if line.startswith("{"))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(params=["tcp", None])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Source]:
+    environment = {} if request.param is None else {"UCX_TLS": request.param}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    source = Source(environment)
+    yield source
+    source.kill()
+
+
+@pytest.fixture
+def buffer(source: Source) -> Iterator[ReceiveBuffer]:  # after `source`, whose environment NIXL reads
+    with closing(ReceiveBuffer(NixlMemory(), 2**27, timeout_s=PATIENCE_S)) as buffer:
+        yield buffer
+
+
+def left_in_shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "ucx" in name}  # noqa: PTH208
+
+
+@installed
+def test_embeddings_arrive_bit_by_bit(source: Source, buffer: ReceiveBuffer) -> None:
+    for number, tokens in ((1, 6), (2, LARGE)):
+        image = source.lend(number, tokens=tokens)
+        received = buffer.receive(image).result(PATIENCE_S)
+        expected = encoded(EmbeddingStore(2**27), number, tokens=tokens).unpack(width=WIDTH, merge_size=2)
+        assert torch.equal(received.tensor(), expected)
+        del received
+    eventually(lambda: is_free(buffer))
+    eventually(lambda: source.lent() == 0)
+
+
+@installed
+def test_what_is_not_the_encoders_cannot_be_read(source: Source, buffer: ReceiveBuffer) -> None:
+    image = source.lend()
+    assert image.remote is not None
+    outside = RemoteLocation(image.remote.agent_metadata, image.remote.address + 2**28, b"")
+    wrong = SharedEmbedding(image.digest, image.grid_thw, image.dtype, image.shape, TIMINGS, "", outside)
+    with pytest.raises(EmbeddingUnavailableError, match="NOT_FOUND"):
+        buffer.receive(wrong).result(PATIENCE_S)
+    buffer.receive(image).result(PATIENCE_S)
+
+
+@installed
+def test_an_encoder_that_is_killed_is_noticed_and_leaves_nothing(source: Source, buffer: ReceiveBuffer) -> None:
+    before = left_in_shared_memory()
+    buffer.receive(source.lend()).result(PATIENCE_S)
+    image = source.lend(2, tokens=LARGE)
+    os.kill(source.process.pid, signal.SIGSTOP)  # so that it dies in the middle
+    coming = buffer.receive(image)
+    eventually(lambda: coming.done() or any(pending.read is not None for pending in buffer._pending))
+    source.kill()
+    if (error := coming.exception(PATIENCE_S)) is None:  # the memory was read without its process
+        coming.result().release()
+    else:
+        assert isinstance(error, EmbeddingUnavailableError)
+    with pytest.raises(EmbeddingUnavailableError):
+        buffer.receive(image).result(PATIENCE_S)
+    eventually(lambda: is_free(buffer))
+    assert left_in_shared_memory() <= before
+
+
+@installed
+def test_an_encoder_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read has no end of its own, and goes on writing when it was given up."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # where its process has to move the bytes
+    source = Source({})
+    try:
+        with closing(ReceiveBuffer(NixlMemory(), 2**27, timeout_s=1.0)) as buffer:
+            buffer.receive(source.lend()).result(PATIENCE_S)
+            image = source.lend(2, tokens=LARGE)
+            os.kill(source.process.pid, signal.SIGSTOP)
+            with pytest.raises(EmbeddingUnavailableError, match="no bytes"):
+                buffer.receive(image).result(PATIENCE_S)
+            assert buffer.arena.free_bytes < buffer.num_bytes - LARGE * WIDTH
+            os.kill(source.process.pid, signal.SIGCONT)
+            eventually(lambda: is_free(buffer))
+    finally:
+        source.kill()
+
+
+@installed
+def test_a_new_process_is_read_from_after_the_old_one(source: Source, buffer: ReceiveBuffer) -> None:
+    buffer.receive(source.lend()).result(PATIENCE_S)
+    source.kill()
+    other = Source({})
+    try:
+        buffer.receive(other.lend()).result(PATIENCE_S)
+    finally:
+        other.kill()
+
+
+READER = """
+import pickle, sys, time
+from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.rdma import NixlMemory
+buffer = ReceiveBuffer(NixlMemory(), 2**27, timeout_s=60)
+print("ready", flush=True)  # an embedding is lent for a bounded time
+received = buffer.receive(pickle.loads(bytes.fromhex(sys.stdin.readline()))).result(60)
+print("received", flush=True)
+time.sleep(600)
+"""
+
+
+@installed
+def test_a_language_model_that_is_killed_keeps_nobody_from_reading(source: Source, buffer: ReceiveBuffer) -> None:
+    pipe = subprocess.PIPE
+    reader = subprocess.Popen([sys.executable, "-c", READER], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    assert any(line == "ready\n" for line in reader.stdout)
+    reader.stdin.write(pickle.dumps(source.lend(tokens=LARGE)).hex() + "\n")
+    assert any(line == "received\n" for line in reader.stdout)
+    reader.kill()
+    reader.wait()
+    for number in (2, 3):
+        buffer.receive(source.lend(number)).result(PATIENCE_S)
+    eventually(lambda: source.lent() == 0)
+    assert left_in_shared_memory() == set()
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(NotInstalledError, match=r"pip install 'vitray\[nixl\]'"):
+        NixlMemory()

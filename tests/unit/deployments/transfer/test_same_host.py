@@ -1,0 +1,511 @@
+"""Embeddings lent through shared memory: whole, for as long as they are held, and gone with whoever held them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.common.messages import EncodedImage, EncodeTimings
+from deployments.encoder_replica.deployment import EncoderReplica
+from deployments.encoder_replica.embedding_cache import EmbeddingCache
+from deployments.transfer import unix_socket
+from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError, check
+from deployments.transfer.same_host import (
+    PROTOCOL,
+    EmbeddingUnavailableError,
+    Hello,
+    Lease,
+    ShmClient,
+    ShmServer,
+)
+from deployments.transfer.shared_memory import PAGE_BYTES
+from deployments.transfer.shared_store import EmbeddingStore
+from deployments.transfer.unix_socket import ListenerError
+
+ROOT = Path(__file__).parents[4]
+TIMINGS = EncodeTimings(1.0, 2.0, 3.0, 4.0, cached=False)
+WIDTH = 64
+PATIENCE_S = 60.0
+MANY = 10_000
+"""Many times the messages that a socket has room for."""
+
+
+def digest(number: int) -> str:
+    return f"{number:064x}"
+
+
+def header(number: int, *, tokens: int = 6) -> Header:
+    """Of what `encoded` makes."""
+    return Header(digest(number), "bfloat16", (tokens, WIDTH), (1, 4, tokens))
+
+
+def encoded(
+    store: EmbeddingStore,
+    number: int = 1,
+    *,
+    tokens: int = 6,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+) -> EncodedImage:
+    """`seed`: of its content; by default its number, as an image is always encoded to the same."""
+    room = store.allocate(tokens, WIDTH, dtype)
+    assert room is not None
+    generator = torch.Generator().manual_seed(number if seed is None else seed)
+    room.copy_(torch.randn(tokens, WIDTH, generator=generator))
+    return EncodedImage.pack(room, (1, 4, tokens), digest(number), TIMINGS)
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def store() -> EmbeddingStore:
+    return EmbeddingStore(2**20)
+
+
+@pytest.fixture
+def server(store: EmbeddingStore) -> Iterator[ShmServer]:
+    with closing(ShmServer(store)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ShmServer) -> Iterator[ShmClient]:
+    with closing(ShmClient(server.address)) as client:
+        yield client
+
+
+def hold(client: ShmClient, image: EncodedImage) -> Lease:
+    return client.acquire(Header.of(image)).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_embedding_arrives_bit_by_bit_and_uncopied(
+    dtype: torch.dtype, store: EmbeddingStore, client: ShmClient
+) -> None:
+    image = encoded(store, dtype=dtype)
+    assert store.offer(image)
+    found = hold(client, image).tensor()
+    assert found.dtype == dtype
+    assert torch.equal(found, image.unpack(width=WIDTH, merge_size=2))
+    image.bits[0, 0] += 1
+    assert torch.equal(found, image.unpack(width=WIDTH, merge_size=2)), "it is the same memory"
+
+
+def test_what_is_held_stays_and_what_is_released_makes_room(store: EmbeddingStore, client: ShmClient) -> None:
+    whole = store.arena.free_bytes
+    image = encoded(store)
+    store.offer(image)
+    held = hold(client, image)
+    wanted, expected = Header.of(image), image.unpack(width=WIDTH, merge_size=2).clone()
+    del image
+    gc.collect()
+    assert store.arena.free_bytes < whole
+    assert torch.equal(held.tensor(), expected)
+    held.release()
+    eventually(lambda: store.arena.free_bytes == whole)
+    with pytest.raises(EmbeddingUnavailableError):
+        client.acquire(wanted).result(PATIENCE_S)
+
+
+def test_each_answer_is_for_one_reader(store: EmbeddingStore, client: ShmClient) -> None:
+    """The first reader's coming ended the offer to the second, whose embedding went with the first one's release."""
+    image = encoded(store)
+    for _ in range(2):  # two requests, and the encoder's cache drops the embedding
+        store.offer(image)
+    wanted = Header.of(image)
+    del image
+    client.acquire(wanted, direct_read=True).result(PATIENCE_S).release()  # one that it was not offered to
+    client.acquire(wanted).result(PATIENCE_S).release()
+    barrier(client)
+    held = client.acquire(wanted).result(PATIENCE_S)
+    assert torch.equal(held.tensor(), encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=2))
+    held.release()
+    barrier(client)
+    assert store.arena.free_bytes == store.arena.num_bytes
+
+
+def test_every_holder_counts(store: EmbeddingStore, client: ShmClient, server: ShmServer) -> None:
+    whole = store.arena.free_bytes
+    image = encoded(store)
+    store.offer(image)
+    first, second = hold(client, image), hold(client, image)
+    with closing(ShmClient(server.address)) as other:
+        third = hold(other, image)
+        del image
+        first.release()
+        third.release()
+        third.release()  # once too often: it is nobody else's
+        with pytest.raises(EmbeddingUnavailableError):
+            other.acquire(header(2)).result(PATIENCE_S)  # answers come in order: what was released before has been
+        assert store.arena.free_bytes < whole
+        second.release()
+        eventually(lambda: store.arena.free_bytes == whole)
+
+
+def barrier(client: ShmClient) -> None:
+    """Returns once the server has handled every release of this borrower's: answers come in order."""
+    with pytest.raises(EmbeddingUnavailableError):
+        client.acquire(header(0)).result(PATIENCE_S)
+
+
+def test_a_release_is_of_the_copy_that_was_held(store: EmbeddingStore, client: ShmClient) -> None:
+    """Of two copies of one digest the newer one was freed, whichever reader released its own: the next image was
+    encoded into memory that the second reader was reading."""
+    copies = []
+    for seed in (1, 2):  # the first has left the encoder's cache when the image comes again
+        image = encoded(store, 1, seed=seed)
+        store.offer(image)
+        copies.append(hold(client, image))
+        del image
+    first, second = copies
+    assert first.start != second.start
+    expected = second.tensor().clone()
+    first.release()
+    barrier(client)
+    other = encoded(store, 2)
+    assert store.start_of(other) == first.start
+    assert torch.equal(second.tensor(), expected)
+
+
+def test_a_second_release_is_of_no_effect(store: EmbeddingStore, client: ShmClient) -> None:
+    image = encoded(store)
+    store.offer(image)
+    first, second = hold(client, image), hold(client, image)
+    del image
+    first.release()
+    first.release()
+    barrier(client)
+    assert store.arena.free_bytes < store.arena.num_bytes
+    second.release()
+    barrier(client)
+    assert store.arena.free_bytes == store.arena.num_bytes
+
+
+def test_a_hold_that_nobody_waits_for_any_more_is_released(
+    store: EmbeddingStore, server: ShmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled, lend = threading.Event(), store.acquire
+
+    def lend_later(*arguments: Any, **others: Any) -> Any:
+        assert cancelled.wait(PATIENCE_S)
+        return lend(*arguments, **others)
+
+    monkeypatch.setattr(store, "acquire", lend_later)
+    failed = SimpleQueue[ListenerError]()
+    with closing(ShmClient(server.address, on_error=failed.put)) as client:
+        store.offer(encoded(store))
+        there, gone = client.acquire(header(1)), client.acquire(header(2))
+        assert there.cancel()
+        assert gone.cancel()
+        cancelled.set()
+        barrier(client)  # by then the borrower has had the answers
+        barrier(client)  # and the server the release
+        assert store.arena.free_bytes == store.arena.num_bytes
+        assert failed.empty()
+
+
+def test_many_holds_are_acquired_and_released_at_once(store: EmbeddingStore, client: ShmClient) -> None:
+    """Releases came from the thread that reads the server's answers and wanted the lock under which another thread was
+    sending: with both sockets full, borrower and server waited for each other for ever."""
+    store.offer(encoded(store))
+    released = SimpleQueue[None]()
+
+    def release(done: Future[Lease]) -> None:
+        done.result().release()
+        released.put(None)
+
+    def acquire() -> None:
+        for _ in range(MANY):
+            client.acquire(header(1), direct_read=True).add_done_callback(release)
+
+    threading.Thread(target=acquire, daemon=True).start()
+    for _ in range(MANY):
+        released.get(timeout=PATIENCE_S)
+    store.acquire(digest(1))  # the offer has ended by that
+    barrier(client)
+    assert store.arena.free_bytes == store.arena.num_bytes
+
+
+def test_a_server_answers_and_goes_on_after_an_error(store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ended the borrower's connection, and with it everything that it held."""
+    failed, lend = SimpleQueue[ListenerError](), store.acquire
+
+    def fail_for_the_second(found: str, *, offered: bool) -> Any:
+        if found == digest(2):
+            raise RuntimeError("of the second")
+        return lend(found, offered=offered)
+
+    def fail(_: str) -> None:
+        raise RuntimeError("of whoever is told")
+
+    monkeypatch.setattr(store, "acquire", fail_for_the_second)
+    image = encoded(store)
+    store.offer(image)
+    with (
+        closing(ShmServer(store, on_direct_read=fail, on_error=failed.put)) as server,
+        closing(ShmClient(server.address)) as client,
+    ):
+        held = hold(client, image)
+        with pytest.raises(EmbeddingUnavailableError):
+            client.acquire(header(2)).result(PATIENCE_S)
+        client.acquire(header(1), direct_read=True).result(PATIENCE_S)
+        client._sender.send({"neither": 1})
+        barrier(client)
+        assert [failed.get(timeout=PATIENCE_S) for _ in range(3)] == [ListenerError.MESSAGE] * 3
+        assert torch.equal(held.tensor(), image.unpack(width=WIDTH, merge_size=2))
+
+
+def test_a_client_goes_on_after_an_error(store: EmbeddingStore, server: ShmServer) -> None:
+    failed = SimpleQueue[ListenerError]()
+    image = encoded(store)
+    store.offer(image)
+    with closing(ShmClient(server.address, on_error=failed.put)) as client:
+        (connection,) = server._listener._connections
+        unix_socket.send(connection, {"lease": 1_000_000, "start": 0})
+        hold(client, image)
+        assert failed.get(timeout=PATIENCE_S) is ListenerError.MESSAGE
+        assert client.alive
+
+
+def test_a_server_accepts_clients_after_it_was_out_of_file_descriptors(
+    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accepting thread ended at its first error; everybody who came later waited 5 s, and was refused."""
+    failed, accept = SimpleQueue[ListenerError](), unix_socket.accept
+
+    def accept_the_second(listening: socket.socket) -> socket.socket:
+        if failed.empty():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(unix_socket, "accept", accept_the_second)
+    image = encoded(store)
+    store.offer(image)
+    with (
+        closing(ShmServer(store, on_error=failed.put)) as server,
+        closing(ShmClient(server.address)) as client,
+    ):
+        hold(client, image)
+        assert server.alive
+
+
+def test_a_server_of_another_version_is_not_read_from(server: ShmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShmServer, "_hello", lambda self: Hello(self.store.arena.num_bytes))
+    with pytest.raises(EmbeddingUnavailableError, match=f"protocol is None, the client's {PROTOCOL}"):
+        ShmClient(server.address)
+
+
+def test_an_embedding_of_other_memory_is_not_offered(store: EmbeddingStore, client: ShmClient) -> None:
+    image = EncodedImage.pack(torch.zeros(6, WIDTH), (1, 4, 6), digest(1), TIMINGS)
+    assert not store.offer(image)
+    with pytest.raises(EmbeddingUnavailableError):
+        client.acquire(Header.of(image)).result(PATIENCE_S)
+
+
+def test_another_embedding_in_its_place_is_told_from_it(store: EmbeddingStore, client: ShmClient) -> None:
+    image = encoded(store)
+    store.offer(image)
+    held = hold(client, image)
+    store.offer(EncodedImage(digest(2), image.grid_thw, image.dtype, image.bits, TIMINGS))
+    with pytest.raises(WrongEmbeddingError, match=digest(2)[:12]):
+        held.tensor()
+
+
+def test_memory_that_is_being_written_holds_nothing(store: EmbeddingStore, client: ShmClient) -> None:
+    """Its last embedding's header does not outlive it."""
+    image = encoded(store)
+    store.offer(image)
+    held = hold(client, image)
+    start = held.start
+    del image
+    held.release()
+    eventually(lambda: store.arena.free_bytes == store.arena.num_bytes)
+    kept = store.allocate(6, WIDTH, torch.bfloat16)
+    assert kept is not None
+    assert held.start == start
+    with pytest.raises(WrongEmbeddingError, match="no embedding"):
+        held.tensor()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Header(digest(2), "bfloat16", (6, 64), (1, 4, 6)),
+        Header(digest(1), "float32", (6, 64), (1, 4, 6)),
+        Header(digest(1), "bfloat16", (3, 128), (1, 4, 6)),
+        Header(digest(1), "bfloat16", (6, 64), (1, 6, 4)),
+    ],
+)
+def test_every_field_of_a_header_counts(other: Header) -> None:
+    written = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)).written()
+    check(written, Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)))
+    with pytest.raises(WrongEmbeddingError):
+        check(written, other)
+
+
+def test_a_torn_header_is_none() -> None:
+    expected = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6))
+    written = bytearray(expected.written())
+    written[20] ^= 1
+    with pytest.raises(WrongEmbeddingError, match="no embedding"):
+        check(bytes(written), expected)
+    with pytest.raises(WrongEmbeddingError, match="no embedding"):
+        check(expected.written()[:10], expected)
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(EmbeddingUnavailableError):
+        ShmClient("vitray-nobody")
+
+
+def test_a_server_that_closes_answers_those_who_wait_and_keeps_what_is_held(
+    store: EmbeddingStore, server: ShmServer, client: ShmClient
+) -> None:
+    image = encoded(store)
+    store.offer(image)
+    held = hold(client, image)
+    expected = held.tensor().clone()
+    server.close()
+    eventually(lambda: not client.alive)
+    with pytest.raises(EmbeddingUnavailableError):
+        client.acquire(Header.of(image)).result(PATIENCE_S)
+    held.release()  # of no effect, and no error
+    assert torch.equal(held.tensor(), expected)
+
+
+def test_another_user_is_not_served(monkeypatch: pytest.MonkeyPatch, store: EmbeddingStore, server: ShmServer) -> None:
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(EmbeddingUnavailableError):
+        ShmClient(server.address)
+
+
+SERVES = """
+import sys, torch
+from deployments.transfer.shared_store import EmbeddingStore
+from deployments.encoder_replica.deployment import EncoderReplica
+from deployments.transfer.same_host import ShmServer
+from tests.unit.deployments.transfer.test_same_host import encoded
+store = EmbeddingStore(2**20)
+server = ShmServer(store)
+image = encoded(store)
+store.offer(image)
+print(server.address, flush=True)
+sys.stdin.read()
+"""
+
+READS = """
+import sys
+from deployments.transfer.same_host import ShmClient
+from tests.unit.deployments.transfer.test_same_host import header
+client = ShmClient(sys.argv[1])
+client.acquire(header(1)).result(60)
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def other_process(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def sockets(process: int | None = None) -> set[str]:
+    """Names of ours, of one process or on the whole machine, where others may run as well."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@vitray-" in line]
+    if process is not None:
+        files = {str(file.readlink()) for file in Path(f"/proc/{process}/fd").iterdir()}
+        lines = [line for line in lines if f"socket:[{line[-2]}]" in files]
+    return {line[-1] for line in lines}
+
+
+def shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if "vitray" in path.name}
+
+
+@pytest.mark.slow
+def test_a_killed_client_holds_nothing(store: EmbeddingStore, server: ShmServer) -> None:
+    whole = store.arena.free_bytes
+    store.offer(encoded(store))
+    with other_process(READS, server.address) as borrower:
+        assert said(borrower) == "holds"
+        gc.collect()
+        assert store.arena.free_bytes < whole
+        borrower.send_signal(signal.SIGKILL)
+        eventually(lambda: store.arena.free_bytes == whole)
+
+
+@pytest.mark.slow
+def test_a_killed_lender_leaves_nothing_but_what_is_held() -> None:
+    before = shared_files()
+    image = encoded(EmbeddingStore(2**20))  # the same as the other process makes
+    with other_process(SERVES) as process:
+        address = said(process)
+        assert sockets(process.pid) == {"@" + address}, "no name but its socket's"
+        inode, file = survives(ShmClient(address), process, image)
+        eventually(lambda: "@" + address not in sockets())
+    assert shared_files() <= before
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert not any(inode == line.split()[4] for line in maps if "vitray-embeddings" in line)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def survives(client: ShmClient, lends: subprocess.Popen[str], image: EncodedImage) -> tuple[str, int]:
+    """What is held of a server that is killed stays whole; the number of its memory, and the file that it came as."""
+    held = hold(client, image)
+    lends.send_signal(signal.SIGKILL)
+    eventually(lambda: not client.alive)
+    assert torch.equal(held.tensor(), image.unpack(width=WIDTH, merge_size=2))
+    inode = str(os.fstat(client.file).st_ino)
+    assert any(inode == line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines())
+    return inode, client.file
+
+
+def test_what_is_awaited_goes_before_what_is_cached() -> None:
+    """An embedding that nobody but the cache refers to gives way; one that a reader holds stays where it is."""
+    store = EmbeddingStore(4 * PAGE_BYTES)
+    replica = EncoderReplica.__new__(EncoderReplica)
+    replica._cache = cache = EmbeddingCache(1 << 30)
+    tokens = (PAGE_BYTES - HEADER_BYTES + PAGE_BYTES) // (2 * WIDTH)  # two pages with its header
+    held = encoded(store, 1, tokens=tokens)
+    cache.put(digest(1), held, held.num_bytes)
+    other = encoded(store, 2, tokens=tokens)
+    cache.put(digest(2), other, other.num_bytes)
+    cache.get(digest(1))
+    del other
+    assert store.allocate(tokens, WIDTH, torch.bfloat16) is None
+    first = replica._room(store, tokens, WIDTH, torch.bfloat16)
+    assert first is not None
+    assert cache.keys() == [digest(1)]
+    assert replica._room(store, tokens, WIDTH, torch.bfloat16) is None, "all of it is in use"
+    assert len(cache) == 0
+    assert store.offer(held), "what is held has not moved"

@@ -1,0 +1,151 @@
+"""The comparison of a fused forward with the eager tower before it serves."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.ladder.towers import config_of
+from configs.encoder_config import EncoderConfig
+from encoder.metadata.builder import MetadataBuilder
+from encoder.metadata.geometry import Grid
+from encoder.metadata.segments import AttentionBackend
+from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.start_check import BATCHES, FusionError, StartCheck, largest_error_on_device, rounding_tolerance
+
+ROOT = Path(__file__).parents[3]
+SIZES = [(sum(t * h * w for t, h, w in grids), max(h * w for _, h, w in grids)) for grids in BATCHES]
+"""Rows and the longest segment of each batch."""
+
+
+class Tower:
+    """Stands in for the eager tower: a token is its patches, one after the other."""
+
+    config = dataclasses.replace(config_of("qwen3_vl", tiny=True, dtype="float32"), patch_size=2)
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def prepare(self, grids: Sequence[Grid]) -> TowerMetadata:
+        return MetadataBuilder(self.config).build(grids, device=self.device, backend=AttentionBackend.VARLEN)
+
+    def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
+        return patches.view(metadata.num_tokens, -1)
+
+
+TOWER = Tower()
+
+
+@pytest.fixture(scope="module")
+def check() -> StartCheck:
+    return StartCheck(TOWER)  # type: ignore[arg-type]
+
+
+def wrong_where(wrong: Callable[[int, int], bool]) -> Callable[[Tensor, TowerMetadata], Tensor]:
+    """As `TOWER`, but for batches whose rows and longest segment are `wrong`."""
+
+    def run(patches: Tensor, metadata: TowerMetadata) -> Tensor:
+        found = TOWER(patches, metadata)
+        return found * 1.4 if wrong(metadata.num_patches, metadata.frames.max_seqlen) else found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda rows, longest: rows <= 256,
+        lambda rows, longest: 256 < rows <= 512,
+        lambda rows, longest: 512 < rows <= 1024,
+        lambda rows, longest: 1024 < rows <= 4000,
+        lambda rows, longest: 4000 < rows < 8192,
+        lambda rows, longest: rows >= 8192,
+        lambda rows, longest: longest <= 64 and rows <= 256,
+        lambda rows, longest: longest <= 64 and rows > 1024,
+        lambda rows, longest: 64 < longest <= 256 and rows > 1024,
+        lambda rows, longest: 256 < longest <= 1024 and rows <= 1024,
+        lambda rows, longest: 256 < longest <= 1024 and rows > 1024,
+        lambda rows, longest: 1024 < longest <= 4096,
+        lambda rows, longest: longest > 4096,
+    ],
+)
+def test_a_wrong_kernel_of_any_class_is_found(check: StartCheck, wrong: Callable[[int, int], bool]) -> None:
+    """Kernels for up to 256 rows, for more than 1024 and for long or short segments were used without a comparison:
+    the start-up check ran one batch of 600 rows in segments of up to 320."""
+    run = wrong_where(wrong)
+    errors = check.errors(lambda patches, grids: run(patches, TOWER.prepare(grids)))
+    assert [(one.num_patches, one.max_seqlen) for one in errors] == SIZES
+    expected = [pytest.approx(0.4, rel=1e-3) if wrong(*size) else 0 for size in SIZES]
+    assert [one.error for one in errors] == expected
+    with pytest.raises(FusionError, match=r"differ from the eager tower by 4\.00e-01, the limit is 1\.00e-02, on a"):
+        check(lambda patches, grids: run(patches, TOWER.prepare(grids)), 1e-2)
+
+
+@pytest.mark.parametrize("wrong", [None, lambda rows, longest: longest > 4096])
+def test_a_fused_forward_is_checked_as_it_serves(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[int, int], bool] | None
+) -> None:
+    """A fused forward that was wrong for images of more than 4096 patches alone was taken."""
+    pytest.importorskip("triton", reason="the fused towers are made of Triton's kernels")
+    from encoder.forwards import _fused
+    from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
+    from encoder.metadata.expand import expand
+
+    class Fused:
+        attention_plan = AttentionPlan.single(AttentionKernel(AttentionBackend.VARLEN))
+        __call__ = staticmethod(wrong_where(wrong or (lambda rows, longest: False)))
+        into = staticmethod(lambda *_: None)
+
+    monkeypatch.setattr("encoder.metadata.expand_kernel.expand", expand)
+    monkeypatch.setattr("encoder.fused.tower.fuse", lambda *_: Fused())
+    if wrong is None:
+        assert _fused(TOWER, EncoderConfig(), None).name == "fused"  # type: ignore[arg-type]
+    else:
+        with pytest.raises(FusionError, match="segments of up to 5472"):
+            _fused(TOWER, EncoderConfig(), None)  # type: ignore[arg-type]
+
+
+def test_no_number_is_no_agreement() -> None:
+    found = torch.ones(4, 2)
+    found[3] = float("nan")
+    assert largest_error_on_device(found, torch.ones(4, 2), (3, 1)) == float("inf")
+
+
+def test_float32_allows_little() -> None:
+    assert rounding_tolerance(TOWER) == 1e-3  # type: ignore[arg-type]
+
+
+def test_batches_lie_on_both_sides_of_every_bound_that_kernels_change_at() -> None:
+    rows, longest = zip(*SIZES, strict=True)
+    for path, name in (
+        ("encoder/kernels/tiles.py", "_FEW_ROWS"),
+        ("encoder/fused/forward.py", "_MOST_ROWS_BESIDE"),
+        ("encoder/fused/quack_gemm.py", "_FEW_ROWS"),
+        ("encoder/fused/quack_gemm.py", "_FEW_ROTATED_ROWS"),
+    ):
+        bound = constant(path, name)
+        assert isinstance(bound, int)
+        assert min(rows) < bound < max(rows), (path, name)
+    classes = constant("encoder/fused/attention_plan.py", "_CLASSES")
+    assert isinstance(classes, dict)
+    for low, high in zip([0, *classes], [*classes, 10**6], strict=True):
+        assert any(low < each <= high for each in longest), (low, high)
+    # Triton compiles apart for numbers that are multiples of 16.
+    assert {each % 16 == 0 for each in rows if each <= 1024} == {each % 16 == 0 for each in rows if each > 1024}
+
+
+def constant(path: str, name: str) -> object:
+    """Of a module that may not be importable here."""
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            values = value.elts if isinstance(value, ast.Tuple) else [value]
+            for one, literal in zip(names, values, strict=False):
+                if isinstance(one, ast.Name) and one.id == name:
+                    return ast.literal_eval(literal)
+    raise AssertionError(f"{path} has no {name}")
