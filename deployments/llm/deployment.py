@@ -89,7 +89,7 @@ class LLM:
         self._receiver.prefix_cached = why_not is None and caches_prefixes
         if why_not is None and early_prefill_min_tokens is not None:
             if vllm_compat.is_hybrid(self._engine):  # its prefill chunks end at state blocks, not before an image
-                logger.warning("vLLM is given requests once all of their images are encoded: the model is hybrid")
+                logger.warning("vLLM is given requests once all of their images are encoded: %s", "the model is hybrid")
             else:
                 self._requests.early = EarlyPrefill()
         if why_not is not None and config.transfer != "object_store":

@@ -20,7 +20,7 @@ class BusyLLM(StandInLLM):
     """Its engine runs every request at once; a tenth of its KV cache each."""
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        running = self._requests.num_under_way
+        running = self._requests.num_in_flight
         told = SimpleNamespace(
             num_running_reqs=running, num_waiting_reqs=0, num_skipped_waiting_reqs=0, kv_cache_usage=running / 10
         )
