@@ -88,8 +88,8 @@ class LLM:
             why_not = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
         self._receiver.prefix_cached = why_not is None and caches_prefixes
         if why_not is None and early_prefill_min_tokens is not None:
-            if vllm_compat.is_hybrid(self._engine):  # its prefill chunks end at state blocks, not before an image
-                logger.warning("vLLM is given requests once all of their images are encoded: %s", "the model is hybrid")
+            if refused := vllm_compat.early_prefill_refused_by_model(self._engine):
+                logger.warning("vLLM is given requests once all of their images are encoded: %s", refused)
             else:
                 self._requests.early = EarlyPrefill()
         if why_not is not None and config.transfer != "object_store":

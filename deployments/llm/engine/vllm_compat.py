@@ -296,9 +296,11 @@ def caches_prefixes(engine: Engine) -> bool:
     return bool(engine.vllm_config.cache_config.enable_prefix_caching)
 
 
-def is_hybrid(engine: Engine) -> bool:
-    """Whether some layers of the language model keep a recurrent state instead of a KV cache (Qwen3.5)."""
-    return bool(engine.model_config.is_hybrid)
+def early_prefill_refused_by_model(engine: Engine) -> str | None:
+    """Returns why the engine's model cannot do early prefill; None if it can."""
+    if engine.model_config.is_hybrid:  # as Qwen3.5
+        return "some layers keep a recurrent state, and prefill chunks must end where its blocks do"
+    return None
 
 
 async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:
