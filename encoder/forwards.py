@@ -65,7 +65,7 @@ class TowerForward:
     agreement: Agreement | None = None
     """Agreement of the 8-bit forward with bfloat16 on trial images; None without 8 bits."""
     fallback: Fallback | None = None
-    """Why the forward is not fused although fused kernels were tried; else None."""
+    """Why the forward is not fused although the settings and the device call for it; else None."""
     same_rows_tolerance: float | None = None
     """Like `tolerance`, for two runs with equal row counts, on which 8-bit results depend; None without 8 bits."""
 
@@ -139,9 +139,11 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
     if config.fused_kernels is True and tower.device.type != "cuda":
         raise ValueError(f"fused_kernels is true, and the device is {tower.device}: fused kernels need a GPU")
     fallback: Fallback | None = None
-    if config.fused_kernels is True or (
-        config.fused_kernels == "auto" and not config.compile_mm_encoder and _can_fuse(tower)
-    ):
+    automatic = config.fused_kernels == "auto" and not config.compile_mm_encoder and _on_gpu(tower)
+    if automatic and (unsupported := _fused_unsupported_reason(tower)) is not None:
+        fallback = Fallback.UNSUPPORTED
+        logger.warning("no fused kernels: %s", unsupported)
+    elif automatic or config.fused_kernels is True:
         try:
             return _fused(tower, config, rules)
         except Exception as error:  # kernel compilers raise exceptions of their own classes
@@ -175,16 +177,16 @@ def _fallback(error: Exception) -> Fallback:
     return Fallback.BACKEND if isinstance(error, BackendUnavailableError) else Fallback.KERNELS
 
 
-def _can_fuse(tower: VisionTower) -> bool:
-    """Whether fused kernels support the device, the dtype and the head dimension."""
-    return (
-        tower.device.type == "cuda"
-        and importlib.util.find_spec("triton") is not None
-        and unfit(
-            AttentionBackend.TRITON, torch.cuda.get_device_capability(tower.device), tower.dtype, tower.config.head_dim
-        )
-        is None
-    )
+def _on_gpu(tower: VisionTower) -> bool:
+    return tower.device.type == "cuda"
+
+
+def _fused_unsupported_reason(tower: VisionTower) -> str | None:
+    """Returns why fused kernels cannot run this tower on its GPU; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(tower.device)
+    return unfit(AttentionBackend.TRITON, capability, tower.dtype, tower.config.head_dim)
 
 
 def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
@@ -240,7 +242,7 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
 
 def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBackend:
     if config.attention_backend == "auto":
-        return choose_backend(tower.device, tower.dtype, tower.config.head_dim).backend
+        return choose_backend(tower.device, tower.dtype, tower.config.head_dim)
     backend = AttentionBackend(config.attention_backend)
     if backend is AttentionBackend.SDPA:
         return backend

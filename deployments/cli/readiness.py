@@ -23,6 +23,7 @@ _INSTALL = "in an environment of its own, `make setup`, or pip install --editabl
 _DRIVER = "update the NVIDIA driver; torch's CUDA must not be newer than the driver's"
 
 _AFTER_FALLBACK: Mapping[str, str] = {
+    Fallback.UNSUPPORTED: "the replica's log says what is unsupported: bfloat16 on an Ampere GPU or newer is supported",
     Fallback.DIFFERS: "the replica's log has the errors; please report them, and set encoder.fused_kernels: false",
     Fallback.BACKEND: 'install the attention backend on that node, or set encoder.attention_backend to "auto"',
     Fallback.KERNELS: "the replica's log has the error: often no C compiler on that node, or a full cache folder",

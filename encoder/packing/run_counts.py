@@ -22,8 +22,10 @@ class Reason(StrEnum):
 
 
 class Fallback(StrEnum):
-    """Reason why a tower that supports fused kernels runs without them."""
+    """Reason why an encoder on a GPU runs without fused kernels although it may use them."""
 
+    UNSUPPORTED = "unsupported"
+    """By the GPU, the dtype or the tower's head dimension."""
     DIFFERS = "differs_from_eager"
     BACKEND = "attention_backend_unavailable"
     KERNELS = "kernels_failed"

@@ -5,8 +5,6 @@ All backends return the same result up to rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,25 +12,16 @@ from torch import Tensor
 from encoder.metadata.segments import AttentionBackend, SegmentGroup, Segments
 
 
-@dataclass(frozen=True)
-class BackendChoice:
-    """Attention backend for a device and dtype. `fallback`: why it is not the device's fast backend; None if it is."""
-
-    backend: AttentionBackend
-    fallback: str | None = None
-
-
-def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> BackendChoice:
-    """Returns the eager tower's backend for this device and dtype, with the reason if it is a fallback."""
-    if device.type != "cuda":
-        return BackendChoice(AttentionBackend.SDPA)
-    if dtype not in (torch.bfloat16, torch.float16):
-        return BackendChoice(AttentionBackend.SDPA, f"no variable-length kernel for {dtype}")
-    if head_dim % 8 or head_dim > 256:
-        return BackendChoice(AttentionBackend.SDPA, f"no variable-length kernel for head dimension {head_dim}")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return BackendChoice(AttentionBackend.SDPA, "no variable-length kernel before compute capability 8.0")
-    return BackendChoice(AttentionBackend.VARLEN)
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """Returns the eager tower's backend for this device, dtype and head dimension."""
+    varlen = (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+    return AttentionBackend.VARLEN if varlen else AttentionBackend.SDPA
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:

@@ -13,7 +13,7 @@ from encoder.checkpoint.vision_config import VisionConfig
 from encoder.metadata.builder import MetadataBuilder
 from encoder.metadata.geometry import Grid
 from encoder.metadata.tower_metadata import TowerMetadata
-from encoder.towers.attention import BackendChoice, choose_backend
+from encoder.towers.attention import choose_backend
 from encoder.towers.layers import Block, PatchEmbedding, PatchMerger, RotaryPositions
 
 
@@ -50,14 +50,10 @@ class VisionTower(nn.Module):
         """The device of the weights and of the metadata."""
         return self.patch_embed.proj.weight.device
 
-    @property
-    def attention_choice(self) -> BackendChoice:
-        """The attention backend in use, and the reason if it is a fallback."""
-        return choose_backend(self.device, self.dtype, self.config.head_dim)
-
     def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
         """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid."""
-        return self._metadata.build(grid_thw, device=self.device, backend=self.attention_choice.backend)
+        backend = choose_backend(self.device, self.dtype, self.config.head_dim)
+        return self._metadata.build(grid_thw, device=self.device, backend=backend)
 
     def level_merger(self, block: int) -> PatchMerger | None:
         """Returns the merger of the deepstack level after a block, counted from 0; None if there is no level."""

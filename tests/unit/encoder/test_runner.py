@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from configs.encoder_config import EncoderConfig
+from encoder import forwards
 from encoder.forwards import TowerForward, choose_forward
 from encoder.graphs.budgets import default_budgets, tight_keys, whole_keys
 from encoder.graphs.buffers import GraphKey
@@ -274,23 +276,43 @@ class CompilerError(Exception):
         (CompilerError("no such instruction"), Fallback.KERNELS),
         (FusionError("no such instruction"), Fallback.DIFFERS),
         (BackendUnavailableError("no such instruction"), Fallback.BACKEND),
+        (None, Fallback.UNSUPPORTED),
     ],
 )
 def test_without_fused_kernels_the_plain_tower_runs(
-    tower: VisionTower, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: Fallback
+    tower: VisionTower, monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: Fallback
 ) -> None:
     """Nothing but a warning told that an encoder ran without them, and 2 to 9 times as slow."""
     told: list[str] = []
 
     def broken(*_: object) -> TowerForward:
+        assert error is not None
         raise error
 
-    monkeypatch.setattr("encoder.forwards._can_fuse", lambda tower: True)
+    unsupported = "no such instruction" if error is None else None
+    monkeypatch.setattr("encoder.forwards._on_gpu", lambda tower: True)
+    monkeypatch.setattr("encoder.forwards._fused_unsupported_reason", lambda tower: unsupported)
     monkeypatch.setattr("encoder.forwards._fused", broken)
     monkeypatch.setattr("encoder.forwards.logger.warning", lambda text, *values: told.append(text % values))
     runner = TowerRunner.of(choose_forward(tower, EncoderConfig()), EncoderConfig(), progress=False)
     assert (runner.forward.name, runner.counts.fusion_fallback) == ("eager", reason)
     assert told == ["no fused kernels: no such instruction"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [((8, 0), torch.float64, "float64"), ((7, 5), torch.bfloat16, "7.5"), ((8, 0), torch.bfloat16, None)],
+)
+def test_it_says_why_a_gpu_runs_no_fused_kernels(
+    tower: VisionTower,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    reason: str | None,
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    found = forwards._fused_unsupported_reason(copy.deepcopy(tower).to(dtype))
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_default_budgets_are_those_documented() -> None:
