@@ -19,6 +19,7 @@ FUZZ_CASES = 10_000
 SOAK_S = 24
 CHAOS_S = 15
 FLEET_REQUESTS = 120
+FLEET_ENCODERS = 4
 
 import_shim.activate()
 settings.register_profile("untimed", deadline=None)  # tests never time, and a busy machine is no bug
@@ -51,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=FLEET_REQUESTS,
         help="of each test in cluster/test_served_fleet.py",
     )
+    parser.addoption("--fleet-encoders", type=int, default=FLEET_ENCODERS, help="in cluster/test_served_fleet.py")
 
 
 @pytest.fixture(scope="session")
