@@ -1,7 +1,7 @@
 """Replicas with different numerics or weights side by side on a real Ray Serve, deployed from configuration files.
 
-Encoders and language models are fakes (`fake_fleet.py`). `--fleet-requests 5000 --fleet-encoders 8` sends that many requests a test
-to that many encoders.
+Encoders and language models are fakes (`fake_fleet.py`). `--fleet-requests 5000 --fleet-encoders 8` sends that many
+requests a test to that many encoders.
 """
 
 from __future__ import annotations
