@@ -31,7 +31,7 @@ class TakesEmbeddings(StandInLLM):  # type: ignore[misc]  # unchecked where test
         async def chat(_: Request) -> Response:
             return JSONResponse({})
 
-        self._answers.app = cast(AsgiApp, Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])]))
+        self.seen.app = cast(AsgiApp, Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])]))
 
 
 def bound(config: AppConfig, encoder: type[EncoderReplica], *of_encoder: object, llm: type[StandInLLM]) -> Application:

@@ -56,7 +56,7 @@ def test_it_arrives_bit_by_bit(dtype: torch.dtype) -> None:
         with pytest.raises(WrongEmbeddingError):
             memory.load(place, torch.bfloat16)
     finally:
-        memory.forget(server.address)
+        memory.unmap(server.address)
         client.close()
         server.close()
         unpin_shared(store.arena.address)
@@ -95,4 +95,4 @@ def test_a_load_waits_for_nothing_on_the_current_stream_and_is_whole_when_it_ret
         room.zero_()
         assert torch.equal(loaded.cpu(), expected)
     finally:
-        memory.forget("here")
+        memory.unmap("here")
