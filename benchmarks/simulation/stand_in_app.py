@@ -22,7 +22,7 @@ from encoder.checkpoint.vision_config import VisionConfig
 from tests.cluster.controlled import StandInLLM
 
 
-class TakesEmbeddings(StandInLLM):  # type: ignore[misc]  # unchecked where tests are not
+class TakesEmbeddings(StandInLLM):
     """Receives and checks each request's embeddings as the application's replica does, and answers immediately."""
 
     def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:

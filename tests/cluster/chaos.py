@@ -16,6 +16,7 @@ import random
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ async def kill_in_turn(load: Load, haproxy: HAProxy, kinds: Sequence[str], *, ti
         return sorted(pids) if len(pids) > 1 and (kind != "Ingress" or haproxy.servers_up() > 1) else []
 
     for kind in itertools.islice(itertools.cycle(kinds), times):
-        pids = await asyncio.to_thread(until, lambda kind=kind: works(kind), f"two of {kind}")
+        pids = await asyncio.to_thread(until, partial(works, kind), f"two of {kind}")
         load.killed = kind
         os.kill(chance.choice(pids), signal.SIGKILL)
         await asyncio.sleep(every_s)
@@ -82,7 +83,7 @@ def everything_runs() -> bool:
 
 
 def deployed(cluster: Cluster, checkpoint: Path, **changes: int) -> ServedApp:
-    settings = {"encoders": ENCODERS, "max_queued_tokens": 10_000, "cache_bytes": 0} | changes
+    settings: dict[str, Any] = {"encoders": ENCODERS, "max_queued_tokens": 10_000, "cache_bytes": 0} | changes
     return deploy(cluster, checkpoint, NAME, replicas=OTHERS, drain_s=START_S, **settings)
 
 

@@ -74,7 +74,7 @@ class GatedEncoder(Encoder):
 
 class ControlledEncoder(EncoderReplica):
     def __init__(self, config: AppConfig) -> None:
-        encoder_module.Encoder = GatedEncoder  # type: ignore[misc]
+        vars(encoder_module).update(Encoder=GatedEncoder)
         GatedEncoder.gate.set()
         super().__init__(config)
         self._counts: RecordedCounts = RecordedCounts()

@@ -117,7 +117,8 @@ def main(checkpoint: Path) -> dict[str, Any]:
         with Client(f"http://127.0.0.1:{port}/lost") as client:
             client.answers(5)
             lost_at = time.monotonic()
-            nodes.head_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+            head_node: Any = nodes.head_node
+            head_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
             nodes.head_node = None
             if "RAY_REDIS_ADDRESS" in os.environ:
                 time.sleep(WITHOUT_HEAD_S)

@@ -127,7 +127,8 @@ def deploy(
         "max_ongoing_requests": 256,
         "graceful_shutdown_timeout_s": drain_s,
     }
-    apart, others = {}, light
+    apart: dict[str, Any] = {}
+    others = light
     if others_on is not None:
         apart = {"max_replicas_per_node": 1}
         others = light | {"ray_actor_options": {"num_cpus": 0.1, "resources": {others_on: 0.01}}}

@@ -27,7 +27,7 @@ class UnfusedEncoder(ControlledEncoder):
     """Its fused kernels do not give what the eager tower gives."""
 
     def __init__(self, config: AppConfig) -> None:
-        def differs(*_: object) -> forwards.TowerForward:
+        def differs(*_: object, **__: object) -> forwards.TowerForward:
             raise FusionError("the fused tower differs")
 
         forwards._can_fuse = lambda tower: True

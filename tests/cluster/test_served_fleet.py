@@ -98,9 +98,12 @@ class Fleet:
     def is_running(self) -> bool:
         """Whether all replicas that the file asks for run."""
         from ray import serve
+        from ray.serve._private.common import ReplicaState
 
         status = serve.status().applications[self.name]
-        running = {name: found.replica_states.get("RUNNING", 0) for name, found in status.deployments.items()}
+        running = {
+            name: found.replica_states.get(ReplicaState.RUNNING, 0) for name, found in status.deployments.items()
+        }
         return status.status == "RUNNING" and running == self.replicas
 
     def started(self) -> int:

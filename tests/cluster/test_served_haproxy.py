@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,7 @@ def build(args: dict[str, float]) -> object:
 def test_haproxy_before_a_replica() -> None:
     """On loopback nothing listens on another address, where HAProxy alone shows its state on every one; its bounds and
     the replica's hold at both ports."""
-    variables = {CLIENT_TIMEOUT: str(CLIENT_S), proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH}
+    variables: dict[str, Any] = {CLIENT_TIMEOUT: str(CLIENT_S), proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH}
     printed = output_of_python(PROGRAM, str(ANSWER_S), **variables)
     told = ast.literal_eval(printed.splitlines()[-1])
     assert (told["whole"], told["stream"]) == ("whole", "012")

@@ -308,7 +308,7 @@ def test_a_batch_that_fails_is_counted_and_its_images_are_tried_alone(app: Serve
             for number in range(3):
                 tasks.append(asyncio.create_task(client.post(url, json=chat(png(64, 64, (90, number, 0))))))
                 waiting = 4 * (number + 1)
-                await asyncio.to_thread(until, lambda n=waiting: app.encoder("state")["queued_tokens"] == n, "images")
+                await asyncio.to_thread(until, lambda n=waiting: app.encoder("state")["queued_tokens"] == n, "images")  # type: ignore[misc]
             await asyncio.to_thread(app.encoder, "release")
             return await asyncio.gather(*tasks)
 
@@ -343,7 +343,7 @@ def test_times_are_on_rays_metrics_port(app: ServedApp) -> None:
     for deployment, names in expected.items():
         for name in names:
             counted = f"vitray_{name}_count"
-            until(lambda d=deployment, n=counted: app.exported(d).get(n, 0) > 0, f"{counted} of {deployment}")
+            until(lambda d=deployment, n=counted: app.exported(d).get(n, 0) > 0, f"{counted} of {deployment}")  # type: ignore[misc]
     num_bytes = 2 * shape[0] * shape[1] * 4  # float32, and the stream had it from the cache
     until(
         lambda: app.exported("LLM").get("vitray_embedding_bytes_received_total", 0) == before + num_bytes,

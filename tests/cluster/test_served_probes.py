@@ -75,6 +75,7 @@ def starting(
 ) -> Iterator[Probed]:
     """The application without a language model, which is held."""
     from ray import serve
+    from ray.serve._private.common import ReplicaState
 
     from encoder.checkpoint.vision_config import VisionConfig
     from tests.cluster.controlled import ControlledEncoder
@@ -107,7 +108,7 @@ def starting(
 
     def is_running() -> bool:
         deployed = serve.status().applications["probes"].deployments
-        return "Ingress" in deployed and deployed["Ingress"].replica_states.get("RUNNING") == 1
+        return "Ingress" in deployed and deployed["Ingress"].replica_states.get(ReplicaState.RUNNING) == 1
 
     until(is_running, "the ingress")
     yield Probed(ServedApp(cluster, "probes"), hold)

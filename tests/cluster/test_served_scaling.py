@@ -36,7 +36,7 @@ def autoscaled(name: str, policy: str, **kwargs: float) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def scaled(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp]:
     from ray import serve
-    from ray.serve._private.api import _get_global_client
+    from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     application = {
@@ -65,9 +65,10 @@ def scaled(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedApp
 def running() -> tuple[int, int]:
     """Encoders and LLMs. Serve's controller, which starts replicas as well, is asked once for both."""
     from ray import serve
+    from ray.serve._private.common import ReplicaState
 
     deployments = serve.status().applications[NAME].deployments
-    encoders, llms = (int(deployments[name].replica_states.get("RUNNING", 0)) for name in ("Encoder", "LLM"))
+    encoders, llms = (int(deployments[name].replica_states.get(ReplicaState.RUNNING, 0)) for name in ("Encoder", "LLM"))
     return encoders, llms
 
 

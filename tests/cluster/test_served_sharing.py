@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ class Placed:
         return [int(number) for number in ray.get_gpu_ids()]
 
 
-def build(args: dict[str, object]) -> object:
+def build(args: dict[str, Any]) -> object:
     """The application's own, with nothing in it."""
     from deployments import app
 

@@ -53,7 +53,7 @@ class Noted(httpcore.AsyncMockBackend):
         stream = httpcore.AsyncMockStream([self._answers.pop(0) if self._answers else b""])
         write = stream.write
 
-        async def kept(buffer: bytes, **_: Any) -> None:
+        async def kept(buffer: bytes, *_: Any, **__: Any) -> None:
             self.sent.append(buffer)
             await write(buffer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -250,7 +251,8 @@ def monster(tower: VisionTower) -> None:
     In 8 bits the rest of a row vanishes beside them, and they beside the rest of a weight's row.
     """
     grown = slice(0, 8)
-    for block in tower.blocks:
+    blocks: Any = tower.blocks
+    for block in blocks:
         for norm, following in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.linear_fc1)):
             norm.weight.data[grown] *= 2.0**16
             norm.bias.data[grown] *= 2.0**16
@@ -264,7 +266,7 @@ def test_outliers_are_refused_and_nothing_else_is_run_in_their_place() -> None:
     monster(tower)
     for fused_kernels in (True, "auto"):
         with pytest.raises(Fp8RefusedError, match=r"fp8 is true, .* the limit is 0\.99"):
-            choose_forward(tower, dataclasses.replace(FP8, fused_kernels=fused_kernels), rules)  # type: ignore[arg-type]
+            choose_forward(tower, dataclasses.replace(FP8, fused_kernels=fused_kernels), rules)
 
 
 def test_before_hopper_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 REPLY_S = 60.0
 HEAD_TOO_LARGE = (431, 400)
@@ -25,7 +26,7 @@ class Address:
     path: str
 
 
-Attack = Callable[[Address, bytes], Awaitable[str | None]]
+Attack = Callable[[Address, bytes], Coroutine[Any, Any, str | None]]
 
 
 @asynccontextmanager

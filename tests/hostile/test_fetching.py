@@ -21,7 +21,7 @@ from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaF
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import IMAGE, METADATA, OTHER_PUBLIC, PUBLIC, SECRET, MappedNetwork, Names
 from tests.hostile.naive import naive_fetch
-from tests.unit.deployments.ingress.fetch.loopback import Respond
+from tests.unit.deployments.ingress.fetch.loopback import Respond, answer
 
 MAX_BYTES = 200_000
 TIMEOUT_S = 0.4
@@ -121,9 +121,7 @@ def test_a_redirect_answered_in_two_ways() -> None:
     """Two locations: which of them a client takes differs from one to the next."""
 
     async def scenario() -> None:
-        both = attacks.answer(
-            b"", "Location: http://good.example/", f"Location: http://{METADATA}/", status="302 Found"
-        )
+        both = answer(b"", "Location: http://good.example/", f"Location: http://{METADATA}/", status="302 Found")
         async with attacks.network(public=both, other=attacks.good, metadata=attacks.secret) as network:
             assert await naive_fetch(URL, resolve=names(), network=network) == SECRET
             assert "status 302" in await refused(URL, network, names())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from io import BytesIO
 from types import FrameType
 from typing import Any
 
@@ -52,7 +53,7 @@ def steps(work: Callable[[], Any]) -> int:
 
 def naive(data: bytes) -> None:
     """What others do for an image's size: Pillow, its orientation, and the metadata that follows the pixels."""
-    image = Image.open(image_load.BytesIO(data))
+    image = Image.open(BytesIO(data))
     ImageOps.exif_transpose(image)
 
 
@@ -100,7 +101,7 @@ def test_generous_metadata_passes() -> None:
     assert header(files.png_with(texts + files.chunk(b"eXIf", files.exif(900)), after=texts[:1000])).format == "PNG"
     large = files.encoded(files.picture(1500, 1500), "PNG")
     pixels = large.index(b"IDAT") - 4
-    assert structure.check_structure(large) is None
+    structure.check_structure(large)
     assert large.count(b"IDAT") > 100 or pixels < 100
 
 
@@ -130,6 +131,6 @@ def test_a_file_of_two_formats_is_read_as_its_beginning_says() -> None:
     filler = 2048 - 33 - 8
     both = files.png_with(files.chunk(b"prVt", bytes(filler) + b"PCD_" + bytes(200_000)))
     assert both[2048:2052] == b"PCD_"
-    with Image.open(image_load.BytesIO(both), formats=("PCD", "PNG")) as seen:
+    with Image.open(BytesIO(both), formats=("PCD", "PNG")) as seen:
         assert seen.format == "PCD", "what Pillow makes of it"
     assert header(both).format == "PNG"

@@ -23,6 +23,7 @@ from encoder.images.size import PixelBounds
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import Names
 from tests.hostile.files import encoded, picture
+from tests.unit.deployments.ingress.fetch.loopback import answer
 from tests.unit.deployments.samples import IDENTITY, request_images
 
 
@@ -136,7 +137,7 @@ def test_a_url_is_no_name_for_what_is_behind_it() -> None:
         served = [first, second, first]
 
         async def respond(head: str, writer: asyncio.StreamWriter) -> None:
-            await attacks.answer(served.pop(0))(head, writer)
+            await answer(served.pop(0))(head, writer)
 
         async with attacks.network(public=respond) as network:
             fetcher = MediaFetcher(

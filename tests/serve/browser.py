@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, ViewportSize, sync_playwright
 
 from scripts.chromium import ARGUMENTS, MISSING, chromium
 
 REQUIRED = "VITRAY_BROWSER_TESTS"
 """The environment variable that, set to "required", makes a missing Chromium a failure."""
 TIMEOUT_MS = 60_000
-VIEWPORT = {"width": 1240, "height": 900}
+VIEWPORT: ViewportSize = {"width": 1240, "height": 900}
 
 
 @contextmanager

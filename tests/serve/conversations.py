@@ -136,7 +136,7 @@ def _several_images() -> dict[str, Body]:
 def _passed_on() -> dict[str, Body]:
     """Fields that the ingress does not know: what vLLM makes of them shows that they arrived."""
     asked = url(50, 90, 90)
-    weather = {"tools": [WEATHER], "max_tokens": 60}
+    weather: dict[str, Any] = {"tools": [WEATHER], "max_tokens": 60}
     return {
         "several answers": about(asked, n=2, seed=7, temperature=0.9),
         "seed": about(asked, seed=11, temperature=1.0, top_p=0.9, top_k=50),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     )
     loop = asyncio.new_event_loop()
     llm = LLM.__new__(LLM)
-    loop.run_until_complete(llm.__init__(config))  # type: ignore[func-returns-value, misc]
+    loop.run_until_complete(llm.__init__(config))  # type: ignore[misc]
     early = llm._requests.early
     assert early is not None
     num_compiled = loop.run_until_complete(compiled(llm))
@@ -196,7 +196,7 @@ def coming(loop: asyncio.AbstractEventLoop, number: int) -> list[Coming]:
     return [loop.create_future() for _ in range(number)]
 
 
-def answered(pieces: list[object]) -> tuple[int, list[tuple[str, float]]]:
+def answered(pieces: Sequence[object]) -> tuple[int, list[tuple[str, float]]]:
     """The status, and each token with its log-probability."""
     accepted, head, *chunks = pieces
     assert isinstance(accepted, Accepted)
@@ -422,10 +422,10 @@ def test_what_lies_in_shared_memory_is_not_waited_for(replica: Replica) -> None:
         lent = [replica.lent(image) for image in images]
         assert answered([piece async for piece in replica.llm.handle(request, places, lent)])[0] == 200
         assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 0
-        coming_one = [*lent[:2], *coming(replica.loop, 1)]
+        (late,) = coming(replica.loop, 1)
         request, places = replica.request(images)
-        coming_one[2].set_result(lent[2])
-        assert answered([piece async for piece in replica.llm.handle(request, places, coming_one)])[0] == 200
+        late.set_result(lent[2])
+        assert answered([piece async for piece in replica.llm.handle(request, places, [*lent[:2], late])])[0] == 200
         assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 1
 
     replica.run(scenario())

@@ -165,7 +165,8 @@ def test_what_is_not_served_is_an_error_that_the_client_knows(client: openai.Ope
         client.embeddings.create(model=MODEL, input="Hello!")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve(MODEL)
+    broken: Any = [user(image("data:image/png;base64,AAAA"))]
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=[user(image("data:image/png;base64,AAAA"))], **SHORT)
+        client.chat.completions.create(model=MODEL, messages=broken, **SHORT)
     assert "image 1 of 1" in refused.value.message
     assert refused.value.type == "invalid_request_error"

@@ -11,7 +11,7 @@ import grpc  # type: ignore[import-untyped]
 import httpx
 import psutil
 import pytest
-from ray.serve.generated.serve_pb2 import ASGIRequest
+from ray.serve.generated.serve_pb2 import ASGIRequest  # type: ignore[attr-defined]
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
 from tests.serve.application import ServedApplication

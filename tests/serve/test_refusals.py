@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -176,7 +177,7 @@ def test_a_body_that_is_too_large(tight: str) -> None:
 
 
 def test_a_body_that_is_too_large_and_does_not_say_so(tight: str) -> None:
-    def endless() -> object:
+    def endless() -> Iterator[bytes]:
         for _ in range(MAX_BODY_BYTES // 1000 + 100):
             yield b"x" * 1000
 

@@ -22,7 +22,7 @@ from benchmarks.simulation.affinity_replay import (
     paced,
     read_requests,
 )
-from deployments.routing.affinity import Affinity
+from deployments.routing.affinity import Affinity, Call
 from planner.traces import RULES, TraceError
 
 RULES_QWEN3 = RULES["qwen3_vl"]
@@ -121,7 +121,7 @@ def test_a_new_ingress_learns_from_what_is_published() -> None:
 
 
 def home(affinity: Affinity, wanted: Image) -> str:
-    return affinity.order(bench_affinity.Call(wanted.digest))[0]
+    return affinity.order(Call(wanted.digest))[0]
 
 
 def test_the_report_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

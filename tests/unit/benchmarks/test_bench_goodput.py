@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
@@ -222,7 +222,7 @@ class Named(BaseHTTPRequestHandler):
     """Tells its own port."""
 
     def do_GET(self) -> None:
-        told = str(self.server.server_address[1]).encode()
+        told = str(cast(HTTPServer, self.server).server_port).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(told)))
         self.end_headers()

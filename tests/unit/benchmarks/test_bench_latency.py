@@ -190,7 +190,7 @@ def test_layout() -> None:
 
 
 def test_ladder_is_against_the_first_label() -> None:
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         "eager": {"latency_ms": {"mean": 6686.0}},
         "none": {"latency_ms": None},
         "fast": {"latency_ms": {"mean": 2049.0}},

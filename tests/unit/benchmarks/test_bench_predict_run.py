@@ -21,6 +21,7 @@ from benchmarks.simulation.image_fleet import ImageFleet, ImageModel, Request
 from benchmarks.simulation.predict_run import Record
 from configs.encoder_config import EncoderConfig
 from deployments.encoder_replica.gpu.worker import GpuWorker
+from encoder.encoder import Encoder
 from encoder.pixels.preprocess import Pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*look_back_period_s.*:FutureWarning")
@@ -58,7 +59,7 @@ def test_recorded_runs_lost_nothing(path: Path) -> None:
 def test_recorded_surges_were_over_soon_after_there_was_capacity(path: Path) -> None:
     record = Record.read(path)
     (before, during, _) = record.pieces
-    assert during == [60, 10 * before[1]]
+    assert tuple(during) == (60, 10 * before[1])
     found = predict_run.surge(record)
     assert found["capacity_s"] is not None
     assert found["in_time_s"] is not None
@@ -147,7 +148,7 @@ def test_a_fake_gpu_takes_the_set_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SetSpeedEncoder, "tokens_per_s", 200.0)
     config = EncoderConfig(encoder_cudagraph_token_budgets=(8,), encoder_cudagraph_max_images_per_batch=4)
 
-    def made() -> SetSpeedEncoder:
+    def made() -> Encoder:
         return SetSpeedEncoder.from_checkpoint(record_run.MODEL, config, device="cpu")
 
     worker = GpuWorker(made, max_queued_tokens=1000)

@@ -20,7 +20,8 @@ from PIL import Image
 from benchmarks import bench_serve
 from benchmarks.serving.latency_client import Answer
 from benchmarks.trace import client as trace_client
-from benchmarks.trace import run as trace_run
+from benchmarks.trace import plot as trace_plot
+from benchmarks.trace.bodies import Bodies
 from benchmarks.trace.client import Run, Sent
 from benchmarks.trace.figures import Slo, client_lag, compared, compared_text, figures, text
 from benchmarks.trace.images import make_images, picture
@@ -123,14 +124,14 @@ def test_what_a_late_client_cost_is_in_the_latency(
 ) -> None:
     """No coordinated omission: the body of the last request is 0.4 s late, and its TTFT counts from when it was due."""
     monkeypatch.setattr(trace_client, "AHEAD_S", 0.05)
-    made = trace_run.Bodies.of
+    made = Bodies.of
 
-    def slow(self: trace_run.Bodies, index: int) -> bytes:
+    def slow(self: Bodies, index: int) -> bytes:
         if index == 4:
             time.sleep(0.45)
         return made(self, index)
 
-    monkeypatch.setattr(trace_run.Bodies, "of", slow)
+    monkeypatch.setattr(Bodies, "of", slow)
     done = bench(server.url, "--trace", trace, "--images", tmp_path, "--max-lag-ms", 300)
     (found,) = result(done)["servers"].values()
     assert found["client"]["send_lag_ms"]["max"] >= 390
@@ -344,7 +345,7 @@ def test_a_plot(server: ChatServer, trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench_serve.trace_plot, "is_possible", lambda: False)
+    monkeypatch.setattr(trace_plot, "is_possible", lambda: False)
     done = bench("http://x", "--plot", tmp_path / "plot.png")
     assert (done.exit_code, "pip install '.[bench]'" in done.stderr) == (2, True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ def test_gpus_are_means_of_all_and_the_idlest_is_named() -> None:
 
 
 def test_without_nvidia_smi_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(busy.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     with busy.sampled_gpus() as found:
         pass
     assert found == {}

@@ -13,7 +13,8 @@ from benchmarks import bench_encoder
 from benchmarks.ladder import gpu_session
 from benchmarks.ladder import steps as runner
 from benchmarks.ladder.gpu_session import steps
-from benchmarks.ladder.steps import MINUTES, ROOT, Step, chosen, run_all, shorten, tail
+from benchmarks.ladder.steps import MINUTES, Step, chosen, run_all, shorten, tail
+from benchmarks.record import ROOT
 
 HANG = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
 

@@ -25,8 +25,9 @@ from tokenizers import Tokenizer
 from benchmarks import bench_serving, bench_start
 from benchmarks.bench_serving import Asked, Load, requests, rows, turned, warm, within
 from benchmarks.ladder import rungs
-from benchmarks.ladder.steps import MINUTES, ROOT
+from benchmarks.ladder.steps import MINUTES
 from benchmarks.peers import vllm_tower
+from benchmarks.record import ROOT
 from benchmarks.serving import plan as serving_plan
 from benchmarks.serving import serve_session, servers
 from benchmarks.serving.checkpoint import make_published
@@ -64,7 +65,7 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rungs._SWITCHES, "compile", {"warp_drive": True})  # type: ignore[arg-type]
+    monkeypatch.setitem(rungs._SWITCHES, "compile", {"warp_drive": True})
     served, skipped = compared(("eager", "compile", "fusion"), gpu=True, peers=True)
     assert [one.name for one in served] == [
         "eager",
@@ -330,7 +331,7 @@ def test_the_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(int(i)) for i in head.any(1).nonzero()
         ]
         assert len(spoken) > 52
-        assert all(word.isascii() and word.isalpha() for word in spoken)
+        assert all(word is not None and word.isascii() and word.isalpha() for word in spoken)
 
 
 @pytest.mark.slow

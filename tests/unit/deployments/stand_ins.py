@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import httpx
 from ray.serve._private.common import DeploymentID
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from configs.schema import AppConfig
 from deployments.common.messages import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
@@ -182,11 +183,7 @@ def asked(
     async def ask() -> httpx.Response:
         ingress = ingress_of(stand_ins, **(limits or {}))
 
-        async def app(
-            scope: dict[str, Any],
-            receive: Callable[[], Awaitable[dict[str, Any]]],
-            send: Callable[[Any], Awaitable[None]],
-        ) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
             scope = {**scope, "root_path": "/prefix", "path": "/prefix" + scope["path"]}
             response = await ingress(Request(scope, receive))
             await response(scope, receive, send)

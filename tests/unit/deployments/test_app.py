@@ -25,7 +25,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], *, has_gpu: boo
     found: dict[str, Any] = {}
 
     def visit(application: Application) -> None:
-        node = application._bound_deployment
+        node: Any = application._bound_deployment
         found[node.name] = node
         for argument in [*node.init_args, *node.init_kwargs.values()]:
             if isinstance(argument, Application):

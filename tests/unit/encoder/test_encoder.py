@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import encoder as package
-from configs.encoder_config import EncoderConfig
+from configs.encoder_config import Dtype, EncoderConfig
 from encoder import Embedding, Encoder
 from encoder.images.size import ImageError, PixelBounds, num_tokens
 from encoder.runner import TowerRunner
@@ -250,12 +250,13 @@ def test_the_dtype_is_the_checkpoints_or_the_operators(checkpoints: dict[str, Pa
     half = make_checkpoint("qwen3_vl", tmp_path / "half", dtype="bfloat16")
     full = checkpoints["qwen3_vl"]
     image = picture(96, 96)
-    for folder, asked, dtype in (
+    cases: list[tuple[Path, Dtype, torch.dtype]] = [
         (half, "auto", torch.bfloat16),
         (half, "float32", torch.float32),
         (full, "auto", torch.float32),
         (full, "bfloat16", torch.bfloat16),
-    ):
+    ]
+    for folder, asked, dtype in cases:
         encoder = load(folder, EncoderConfig(dtype=asked))
         assert encoder.encode([image])[0].tokens.dtype == dtype
         assert encoder.identity.dtype == str(dtype).removeprefix("torch.")
@@ -282,7 +283,7 @@ def test_verbose_logs_every_batch(checkpoint: Path, caplog: pytest.LogCaptureFix
 def test_the_package_gives_its_three_names_and_no_others() -> None:
     assert (package.Encoder, package.Embedding, package.EncoderConfig) == (Encoder, Embedding, EncoderConfig)
     with pytest.raises(AttributeError, match="no attribute 'Decoder'"):
-        _ = package.Decoder  # type: ignore[attr-defined]
+        _ = package.Decoder
 
 
 def test_warming_up_changes_nothing(checkpoint: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from itertools import pairwise
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from encoder.forwards import TowerForward, choose_forward
 from encoder.graphs.budgets import default_budgets, tight_keys, whole_keys
 from encoder.graphs.buffers import GraphKey
 from encoder.graphs.capture import Capturing
+from encoder.graphs.captured import EncoderGraphs
 from encoder.metadata.device_tables import GridTables
 from encoder.metadata.geometry import Grid
 from encoder.packing.run_counts import Fallback, Ran, Reason, RunCounts
@@ -63,7 +65,7 @@ def make(
     assert budgets != "auto"
     graphs = FakeGraphs(forward, tables, max(budgets), config.encoder_cudagraph_max_images_per_batch)
     graphs.bad |= set(bad)
-    capturing = Capturing(graphs, config, tower.config, tally, activation_bytes=1000)
+    capturing = Capturing(cast(EncoderGraphs, graphs), config, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
     return TowerRunner(forward, config, tables=tables, capturing=capturing, counts=tally), graphs
 
@@ -173,7 +175,7 @@ def test_a_graph_slower_than_eager_is_not_used(tower: VisionTower) -> None:
     forward, tally = forward_of(tower), RunCounts()
     tables = GridTables(tower.config, CPU, 2**20)
     graphs = FakeGraphs(forward, tables, 64, 4, ms=lambda budget: 9.0, eager=lambda tokens: 1.0 + tokens / 1000)
-    capturing = Capturing(graphs, CONFIG, tower.config, tally, activation_bytes=1000)
+    capturing = Capturing(cast(EncoderGraphs, graphs), CONFIG, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
     runner = TowerRunner(forward, CONFIG, tables=tables, capturing=capturing, counts=tally)
     assert [batch.budget for batch in runner.plan([(1, 8, 8)])] == [None]

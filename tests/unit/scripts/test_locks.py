@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import subprocess
@@ -163,8 +164,8 @@ def test_the_audit(
 ) -> None:
     """No answer is no clean bill: pip-audit itself finds nothing wrong with what it could not look up."""
     fake = FakeAudit(*answers)
-    monkeypatch.setattr(audit.subprocess, "run", fake)
-    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(subprocess, "run", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     monkeypatch.setitem(audit.ACCEPTED, "CVE-0", "only for this test")
     assert audit.main([]) == status
     assert told in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -87,7 +88,7 @@ def test_who_stops_it_stops_what_runs_beside(monkeypatch: pytest.MonkeyPatch, tm
             pass
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_tests.subprocess, "run", interrupted)
+    monkeypatch.setattr(subprocess, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_tests.run([], [sys.executable, "-c", program, str(begun), str(ended)])
     assert ended.exists()
@@ -100,6 +101,6 @@ def test_arguments_narrow_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(command[1:])
         return type("Done", (), {"returncode": 7})
 
-    monkeypatch.setattr(run_tests.subprocess, "run", noted)
+    monkeypatch.setattr(subprocess, "run", noted)
     assert run_tests.main(["tests/unit", "-k", "packing"]) == 7
     assert asked == [["-m", "pytest", "tests/unit", "-k", "packing"]]

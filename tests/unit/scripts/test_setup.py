@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -57,8 +58,8 @@ def without_gpu(command: str) -> bool:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(setup.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(setup.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     (tmp_path / "scripts").mkdir()
     (tmp_path / "locks").mkdir()
     for name in ("pyproject.toml", "scripts/setup.py", "locks/cpu.txt", "locks/gpu.txt"):
@@ -187,7 +188,7 @@ def test_both_backends_at_once_are_refused(checkout: Path) -> None:
 def test_a_platform_without_wheels_is_told_before_anything_is_made(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     machine = FakeMachine(without_gpu)
     with pytest.raises(setup.SetupError, match="Darwin on x86_64"):
         setup.set_up(checkout, None, machine)

@@ -159,7 +159,10 @@ def test_switches_that_need_a_gpu(name: str) -> None:
 
 
 def test_memory_counts_what_is_taken_and_what_may_be() -> None:
-    pinned = {"encoder": {"staging_pinned_bytes": 10 * GIB}, "encoder_replica": {"pixel_shm_bytes": 7 * GIB}}
+    pinned: dict[str, Any] = {
+        "encoder": {"staging_pinned_bytes": 10 * GIB},
+        "encoder_replica": {"pixel_shm_bytes": 7 * GIB},
+    }
     assert failed(said(TWO_GPUS, **pinned)) == ["memory at the start"]
     assert "17.00 GiB pinned" in said(TWO_GPUS, **pinned)["memory at the start"].found
     assert failed(said(LAPTOP, **pinned)) == []  # nothing is pinned without a GPU

@@ -18,6 +18,7 @@ from configs.schema import AppConfig
 from deployments import app
 from deployments.cli import config_check
 from deployments.cli import main as cli
+from deployments.cli.config_option import default_config
 from deployments.common import names
 from deployments.http_proxy import haproxy
 from deployments.http_proxy import limits as proxy_bounds
@@ -227,7 +228,7 @@ def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pyte
 def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "cluster_facts", lambda: ClusterFacts(has_gpu=False))
     monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
-    ingress = app.build_app({})._bound_deployment
+    ingress: Any = app.build_app({})._bound_deployment
     below = [bound._bound_deployment.name for bound in ingress.init_kwargs.values()]
     assert (ingress.name, *below) == (names.INGRESS, names.LLM, names.ENCODER)
     assert (names.INGRESS, names.ENCODER, names.LLM) == names.DEPLOYMENTS
@@ -288,6 +289,6 @@ def test_serve_starts_nothing_with_a_mistake_in_the_configuration(
 
 def test_default_configuration_is_the_working_directorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.default_config() == ROOT / "serve_config.yaml"
+    assert default_config() == ROOT / "serve_config.yaml"
     (tmp_path / "serve_config.yaml").write_text("")
-    assert cli.default_config() == Path("serve_config.yaml")
+    assert default_config() == Path("serve_config.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_other_dtypes_cannot_be_packed(dtype: torch.dtype) -> None:
         ({"grid_thw": (1, -4, -6)}, r"\(1, -4, -6\) is not positive"),
     ],
 )
-def test_every_mismatch_is_refused_with_both_values(changes: dict[str, object], told: str) -> None:
+def test_every_mismatch_is_refused_with_both_values(changes: dict[str, Any], told: str) -> None:
     """A wrong width would kill vLLM's engine, so nothing that does not fit may pass."""
     image = dataclasses.replace(packed(), **changes)
     with pytest.raises(WireError, match=told):

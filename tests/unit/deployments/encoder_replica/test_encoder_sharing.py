@@ -72,7 +72,7 @@ class Replica(EncoderReplica):
     async def _pixels(self, *_: object) -> Pixels:
         return Pixels(np.zeros((3, 4, 4), np.uint8), GRID)
 
-    async def _hand_off(self, _: object) -> asyncio.Future[Encoded]:  # type: ignore[override]
+    async def _hand_off(self, _: object) -> asyncio.Future[Encoded]:
         self.num_encoded += 1
         tokens = self._room(self.store, 6, WIDTH, torch.float32)
         assert tokens is not None

@@ -58,7 +58,7 @@ def ports() -> list[int]:
 def folder(ports: list[int]) -> Any:
     """With Serve's configuration."""
     with tempfile.TemporaryDirectory(prefix="vt", dir="/tmp") as path:
-        variables = haproxy.environment(Path(path)) | {haproxy.CLIENT_TIMEOUT: str(CLIENT_S)}
+        variables: dict[str, Any] = haproxy.environment(Path(path)) | {haproxy.CLIENT_TIMEOUT: str(CLIENT_S)}
         output_of_python(RENDERED, path, *map(str, ports), **variables)
         yield Path(path)
 

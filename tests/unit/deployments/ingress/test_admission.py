@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from configs.schema import IngressConfig
-from deployments.common.api_error import OverloadedError
-from deployments.ingress.admission import MAX_YIELD_S, Admission, AdmissionBounds, Shed, Visit, _Stage
+from deployments.common.api_error import OverloadedError, Shed
+from deployments.ingress.admission import MAX_YIELD_S, Admission, AdmissionBounds, Visit, _Stage
 
 BOUNDS = AdmissionBounds(
     requests=8, tokens_in_flight=100, images_in_flight=10, tokens_waiting=250, least_retry_s=2, most_retry_s=30

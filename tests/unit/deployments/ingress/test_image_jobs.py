@@ -106,7 +106,7 @@ def test_low_detail_caps_the_pixels_and_the_others_do_not(asked: PixelBounds | N
 def test_low_detail_costs_less() -> None:
     """10x10 tokens, and 2x2 at low detail: the limit of 4 shows which of the two was counted."""
     large = Files(red=png(280, 280))
-    limits = {"max_visual_tokens_per_image": 4, "low_detail_max_pixels": 56 * 56}
+    limits: dict[str, Any] = {"max_visual_tokens_per_image": 4, "low_detail_max_pixels": 56 * 56}
     assert len(jobs(parts("red", detail="low"), large, **limits).jobs) == 1
     assert "comes to 100 visual tokens, the limit is 4" in refusal(parts("red"), large, **limits).message
 

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from deployments.common.api_error import ApiError, error_head_and_body
 from deployments.common.messages import ImageJob, ResponseHead
 from deployments.ingress import replica_client
-from deployments.ingress.http import request_body
 from deployments.ingress.http.request_body import MAX_JSON_VALUES
 from deployments.routing.affinity import Call
 from tests.unit.deployments.samples import png
@@ -160,7 +159,7 @@ def test_a_body_of_very_many_values_is_refused_unread(value: bytes, monkeypatch:
     many = b'{"input": [' + b",".join([value] * (MAX_JSON_VALUES + 1)) + b"]}"
     parsed: list[object] = []
     with monkeypatch.context() as patch:
-        patch.setattr(request_body.json, "loads", parsed.append)
+        patch.setattr(json, "loads", parsed.append)
         response = asked(StandIns(), "POST", "/v1/responses", content=many)
     error = told(response, 413)
     assert f"the limit is {MAX_JSON_VALUES}" in error["message"]
@@ -326,7 +325,9 @@ def test_a_whole_answer_is_not_cancelled() -> None:
 
 
 def test_the_description_has_only_what_is_open() -> None:
-    paths = {path: {} for path in ("/v1/chat/completions", "/v1/models", "/invocations", "/v1/responses/{response_id}")}
+    paths: dict[str, object] = {
+        path: {} for path in ("/v1/chat/completions", "/v1/models", "/invocations", "/v1/responses/{response_id}")
+    }
     answer = Pieces(JSON_HEAD, json.dumps({"openapi": "3.1.0", "paths": paths}).encode())
     document = asked(StandIns(answer), "GET", "/openapi.json").json()
     assert document["paths"].keys() == paths.keys() - {"/invocations"}

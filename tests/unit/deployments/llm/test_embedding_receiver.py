@@ -160,7 +160,7 @@ def test_a_lease_ends_when_the_last_worker_has_loaded_what_it_was_told_to() -> N
             arrived = await given.receiver.receive(at_once(image))
             assert given.scheduler is not None
             table = given.scheduler.table
-            await eventually(lambda: table.available("request", [image.digest]))
+            await eventually(lambda: table.available("request", [image.digest]) == 1)
             lease = table.load(image.digest)
             given.receiver.close(arrived)
             given.scheduler.finished("request")
@@ -190,7 +190,7 @@ def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead
                 timings = dataclasses.replace(image.timings, ready_at_s=time.time() + ahead_s)
                 arrived = await given.receiver.receive(at_once(dataclasses.replace(image, timings=timings)))
                 assert arrived.engine_loads
-                await eventually(lambda digest=image.digest: table.available("request", [digest]) == 1)
+                await eventually(lambda digest=image.digest: table.available("request", [digest]) == 1)  # type: ignore[misc]
                 lease = table.load(image.digest)
                 loaded = given.memories[0].load(lease, torch.float32)
                 given.workers[0].loaded(Loaded(lease.name, loaded.nbytes, time.time() - lease.ready_at_s))
@@ -344,7 +344,7 @@ def test_an_engine_that_has_gone_holds_nothing() -> None:
 
 
 def test_memory_that_the_engine_cannot_map_goes_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA refused to pin it")
 
     monkeypatch.setattr(WorkerMemory, "map", refuse)
@@ -362,7 +362,7 @@ def test_memory_that_the_engine_cannot_map_goes_with_the_request(monkeypatch: py
 def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others() -> None:
     """The others kept it mapped, and pinned, for as long as the engine lived."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA refused to pin it")
 
     async def scenario() -> None:

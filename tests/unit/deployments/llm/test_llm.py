@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pickle
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -127,7 +127,8 @@ def test_where_an_encoder_failed_the_ingress_is_told_at_once_and_nothing_else(er
     async def scenario() -> None:
         llm, places = replica(), [place(0), place(1)]
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        pieces = llm.handle(request(*places), places, [never, *at_once(error)])
+        encodings: list[Awaitable[Any]] = [never, *at_once(error)]
+        pieces = llm.handle(request(*places), places, encodings)
         assert [piece async for piece in pieces] == [NotEncoded(1)]
         assert (never.cancelled(), llm.seen.calls, llm.state()["keys"]) == (True, 0, 0)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -263,7 +263,7 @@ def picture(colour: int) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}}
 
 
-def asked_in_turn(stand_ins: Remembers, *conversations: list[list[object]], **limits: Any) -> list[int]:
+def asked_in_turn(stand_ins: Remembers, *conversations: Sequence[Sequence[object]], **limits: Any) -> list[int]:
     """The status of each request to one ingress; a request is what its user says, turn by turn."""
 
     async def ask() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import NoReturn
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_an_embedding_of_another_host_comes_to_the_engine(engine: bool) -> None:
                 else:
                     assert found.shape == (6, 0)
                     table = given.scheduler.table
-                    await eventually(lambda: table.available("request", [image.digest]))
+                    await eventually(lambda: table.available("request", [image.digest]) == 1)
                     memory: WorkerMemory = given.memories[0]
                     assert (memory.load(table.load(image.digest), expected.dtype) == expected).all()
                     given.scheduler.finished("request")
@@ -76,7 +77,7 @@ def test_a_read_that_blocks_its_thread_fails_in_time() -> None:
     """NIXL may block the thread that polls, and with it the buffer's own timeout."""
 
     class Blocking(FakeMemory):
-        def read(self, *_: object, **__: object) -> object:  # type: ignore[override]
+        def read(self, *_: object, **__: object) -> NoReturn:
             network.unblocked.wait()
             raise RuntimeError("NIXL returned")
 

@@ -31,7 +31,7 @@ def test_the_next_is_made_while_the_first_is_on_its_way() -> None:
 
 def test_nothing_follows_where_there_is_nothing() -> None:
     async def nothing() -> AsyncGenerator[int, None]:
-        for number in ():
+        for number in list[int]():
             yield number
 
     async def scenario() -> None:
@@ -65,7 +65,7 @@ def test_what_is_left_early_is_closed_before_it_goes_on(read: int) -> None:
 
 def test_what_fails_first_is_told_after_the_first() -> None:
     async def broken() -> AsyncGenerator[int, None]:
-        for number in ():
+        for number in list[int]():
             yield number
         raise LookupError("broken")
 
@@ -124,7 +124,7 @@ def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> 
 
 def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_else() -> None:
     async def broken() -> AsyncGenerator[int, None]:
-        for number in ():
+        for number in list[int]():
             yield number
         raise LookupError("broken")
 

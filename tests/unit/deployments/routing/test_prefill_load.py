@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,6 @@ def test_the_conversations_read_last_are_told() -> None:
 
 
 def test_who_is_first_done_comes_first_and_equals_stay() -> None:
-    told = {"b": {WORK: 10}, "a": {WORK: 10, HELD: b""}, "c": {WORK: 5}, "d": {}}
+    told: dict[str, dict[str, Any]] = {"b": {WORK: 10}, "a": {WORK: 10, HELD: b""}, "c": {WORK: 5}, "d": {}}
     assert soonest(Call(KEYS[0], cost=4000), told) == ["c", "b", "a"]
     assert soonest(Call(None, cost=4000), {}) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,18 +18,20 @@ SPEED = 1000.0
 AMOUNTS = st.floats(0, 1e9)
 
 
-def load(**changes: float | None) -> VisualLoad:
-    values = {
-        "now_s": 0.0,
-        "running": 4,
-        "asked_for": 4,
-        "backlog_tokens": 0.0,
-        "waiting_images": 0.0,
-        "arriving_tokens_per_s": 0.0,
-        "tokens_per_s": SPEED,
-        "tokens_per_image": 100.0,
-    }
-    return VisualLoad(**(values | changes))  # type: ignore[arg-type]
+IDLE = VisualLoad(
+    now_s=0.0,
+    running=4,
+    asked_for=4,
+    backlog_tokens=0.0,
+    waiting_images=0.0,
+    arriving_tokens_per_s=0.0,
+    tokens_per_s=SPEED,
+    tokens_per_image=100.0,
+)
+
+
+def load(**changes: Any) -> VisualLoad:
+    return dataclasses.replace(IDLE, **changes)
 
 
 def needed(found: VisualLoad, *, most: int = 1000, **targets: float) -> int:

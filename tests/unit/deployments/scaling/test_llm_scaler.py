@@ -44,7 +44,7 @@ def needed(least: int = 0, most: int = 100, **load: Any) -> int:
         ({"coming_requests": 1}, 1),
     ],
 )
-def test_by_requests_and_by_their_cache(load: dict[str, float], replicas: int) -> None:
+def test_by_requests_and_by_their_cache(load: dict[str, Any], replicas: int) -> None:
     assert needed(**load) == replicas
 
 

@@ -23,8 +23,8 @@ def context(reports: list[dict[str, list[float]]], **changes: Any) -> Autoscalin
     """`reports`: what each replica has reported, oldest first, by name."""
     raw: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
     for number, report in enumerate(reports):
-        for name, values in report.items():
-            series = [TimeStampedValue(float(at), value) for at, value in enumerate(values)]
+        for name, reported in report.items():
+            series = [TimeStampedValue(float(at), value) for at, value in enumerate(reported)]
             raw.setdefault(name, {})[ReplicaID(str(number), ENCODER)] = series
     values: dict[str, Any] = {
         "deployment_id": ENCODER,

@@ -59,7 +59,7 @@ def test_every_image_tells_where_and_how_it_was_encoded() -> None:
         timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran)
         return EncodedImage("d" * 64, (1, 4, 6), "float32", np.zeros((6, 1), np.float32), timings)
 
-    images = [
+    images: list[EncodedImage | ImageRefused] = [
         made(Ran(64, None, 50, 3), "ab12"),
         ImageRefused("not an image"),
         made(Ran(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),

@@ -494,7 +494,8 @@ def test_what_is_awaited_goes_before_what_is_cached() -> None:
     """An embedding that nobody but the cache refers to gives way; one that a reader holds stays where it is."""
     store = EmbeddingStore(4 * PAGE_BYTES)
     replica = EncoderReplica.__new__(EncoderReplica)
-    replica._cache = cache = EmbeddingCache(1 << 30)
+    replica._cache = EmbeddingCache(1 << 30)
+    cache = replica._cache
     tokens = (PAGE_BYTES - HEADER_BYTES + PAGE_BYTES) // (2 * WIDTH)  # two pages with its header
     held = encoded(store, 1, tokens=tokens)
     cache.put(digest(1), held, held.num_bytes)

@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -42,7 +43,8 @@ OTHERS = ("tokenizer.json", "README.md", "model-00001-of-00004.safetensors", "mo
 VISION_SHARDS = ("model-00002-of-00004.safetensors", "model-00004-of-00004.safetensors")
 
 
-def _response(status: int) -> httpx.Response:
+def _response(status: int) -> Any:
+    """An httpx response; some versions of huggingface_hub declare httpx2's."""
     return httpx.Response(status, request=httpx.Request("GET", "http://hub.invalid"))
 
 

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from encoder.checkpoint.vision_config import ARCHITECTURES, VisionConfig, VisionConfigError
 
 # The vision parts as published with the models.
-QWEN25_7B = {
+QWEN25_7B: dict[str, object] = {
     "model_type": "qwen2_5_vl",
     "torch_dtype": "bfloat16",
     "vision_config": {
@@ -31,7 +31,7 @@ QWEN25_7B = {
         "temporal_patch_size": 2,
     },
 }
-QWEN3_8B = {
+QWEN3_8B: dict[str, object] = {
     "model_type": "qwen3_vl",
     "text_config": {"dtype": "bfloat16"},
     "vision_config": {

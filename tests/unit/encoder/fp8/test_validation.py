@@ -57,7 +57,7 @@ def tried(config: EncoderConfig, tower: VisionConfig, *spoils: float, alone: flo
         return found
 
     run, found = try_fp8(
-        lambda share: partial(narrow, share),  # type: ignore[arg-type]
+        lambda share: partial(narrow, share),
         wide,  # type: ignore[arg-type]
         tower,
         config,

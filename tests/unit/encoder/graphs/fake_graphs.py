@@ -34,9 +34,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int)
     borders = cu_seqlens.tolist()
     for start, end in pairwise(borders):
         assert 0 <= end - start <= max_seqlen
-        part = [tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v)]
+        queries, keys, values = (tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v))
         if end > start:
-            out[start:end] = F.scaled_dot_product_attention(*part)[0].transpose(0, 1)
+            out[start:end] = F.scaled_dot_product_attention(queries, keys, values)[0].transpose(0, 1)
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from encoder.graphs import capture as capturing_module
 from encoder.graphs.buffers import GraphKey
 from encoder.graphs.capture import Capturing
 from encoder.graphs.capture_policy import MemoryModel, Prices, best_tight, best_whole
+from encoder.graphs.captured import EncoderGraphs
 from encoder.graphs.traffic_histogram import Wanted
 from encoder.metadata.device_tables import GridTables
 from encoder.packing.costs import EAGER_MARGIN, Costs, ascending
@@ -68,7 +70,8 @@ def made(
     largest = max(config.encoder_cudagraph_token_budgets)
     graphs = FakeGraphs(forward, GridTables(VISION, CPU, 2**18), largest, 16)
     capturing = Capturing(
-        graphs, config, VISION, tally, activation_bytes=1000, length_classes=lengths, state_file=file, fingerprint="f",
+        cast(EncoderGraphs, graphs), config, VISION, tally,
+        activation_bytes=1000, length_classes=lengths, state_file=file, fingerprint="f",
         clock=clock or Clock(),
     )  # fmt: skip
     if start:

@@ -219,7 +219,7 @@ def overlapping_kernels() -> dict[str, Any]:
     }
 
 
-OVERLAPPED: dict[str, tuple[dict[str, str], dict[str, object]]] = {
+OVERLAPPED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "_attention_kernel": (
         {"tiles_ptr": "*i32", "scale": "fp32"} | dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32"),
         {"HEADS": HEADS, "DIM": 72, "HEAD": 64, "TAIL": 16, "ROWS": 64, "KEYS": 64},

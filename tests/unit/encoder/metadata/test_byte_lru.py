@@ -10,7 +10,12 @@ from encoder.metadata.byte_lru import Recent
 
 def test_what_was_used_longest_ago_goes_first() -> None:
     made: list[int] = []
-    recent: Recent[int, int] = Recent(lambda key: made.append(key) or key, lambda value: 40, 100)
+
+    def make(key: int) -> int:
+        made.append(key)
+        return key
+
+    recent: Recent[int, int] = Recent(make, lambda value: 40, 100)
     assert [recent.get(key) for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
     assert made == [1, 2, 3, 2]
     assert (recent.hits, recent.misses, recent.held_bytes) == (2, 4, 80)

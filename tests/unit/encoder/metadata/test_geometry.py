@@ -170,7 +170,7 @@ def test_metadata_of_a_batch_is_that_of_its_images_one_after_another(architectur
         found = getattr(batch, field)
         assert found is None if not present else torch.equal(found, torch.cat(present))
     if architecture == "qwen3_vl":
-        assert batch.window_order is batch.window_inverse is batch.windows is None
+        assert all(part is None for part in (batch.window_order, batch.window_inverse, batch.windows))
         return
     assert batch.window_order is not None
     assert batch.window_inverse is not None

@@ -7,7 +7,7 @@ may go on. So a buffer that is written again or read too early gives wrong numbe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from encoder.packing.greedy import Batch
 from encoder.pixels.preprocess import Pixels, patchify, resize
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds
-from encoder.staging.streams import Lanes, Mark, lanes_of
+from encoder.staging.streams import Lane, Lanes, Mark, lanes_of
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -45,8 +45,8 @@ class Device:
         return torch.full((num_bytes,), 99, dtype=torch.uint8)
 
     def as_lanes(self) -> Lanes:
-        self.lanes = [Deferred(self) for _ in range(3)]
-        return Lanes(*self.lanes, CPU, self.pin, lambda _: self.direct)
+        copy_in, compute, copy_out = self.lanes = [Deferred(self) for _ in range(3)]
+        return Lanes(copy_in, compute, copy_out, CPU, self.pin, lambda _: self.direct)
 
     def step(self) -> None:
         """The next piece of work of one of the lanes that may go on."""
@@ -60,7 +60,7 @@ class Device:
 
 
 @dataclass
-class DeferredMark:
+class DeferredMark(Mark):
     device: Device
     reached: bool = False
 
@@ -72,7 +72,7 @@ class DeferredMark:
         return self.reached
 
 
-class Deferred:
+class Deferred(Lane):
     """A lane. Work that makes a tensor is done at once, as an allocation is."""
 
     def __init__(self, device: Device) -> None:
@@ -83,7 +83,7 @@ class Deferred:
         if getattr(work, "__name__", "") == "<lambda>" and "empty" in work.__code__.co_names:
             made: Any = work()
             made.view(torch.uint8).fill_(111)
-            return made  # type: ignore[no-any-return]
+            return made
         self.work.append(work)
         return None  # type: ignore[return-value]
 
@@ -149,9 +149,9 @@ class Tower:
         return output
 
 
-def pipeline_on(device: Device, **bad: set[int]) -> tuple[Pipeline, Tower, Staging]:
+def pipeline_on(device: Device, bad: Iterable[int] = ()) -> tuple[Pipeline, Tower, Staging]:
     lanes = device.as_lanes()
-    tower, staging = Tower(lanes, **bad), Staging(RULES, lanes, BOUNDS)
+    tower, staging = Tower(lanes, set(bad)), Staging(RULES, lanes, BOUNDS)
     return Pipeline(staging, tower.plan, tower.run, dtype=torch.float32), tower, staging
 
 

@@ -75,7 +75,7 @@ def _save(
     if not shards:
         save_file({**named, **LANGUAGE}, folder / SINGLE_FILE)
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         part = dict(list(named.items())[shard::shards])
         save_file(part, folder / f"model-{shard}.safetensors")

@@ -156,7 +156,8 @@ def test_callers_who_leave_cost_nothing(
 
 def test_an_image_that_takes_too_long_is_refused_and_the_pool_goes_on(pool: DecodePool, runner: asyncio.Runner) -> None:
     async def scenario() -> None:
-        slow, good = await asyncio.gather(decoded(pool, TOO_SLOW), decoded(pool, GOOD), return_exceptions=True)
+        both = await asyncio.gather(decoded(pool, TOO_SLOW), decoded(pool, GOOD), return_exceptions=True)
+        slow, good = both
         assert isinstance(slow, ImageError)
         assert str(slow) == "decoding took longer than 3 s"
         assert not isinstance(good, BaseException)
@@ -262,8 +263,13 @@ def test_a_decoder_that_answers_anything_costs_one_image(
         (worker,) = decoders()
         decoder._connection.close()
         decoder._connection, theirs = multiprocessing.Pipe()
+
+        def hand_over(_: object) -> None:
+            for one in answers:
+                theirs.send_bytes(one)
+
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "_hand_over", lambda task: [theirs.send_bytes(one) for one in answers])
+            patch.setattr(decoder, "_hand_over", hand_over)
             with pytest.raises(ImageError):
                 await decoded(pool, GOOD)
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1

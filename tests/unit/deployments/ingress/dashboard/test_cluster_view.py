@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -70,14 +70,14 @@ def test_nothing_is_known_outside_of_serve() -> None:
 
 def test_a_message_is_cut_to_a_line() -> None:
     found = deployment("LLM", "l") | {"status": "UNHEALTHY", "message": "it died\nTraceback: /home/somebody"}
-    (shown,) = view({"deployments": {"LLM": found}}, {}, QUIET)["deployments"]  # type: ignore[misc,union-attr]
-    assert shown["message"] == "it died"  # type: ignore[index,call-overload]
+    (shown,) = cast(list[dict[str, Any]], view({"deployments": {"LLM": found}}, {}, QUIET)["deployments"])
+    assert shown["message"] == "it died"
 
 
 def test_bounds_of_the_autoscaler_stand_beside_its_target() -> None:
     found = deployment("Encoder", "a", autoscaling={"min_replicas": 0, "max_replicas": 8})
-    (shown,) = view({"deployments": {"Encoder": found}}, {}, QUIET)["deployments"]  # type: ignore[misc,union-attr]
-    assert {name: shown[name] for name in ("autoscaling", "target", "min_replicas", "max_replicas")} == {  # type: ignore[index,call-overload]
+    (shown,) = cast(list[dict[str, Any]], view({"deployments": {"Encoder": found}}, {}, QUIET)["deployments"])
+    assert {name: shown[name] for name in ("autoscaling", "target", "min_replicas", "max_replicas")} == {
         "autoscaling": True,
         "target": 1,
         "min_replicas": 0,

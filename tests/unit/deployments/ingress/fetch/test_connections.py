@@ -53,11 +53,11 @@ class Handshakes(httpcore.AsyncMockBackend):
         stream = await super().connect_tcp(host, port)
         write = stream.write
 
-        async def noted(ssl_context: Any, server_hostname: str | None = None, **_: Any) -> Any:
+        async def noted(ssl_context: Any, server_hostname: str | None = None, *_: Any, **__: Any) -> Any:
             self.names.append(server_hostname)
             return stream
 
-        async def kept(buffer: bytes, **_: Any) -> None:
+        async def kept(buffer: bytes, *_: Any, **__: Any) -> None:
             self.sent += buffer
             await write(buffer)
 

@@ -32,7 +32,7 @@ def refusal(body: dict[str, Any]) -> ApiError:
 
 
 def test_images_of_all_messages_come_in_order_with_labels() -> None:
-    body = {
+    body: dict[str, Any] = {
         "messages": [
             {"role": "system", "content": "You see pictures."},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {**IMAGE}, "b", {**IMAGE}]},

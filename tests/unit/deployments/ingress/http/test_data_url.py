@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from urllib.parse import quote, quote_from_bytes
 
+import pybase64
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,7 +104,7 @@ def test_too_large_is_decided_before_decoding(url: str, monkeypatch: pytest.Monk
     def must_not_run(*_: object, **__: object) -> bytes:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(data_url.pybase64, "b64decode", must_not_run)
+    monkeypatch.setattr(pybase64, "b64decode", must_not_run)
     monkeypatch.setattr(data_url, "unquote_to_bytes", must_not_run)
     with pytest.raises(MediaTooLargeError):
         decoded(url)

@@ -124,7 +124,12 @@ def test_ten_thousand_leases_that_end_at_once_do_not_stop_the_replica() -> None:
             mine.send("all are given")
             assert mine.recv() == "in use"
             mine.send("finish")
-            loop = threading.Thread(target=lambda: [link.release(each) for each in leases.values()], daemon=True)
+
+            def finish() -> None:
+                for each in leases.values():
+                    link.release(each)
+
+            loop = threading.Thread(target=finish, daemon=True)
             loop.start()
             loop.join(PATIENCE_S)
             assert not loop.is_alive()
@@ -163,7 +168,7 @@ def test_a_message_that_cannot_be_handled_is_counted_and_the_next_one_is_handled
 
 
 def test_memory_that_cannot_be_unmapped_does_not_keep_other_memory_from_being_mapped(engine: Engine) -> None:
-    def refuse(_: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA refused to unpin it")
 
     engine.memories[0].unmap = refuse  # type: ignore[method-assign]

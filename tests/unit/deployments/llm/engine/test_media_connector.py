@@ -33,7 +33,7 @@ def vllms_fetch_methods() -> Iterator[str]:
 
 def called(connector: KeyedMediaConnector, method: str, *arguments: object) -> object:
     result = getattr(connector, method)(*arguments)
-    return asyncio.run(result) if inspect.isawaitable(result) else result
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def test_keys_are_unguessable() -> None:

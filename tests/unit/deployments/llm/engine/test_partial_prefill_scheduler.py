@@ -139,7 +139,7 @@ def test_it_is_the_scheduler_that_vllm_would_have_taken(asynchronous: bool, monk
         lambda base: lambda *args, **kwargs: made.append((base, args, kwargs)),
     )
     vllm_config = SimpleNamespace(scheduler_config=config)
-    config.get_scheduler_cls()(vllm_config, log_stats=True)  # type: ignore[call-arg]
+    config.get_scheduler_cls()(vllm_config, log_stats=True)
     ((base, args, kwargs),) = made
     assert base.__name__ == ("AsyncScheduler" if asynchronous else "Scheduler")
     assert (args, kwargs) == ((vllm_config,), {"log_stats": True})

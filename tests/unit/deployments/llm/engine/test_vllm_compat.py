@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -102,10 +102,11 @@ def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
     adapter.record(None, None, engine_idx=1)
     adapter.record_sleep_state(0, 0)
     adapter.log()
-    assert stats.load() == EngineLoad(5, 3, pytest.approx(0.3))
-    assert stats.load(besides=2) == EngineLoad(5, 1, pytest.approx(0.3))
-    assert stats.load(besides=4) == EngineLoad(4, 0, pytest.approx(0.3)), "one of them is being read"
-    assert stats.load(besides=9) == EngineLoad(0, 0, pytest.approx(0.3))
+    kv_cache_use = cast(float, pytest.approx(0.3))
+    assert stats.load() == EngineLoad(5, 3, kv_cache_use)
+    assert stats.load(besides=2) == EngineLoad(5, 1, kv_cache_use)
+    assert stats.load(besides=4) == EngineLoad(4, 0, kv_cache_use), "one of them is being read"
+    assert stats.load(besides=9) == EngineLoad(0, 0, kv_cache_use)
 
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
