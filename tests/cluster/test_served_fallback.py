@@ -30,7 +30,8 @@ class UnfusedEncoder(ControlledEncoder):
         def differs(*_: object, **__: object) -> forwards.TowerForward:
             raise FusionError("the fused tower differs")
 
-        forwards._can_fuse = lambda tower: True
+        forwards._on_gpu = lambda tower: True
+        forwards._fused_unsupported_reason = lambda tower: None
         forwards._fused = differs
         super().__init__(config)
 

@@ -1,4 +1,4 @@
-"""The towers on a CUDA device: variable-length attention, the float32 fallback, and no waiting for the device."""
+"""The towers on a CUDA device: variable-length attention, dense attention in float32, and no waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from encoder.metadata.segments import AttentionBackend
+from encoder.towers.attention import choose_backend
 from encoder.towers.weights import load_tower
 from tests.parity.reference_towers import Grid, Reference, make_reference, random_patches, relative_error
 
@@ -47,17 +48,15 @@ def test_bfloat16_is_as_close_to_float32_as_the_cpu_is(reference: Reference) -> 
     expected = exact(patches, exact.prepare(GRIDS))
     on_cpu = load_tower(reference.path, dtype=torch.bfloat16, device=CPU)
     on_gpu = load_tower(reference.path, dtype=torch.bfloat16, device=CUDA)
-    assert on_gpu.attention_choice.backend is AttentionBackend.VARLEN
-    assert on_gpu.attention_choice.fallback is None
+    assert choose_backend(on_gpu.device, on_gpu.dtype, on_gpu.config.head_dim) is AttentionBackend.VARLEN
     bound = BFLOAT16_RATIO * relative_error(on_cpu(patches, on_cpu.prepare(GRIDS)), expected)
     assert relative_error(on_gpu(patches.to(CUDA), on_gpu.prepare(GRIDS)).cpu(), expected) <= bound
 
 
-def test_float32_falls_back_visibly_and_equals_the_cpu(reference: Reference) -> None:
+def test_float32_uses_dense_attention_and_equals_the_cpu(reference: Reference) -> None:
     exact = load_tower(reference.path, dtype=torch.float32, device=CPU)
     tower = load_tower(reference.path, dtype=torch.float32, device=CUDA)
-    assert tower.attention_choice.backend is AttentionBackend.SDPA
-    assert tower.attention_choice.fallback == "no variable-length kernel for torch.float32"
+    assert choose_backend(tower.device, tower.dtype, tower.config.head_dim) is AttentionBackend.SDPA
     patches = random_patches(GRIDS, exact.config.patch_dim)
     expected = exact(patches, exact.prepare(GRIDS)).split(COUNTS)
     found = tower(patches.to(CUDA), tower.prepare(GRIDS)).cpu().split(COUNTS)
