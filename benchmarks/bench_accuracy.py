@@ -24,7 +24,7 @@ import torch
 from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.rungs import RUNGS, RungUnavailableError
 from benchmarks.record import ROOT, gpu, provenance, save, write
-from benchmarks.serving.accuracy_ways import BACKENDS, Encoded, Way, distance, encode, ways
+from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, distance, encode, ways
 from deployments.llm.engine import import_shim
 from encoder.towers.backends import BackendUnavailableError
 from training.conversations import Conversation, messages
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         skipped.append({"name": name, "reason": reason[:500]})
         print(f"left out: {name}: {reason[:200]}", flush=True)
 
-    made: dict[Way, tuple[list[Encoded], dict[str, Any]]] = {}
+    made: dict[Configuration, tuple[list[Encoded], dict[str, Any]]] = {}
     last_start = (1 - ENCODING_SHARE) * deadline.left
     for way in ways(options.rungs, options.backends):
         if deadline.left < last_start:

@@ -25,7 +25,7 @@ from benchmarks.simulation.affinity_replay import (
     Replay,
     Request,
     Router,
-    Scene,
+    Scenario,
     distinct_bytes,
     images_of,
     load_of,
@@ -62,7 +62,7 @@ class TwoChoices:
         self._calls[begun.name] -= 1
 
 
-def affinity(scene: Scene, load_factor: float, *, separate_cache_hits: bool = True) -> Callable[[int], Router]:
+def affinity(scene: Scenario, load_factor: float, *, separate_cache_hits: bool = True) -> Callable[[int], Router]:
     def make(_: int) -> Router:
         made = Affinity(load_factor=load_factor, separate_cache_hits=separate_cache_hits)
         made.set_replicas(scene.names)
@@ -71,7 +71,7 @@ def affinity(scene: Scene, load_factor: float, *, separate_cache_hits: bool = Tr
     return make
 
 
-def ways(scene: Scene, load_factor: float) -> dict[str, tuple[Scene, Callable[[int], Router]]]:
+def ways(scene: Scenario, load_factor: float) -> dict[str, tuple[Scenario, Callable[[int], Router]]]:
     """Returns the compared policies by name."""
     silent = replace(scene, publish_s=NEVER_S)
     return {
@@ -83,7 +83,7 @@ def ways(scene: Scene, load_factor: float) -> dict[str, tuple[Scene, Callable[[i
     }
 
 
-def compare(scene: Scene, load_factor: float) -> dict[str, Any]:
+def compare(scene: Scenario, load_factor: float) -> dict[str, Any]:
     measure = one_cache(scene.requests, scene.cache_bytes)
     rows: dict[str, Any] = {}
     for name, (met, make_router) in ways(scene, load_factor).items():
@@ -117,7 +117,7 @@ def decision_us(replicas: int, load_factor: float) -> float:
     return (time.thread_time() - began) / DECISIONS * 1e6
 
 
-def show(scene: Scene, busy: float, found: dict[str, Any]) -> None:
+def show(scene: Scenario, busy: float, found: dict[str, Any]) -> None:
     print(f"{scene.ingresses} ingress, {busy:.2f} busy: one cache hits {found['one_cache']:.4f}")
     for name, row in found["ways"].items():
         print(
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for busy in asked.busy:
             at_pace = paced(requests, busy / own) if busy else requests
             cache_bytes = int(num_bytes * asked.cache_share)
-            scene = Scene(at_pace, asked.replicas, cache_bytes, speed, ingresses, asked.publish_s)
+            scene = Scenario(at_pace, asked.replicas, cache_bytes, speed, ingresses, asked.publish_s)
             found = compare(scene, asked.load_factor)
             show(scene, busy or own, found)
             runs.append({"ingresses": ingresses, "busy": busy or own, **found})

@@ -48,7 +48,7 @@ DISTINCT = 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     side: int
     images: int
     workers: int
@@ -74,7 +74,7 @@ def photos(side: int, count: int, seed: int) -> list[bytes]:
     return files
 
 
-def make_encoder(arch: str, asked: Asked) -> Encoder:
+def make_encoder(arch: str, asked: Options) -> Encoder:
     """Returns an encoder of the published size with random weights and default settings."""
     dtype = torch.bfloat16 if asked.device.type == "cuda" else torch.float32
     vision = config_of(arch, tiny=asked.tiny, dtype=str(dtype).removeprefix("torch."))
@@ -104,7 +104,7 @@ def rate(images: int, run: Callable[[], object], device: torch.device) -> float:
     return images / (time.perf_counter() - began)
 
 
-def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object]:
+def measure(arch: str, asked: Options, files: Sequence[bytes]) -> dict[str, object]:
     """Measures all paths of one tower in images per second."""
     made: list[tuple[Encoder, float, float]] = []
 
@@ -148,7 +148,7 @@ def measure(arch: str, asked: Asked, files: Sequence[bytes]) -> dict[str, object
     }
 
 
-def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> float:
+def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Options) -> float:
     """Measures patches to embeddings, both on the device, in the batches that the encoder makes of all images."""
     rules, runner = encoder.identity.rules, encoder.runner
     staging = Staging(rules, lanes_of(asked.device))
@@ -173,7 +173,7 @@ def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> fl
     return rate(rounds * min(asked.in_flight, len(grids)), run, asked.device)
 
 
-def device_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> float:
+def device_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Options) -> float:
     """Measures decoded pixels in pageable host memory to embeddings fetched one batch later."""
     images = [decoded[number % len(decoded)] for number in range(asked.images)]
 
@@ -191,7 +191,9 @@ def device_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Asked) -> f
     return rate(asked.images, lambda: run(asked.images), asked.device)
 
 
-async def file_rates(pool: DecodePool, worker: GpuWorker, files: Sequence[bytes], asked: Asked) -> tuple[float, float]:
+async def file_rates(
+    pool: DecodePool, worker: GpuWorker, files: Sequence[bytes], asked: Options
+) -> tuple[float, float]:
     """Measures the decoders alone, and files to embeddings in host memory, with `in_flight` images in flight."""
     places = asyncio.Semaphore(asked.in_flight)
     size = (asked.side, asked.side)
@@ -230,7 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = Asked(
+    asked = Options(
         side=options.side or (96 if options.tiny else 1024),
         images=options.images or (12 if options.tiny else 512),
         workers=options.workers,

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.ladder.baton import Peer
 from benchmarks.ladder.gpu_clock import Readings, sampled
-from benchmarks.ladder.ladder import NO_TIME, Asked, Ladder, new_record
+from benchmarks.ladder.ladder import NO_TIME, Ladder, Options, new_record
 from benchmarks.ladder.measure import Deadline, product_tflops
 from benchmarks.ladder.rungs import HOPPER_PACKAGES, RUNGS
 from benchmarks.ladder.summary import sentences, summary, sustained_sentences, together
@@ -168,7 +168,7 @@ def _measure(
     peer: Peer | None,
 ) -> None:
     """Measures one tower into the report, which is saved after each shape."""
-    asked = Asked(
+    asked = Options(
         rungs=_rungs(options),
         peers=options.peers,
         rounds=options.rounds,

@@ -75,7 +75,7 @@ class Load:
 
 
 @dataclass
-class Asked:
+class Options:
     """Answers of one server so far."""
 
     latency: list[Answer] = field(default_factory=list)
@@ -143,7 +143,7 @@ def requests(load: Load, number: int) -> Bodies:
     return latency, opened
 
 
-async def warm(url: str, asked: Asked, load: Load) -> bool:
+async def warm(url: str, asked: Options, load: Load) -> bool:
     """Sends the first requests to a server; returns whether it answers."""
     bodies, _ = requests(load, -1)
     began = time.perf_counter()
@@ -154,7 +154,7 @@ async def warm(url: str, asked: Asked, load: Load) -> bool:
     return all(answer.ok for answer in answers)
 
 
-async def measure(url: str, asked: Asked, load: Load, number: int, bodies: Bodies) -> None:
+async def measure(url: str, asked: Options, load: Load, number: int, bodies: Bodies) -> None:
     """Runs one round on one server."""
     latency, opened = bodies
     answers = await one_by_one(url, latency)
@@ -189,7 +189,7 @@ def turned(names: list[str], number: int) -> list[str]:
 
 
 def rows(
-    served: Sequence[Served], found: Mapping[str, Asked], ready: Mapping[str, float], common: Mapping[str, Any]
+    served: Sequence[Served], found: Mapping[str, Options], ready: Mapping[str, float], common: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns a row per measured server, by label, in the order of `served`."""
     made = {}
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "skipped": skipped,
         "rows": {},
     }
-    found = {one.name: Asked() for one in served}
+    found = {one.name: Options() for one in served}
     ready: dict[str, float] = {}
     logs = options.logs or (options.out.parent if options.out else Path.cwd())
 

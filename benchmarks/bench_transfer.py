@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.record import gpu, provenance, write
 from benchmarks.transfer import object_store as transfer_today
-from benchmarks.transfer.figures import BARS_MS, Asked, Took, bars_met, change, device_here, sum_of_bits
+from benchmarks.transfer.figures import BARS_MS, Options, Took, bars_met, change, device_here, sum_of_bits
 from benchmarks.transfer.paths import SLOTS, WAYS, Receiver, Side, slot_bytes
 from deployments.transfer.shared_memory import Arena, ArenaHandle
 
@@ -37,7 +37,7 @@ TODAY = "today"
 PAIR_PATIENCE_S = 240.0
 
 
-def send_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection) -> None:
+def send_all(way: str, asked: Options, handle: ArenaHandle, channel: Connection) -> None:
     """Runs the encoder's process."""
     side = Side(device_here(), channel, handle.open(), asked.most_bytes)
     sender = WAYS[way].sender(side)
@@ -57,7 +57,7 @@ def send_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection) -
             channel.recv()
 
 
-def receive_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
+def receive_all(way: str, asked: Options, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
     """Runs the engine's process; sends the measurements, or the reason for having none."""
     try:
         side = Side(device_here(), channel, handle.open(), asked.most_bytes)
@@ -68,7 +68,7 @@ def receive_all(way: str, asked: Asked, handle: ArenaHandle, channel: Connection
         results.send(f"{type(error).__name__}: {error}")
 
 
-def _receive(receiver: Receiver, side: Side, asked: Asked, megabytes: float) -> Took:
+def _receive(receiver: Receiver, side: Side, asked: Options, megabytes: float) -> Took:
     out = torch.zeros(asked.num_tokens(megabytes), asked.width, dtype=torch.bfloat16, device=side.device)
     seconds = []
     for number in range(asked.warm_ups + asked.rounds):
@@ -101,7 +101,7 @@ def sees_gpu(number: int | None) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def measure(way: str, asked: Asked, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
+def measure(way: str, asked: Options, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
     """Measures one path in two fresh processes on these GPUs; returns the reason if that fails."""
     context = multiprocessing.get_context("spawn")
     arena = Arena(SLOTS * slot_bytes(asked.most_bytes))
@@ -131,7 +131,7 @@ def measure(way: str, asked: Asked, gpus: tuple[int | None, int | None]) -> dict
                 process.join()
 
 
-def today(asked: Asked, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
+def today(asked: Options, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
     """Measures the path through Ray in a separate Ray with these GPUs only."""
     with sees_gpu(0 if gpus == (0, 0) else None):
         return transfer_today.measure(asked, num_gpus=len({number for number in gpus if number is not None}))
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.tiny:
         given.megabytes, given.rounds, given.ways = "0.1,1", 5, "application,shared_memory,shared_memory_2mib,cuda_ipc"
-    asked = Asked(tuple(map(float, given.megabytes.split(","))), given.width, given.rounds, 5)
+    asked = Options(tuple(map(float, given.megabytes.split(","))), given.width, given.rounds, 5)
     count = torch.cuda.device_count()
     layouts: dict[str, tuple[int | None, int | None]] = {"host_memory": (None, None)} if not count else {}
     if count >= 2:

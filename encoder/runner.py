@@ -18,7 +18,7 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from encoder.forwards import TowerForward
 from encoder.graphs.budgets import resolved_budgets
-from encoder.graphs.capture import Capturing
+from encoder.graphs.capture import GraphCapturer
 from encoder.graphs.capture_policy import activation_bytes_per_token
 from encoder.graphs.captured import EncoderGraphs
 from encoder.metadata.builder import MetadataBuilder
@@ -28,7 +28,7 @@ from encoder.metadata.segments import AttentionBackend
 from encoder.packing.cost_based import CostTable, plan
 from encoder.packing.costs import image_cost
 from encoder.packing.greedy import Batch, pack
-from encoder.packing.run_counts import Ran, Reason, RunCounts
+from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class TowerRunner:
         config: EncoderConfig,
         *,
         tables: GridTables | None,
-        capturing: Capturing | None,
+        capturing: GraphCapturer | None,
         without_graphs: Reason = Reason.SWITCHED_OFF,
         counts: RunCounts | None = None,
     ) -> None:
@@ -54,7 +54,7 @@ class TowerRunner:
         self._capturing = capturing
         self._without_graphs = without_graphs
         self._counts = counts or RunCounts()
-        self.ran: Ran | None = None
+        self.ran: RunRecord | None = None
         """Record of the last batch; None before the first."""
         self._budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=capturing is not None)
 
@@ -86,7 +86,7 @@ class TowerRunner:
             largest_budget=max(resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
             max_images=config.encoder_cudagraph_max_images_per_batch,
         )
-        capturing = Capturing(
+        capturing = GraphCapturer(
             graphs,
             config,
             forward.config,
@@ -158,12 +158,12 @@ class TowerRunner:
             key = None if budget is None else capturing.graphs.fitting(layout, budget)
             if key is not None:
                 self._counts.replayed(tokens, key.budget)
-                self.ran = Ran(key.budget, None, tokens, len(grids))
+                self.ran = RunRecord(key.budget, None, tokens, len(grids))
                 # A copy: the next replay overwrites the static output buffer.
                 return capturing.graphs.replay(key, patches, layout).clone()
             reason = capturing.reason_against(layout, budget)
         self._counts.ran_eagerly(tokens, reason)
-        self.ran = Ran(None, reason, tokens, len(grids))
+        self.ran = RunRecord(None, reason, tokens, len(grids))
         if layout is not None and self._tables is not None:
             metadata = self.forward.exact_metadata(self._tables, layout)
         else:

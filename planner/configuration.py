@@ -7,7 +7,7 @@ import shlex
 import yaml
 
 from deployments.common import names
-from planner.model import Layout, Way
+from planner.model import Layout, Placement
 
 ENCODER_SHARE = 0.2
 """Encoder's fraction of a shared GPU, chosen by memory: fractions bound Ray's placement, not the use of compute."""
@@ -18,9 +18,9 @@ def config(model: str, layout: Layout, *, llm_gpus: int) -> str:
 
     Raises ValueError for an aggregated one.
     """
-    if layout.way is Way.AGGREGATED:
+    if layout.way is Placement.AGGREGATED:
         raise ValueError("vLLM's own tower has no configuration here: encoders are what the application is")
-    shared = layout.way is Way.SHARED
+    shared = layout.way is Placement.SHARED
     llm: dict[str, object] = {"num_gpus": round(1 - ENCODER_SHARE, 2) if shared else llm_gpus}
     if llm_gpus > 1:
         llm["engine_args"] = {"tensor_parallel_size": llm_gpus}

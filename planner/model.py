@@ -30,7 +30,7 @@ READERS_BUSY = 0.5
 """Target utilisation of CPU processes, which determines their number: they cost no GPU."""
 
 
-class Way(Enum):
+class Placement(Enum):
     """Where images are encoded."""
 
     AGGREGATED = "aggregated"
@@ -105,7 +105,7 @@ class Target:
 class Layout:
     """Number of replicas of each kind."""
 
-    way: Way
+    way: Placement
     encoders: int
     """0 if vLLM encodes; the number of language models if they share GPUs."""
     llms: int
@@ -128,7 +128,7 @@ class Prediction:
 
 
 def cheapest(
-    requests: Sequence[Request], speeds: Speeds, target: Target, *, way: Way, max_gpus: int
+    requests: Sequence[Request], speeds: Speeds, target: Target, *, way: Placement, max_gpus: int
 ) -> Prediction | None:
     """Returns the layout with the fewest GPUs that meets the target, of equals the one with the earliest first token;
     None if none within `max_gpus` does.
@@ -136,10 +136,10 @@ def cheapest(
     Raises:
         ValueError: `way` is SHARED and a language model takes several GPUs.
     """
-    if way is Way.SHARED and speeds.language.gpus > 1:
+    if way is Placement.SHARED and speeds.language.gpus > 1:
         raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; a shared one has room for 1")
     readers = _readers(requests, speeds, way)
-    plenty = Layout(way, max_gpus if way is Way.SPLIT else 0, max_gpus, max(max_gpus, readers))
+    plenty = Layout(way, max_gpus if way is Placement.SPLIT else 0, max_gpus, max(max_gpus, readers))
     if not predict(requests, speeds, target, plenty).meets:
         return None  # more replicas would not help
     for gpus in range(1, max_gpus + 1):
@@ -152,7 +152,7 @@ def cheapest(
 
 def best(found: Sequence[Prediction]) -> Prediction:
     """Returns the prediction with the fewest GPUs, of equals the simplest layout: aggregated, shared, split."""
-    order = list(Way)
+    order = list(Placement)
     return min(found, key=lambda prediction: (prediction.gpus, order.index(prediction.layout.way)))
 
 
@@ -162,13 +162,13 @@ def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout:
     lasts_s = requests[-1].at_s - requests[0].at_s
     writing = sum(request.output_tokens for request in requests) / (language.decode_tokens_per_s * llms * lasts_s)
     reading = sum(request.num_tokens for request in requests) / (language.prefill_tokens_per_s * llms * lasts_s)
-    gpus = llms * language.gpus + (layout.encoders if layout.way is Way.SPLIT else 0)
+    gpus = llms * language.gpus + (layout.encoders if layout.way is Placement.SPLIT else 0)
     lost = Prediction(layout, gpus, float("inf"), 0.0, writing + reading, False)
     if writing + reading > MOST_BUSY:
         return lost
     waits, encoders_s, llms_s = first_tokens(requests, speeds, layout, writing)
     waits.sort()
-    encoder_busy = encoders_s / (layout.encoders * lasts_s) if layout.way is Way.SPLIT else 0.0
+    encoder_busy = encoders_s / (layout.encoders * lasts_s) if layout.way is Placement.SPLIT else 0.0
     llm_busy = writing + llms_s * (1 - writing) / (llms * lasts_s)
     first_token_s = waits[math.ceil(target.share * len(waits) - 1e-9) - 1]
     meets = first_token_s <= target.first_token_s and max(encoder_busy, llm_busy) <= MOST_BUSY
@@ -186,7 +186,7 @@ def first_tokens(
 
     def step_s(batch: Sequence[Request]) -> float:
         tokens = sum(request.num_tokens for request in batch)
-        images = [image for request in batch for image in request.images if layout.way is not Way.SPLIT]
+        images = [image for request in batch for image in request.images if layout.way is not Placement.SPLIT]
         encoding = tower.seconds(images) / over
         return (encoding + tokens / language.prefill_tokens_per_s) / (1 - writing)
 
@@ -194,7 +194,7 @@ def first_tokens(
     work_s = [reading_s * sum(image.num_tokens for image in request.images) for request in requests]
     ready, encoders_s = shared([request.at_s for request in requests], work_s, layout.readers), 0.0
     order = sorted(range(len(requests)), key=ready.__getitem__)
-    if layout.way is Way.SPLIT:
+    if layout.way is Placement.SPLIT:
         images = [(number, image) for number in order for image in requests[number].images]
         done, encoders_s = played(
             [image for _, image in images],
@@ -219,22 +219,22 @@ def first_tokens(
     waits = [0.0] * len(requests)
     for number, at_s in zip(order, done, strict=True):
         request = requests[number]
-        hop_s = speeds.hop_s if request.images and layout.way is not Way.AGGREGATED else 0.0
+        hop_s = speeds.hop_s if request.images and layout.way is not Placement.AGGREGATED else 0.0
         waits[number] = at_s - request.at_s + hop_s + speeds.entry_s
     return waits, encoders_s, llms_s
 
 
-def longest_stall_s(requests: Sequence[Request], speeds: Speeds, way: Way) -> float:
+def longest_stall_s(requests: Sequence[Request], speeds: Speeds, way: Placement) -> float:
     """Returns the longest time for which encoding one request's images stalls decoding on the same GPU."""
-    if way is Way.SPLIT:
+    if way is Placement.SPLIT:
         return 0.0
     tower, over = _tower(speeds, way)
     return max((tower.longest_batch_s(request.images) / over for request in requests if request.images), default=0.0)
 
 
-def _tower(speeds: Speeds, way: Way) -> tuple[Tower, int]:
+def _tower(speeds: Speeds, way: Placement) -> tuple[Tower, int]:
     """Returns the encoding tower and its number of GPUs; vLLM's is assumed to scale perfectly, in its favour."""
-    return (speeds.vllms, speeds.language.gpus) if way is Way.AGGREGATED else (speeds.ours, 1)
+    return (speeds.vllms, speeds.language.gpus) if way is Placement.AGGREGATED else (speeds.ours, 1)
 
 
 def _worth_a_launch(batch: Sequence[ImageCost], speeds: Speeds) -> bool:
@@ -243,22 +243,22 @@ def _worth_a_launch(batch: Sequence[ImageCost], speeds: Speeds) -> bool:
     return enough is None or sum(image.num_tokens for image in batch) <= enough
 
 
-def _reading_s(speeds: Speeds, way: Way) -> float:
-    return speeds.vllms_reading_s if way is Way.AGGREGATED else speeds.ours_reading_s
+def _reading_s(speeds: Speeds, way: Placement) -> float:
+    return speeds.vllms_reading_s if way is Placement.AGGREGATED else speeds.ours_reading_s
 
 
-def _readers(requests: Sequence[Request], speeds: Speeds, way: Way) -> int:
+def _readers(requests: Sequence[Request], speeds: Speeds, way: Placement) -> int:
     """Returns the number of CPU processes that the trace needs."""
     tokens = sum(image.num_tokens for request in requests for image in request.images)
     lasts_s = requests[-1].at_s - requests[0].at_s
     return max(1, math.ceil(tokens * _reading_s(speeds, way) / (READERS_BUSY * lasts_s)))
 
 
-def _layouts(way: Way, gpus: int, llm_gpus: int, readers: int) -> Iterator[Layout]:
+def _layouts(way: Placement, gpus: int, llm_gpus: int, readers: int) -> Iterator[Layout]:
     """Yields all layouts of exactly `gpus` GPUs, with at least one CPU process per language model."""
-    if way is Way.SPLIT:
+    if way is Placement.SPLIT:
         for llms in range(1, (gpus - 1) // llm_gpus + 1):
             yield Layout(way, gpus - llms * llm_gpus, llms, max(llms, readers))
     elif gpus % llm_gpus == 0:
         llms = gpus // llm_gpus
-        yield Layout(way, llms if way is Way.SHARED else 0, llms, max(llms, readers))
+        yield Layout(way, llms if way is Placement.SHARED else 0, llms, max(llms, readers))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.configuration import ENCODER_SHARE
-from planner.model import MOST_BUSY, STEP_TOKENS, Prediction, Speeds, Target, Way, longest_stall_s
+from planner.model import MOST_BUSY, STEP_TOKENS, Placement, Prediction, Speeds, Target, longest_stall_s
 from planner.traces import Request
 
 _PARTS = {
-    Way.AGGREGATED: "vLLM with its own tower",
-    Way.SHARED: "encoder and language model on each GPU",
-    Way.SPLIT: "encoders on GPUs of their own",
+    Placement.AGGREGATED: "vLLM with its own tower",
+    Placement.SHARED: "encoder and language model on each GPU",
+    Placement.SPLIT: "encoders on GPUs of their own",
 }
 
 
@@ -20,7 +20,7 @@ def text(
     requests: Sequence[Request],
     speeds: Speeds,
     target: Target,
-    met: Mapping[Way, Prediction | str],
+    met: Mapping[Placement, Prediction | str],
     sources: Mapping[str, Sequence[str]],
 ) -> str:
     """Returns the report without the verdict.
@@ -44,7 +44,7 @@ def text(
             f"{found.first_token_s:9.2f} s  {_share(found.encoder_busy):>13}  {found.llm_busy:9.0%}  ({_PARTS[way]})"
         )
     ours, vllms = (sum(tower.seconds(request.images) for request in requests) for tower in (speeds.ours, speeds.vllms))
-    stall_s = longest_stall_s(requests, speeds, Way.AGGREGATED)
+    stall_s = longest_stall_s(requests, speeds, Placement.AGGREGATED)
     lines += [
         "",
         f"encoding, each request alone: {ours:.1f} GPU-seconds by our encoder, {vllms:.1f} by vLLM's tower; a batch "
@@ -64,11 +64,11 @@ def text(
     return "\n".join(lines)
 
 
-def verdict(chosen: Prediction, met: Mapping[Way, Prediction | str]) -> str:
+def verdict(chosen: Prediction, met: Mapping[Placement, Prediction | str]) -> str:
     """Returns the recommendation, one or two sentences."""
-    alone = met[Way.AGGREGATED]
-    split = [found for way, found in met.items() if way is not Way.AGGREGATED and not isinstance(found, str)]
-    if chosen.layout.way is Way.AGGREGATED:
+    alone = met[Placement.AGGREGATED]
+    split = [found for way, found in met.items() if way is not Placement.AGGREGATED and not isinstance(found, str)]
+    if chosen.layout.way is Placement.AGGREGATED:
         against = min((found.gpus for found in split), default=None)
         why = (
             "nothing else keeps the promise"
@@ -82,7 +82,7 @@ def verdict(chosen: Prediction, met: Mapping[Way, Prediction | str]) -> str:
         saved = f"vLLM alone takes {_gpus(alone.gpus)}, {alone.gpus - chosen.gpus} more"
     how = (
         f"an encoder beside each of {chosen.layout.llms} language model(s), on the same GPU"
-        if chosen.layout.way is Way.SHARED
+        if chosen.layout.way is Placement.SHARED
         else f"{chosen.layout.encoders} encoder(s) to {chosen.layout.llms} language model(s)"
     )
     return f"\nSplit: {how}, {_gpus(chosen.gpus)} in all; {saved}. The configuration:"

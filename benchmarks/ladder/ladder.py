@@ -60,7 +60,7 @@ RunBatch = Callable[[Tensor, Sequence[Grid]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """Options of the command line."""
 
     rungs: tuple[str, ...]
@@ -85,7 +85,7 @@ class Asked:
 
 
 @dataclass
-class Way:
+class Configuration:
     """A rung or a peer of this process while it is set up."""
 
     name: str
@@ -95,7 +95,7 @@ class Way:
     facts: Callable[[], dict[str, object]] | None = None
 
 
-def new_record(arch: str, asked: Asked) -> dict[str, Any]:
+def new_record(arch: str, asked: Options) -> dict[str, Any]:
     """Returns a record without rows."""
     config = config_of(arch, tiny=asked.tiny, dtype=asked.dtype_name)
     return {
@@ -111,7 +111,7 @@ def new_record(arch: str, asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _shapes(config: VisionConfig, asked: Asked) -> list[Shape]:
+def _shapes(config: VisionConfig, asked: Options) -> list[Shape]:
     return [shape for shape in shapes_of(config, tiny=asked.tiny) if not asked.shapes or shape.name in asked.shapes]
 
 
@@ -121,7 +121,7 @@ class Ladder:
     def __init__(
         self,
         arch: str,
-        asked: Asked,
+        asked: Options,
         record: dict[str, Any],
         *,
         peak_tflops: float | None,
@@ -176,9 +176,9 @@ class Ladder:
         finally:
             torch.backends.cuda.matmul.allow_tf32 = tf32
 
-    def _build(self, tower: VisionTower) -> list[Way]:
+    def _build(self, tower: VisionTower) -> list[Configuration]:
         """Builds each contestant of this process, runs every shape once, and records its memory."""
-        ways: list[Way] = []
+        ways: list[Configuration] = []
         asked = self._asked
         weights = sum(parameter.nbytes for parameter in tower.parameters())
         for name in [*asked.rungs, *(peer for peer in asked.peers if peer == OTHER_PEER)]:
@@ -208,14 +208,14 @@ class Ladder:
             logger.info("%s: %s is ready after %.1f s", self._arch, name, way.row["build_s"])
         return ways
 
-    def _make(self, name: str, tower: VisionTower) -> tuple[Way, int]:
+    def _make(self, name: str, tower: VisionTower) -> tuple[Configuration, int]:
         """Returns a contestant, and the bytes of weights that it does not share."""
         if name == OTHER_PEER:
             theirs = hf.make_tower(self._arch, tower, tiny=self._asked.tiny, dtype=self._asked.dtype)
             run = partial(hf.run_tower, theirs, merge_unit=self._config.merge_unit)
-            return Way(name, "transformers, eager", run), sum(p.nbytes for p in theirs.parameters())
+            return Configuration(name, "transformers, eager", run), sum(p.nbytes for p in theirs.parameters())
         rung: Rung = make_rung(name, tower)
-        return Way(name, LABELS[name], rung.run, {"start_s": rung.build_s}, rung.facts), 0
+        return Configuration(name, LABELS[name], rung.run, {"start_s": rung.build_s}, rung.facts), 0
 
     def _build_peer(self, tower: VisionTower) -> None:
         asked = self._asked
@@ -326,7 +326,7 @@ class Ladder:
         self._row(name)["cells"][shape.name]["sustained"] = sustained_cell(spell, self._readings)
         return None
 
-    def _local(self, way: Way, shape: Shape) -> Local:
+    def _local(self, way: Configuration, shape: Shape) -> Local:
         inputs = self._inputs[shape.name]
         return Local(lambda number: way.run(inputs[number % INPUT_SETS], shape.grids), self._asked.device, self._nvml)
 
@@ -363,7 +363,7 @@ class Ladder:
         self._record["skipped"].append({"name": name, "reason": reason})
 
 
-def _cold_and_warm(run: RunBatch, pool: list[Grid], config: VisionConfig, asked: Asked) -> dict[str, object]:
+def _cold_and_warm(run: RunBatch, pool: list[Grid], config: VisionConfig, asked: Options) -> dict[str, object]:
     """Measures batches of image sizes new to this process, then the same again. Removes its grids from `pool`."""
     cold: list[float] = []
     warm: list[float] = []

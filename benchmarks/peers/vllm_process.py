@@ -68,7 +68,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Way:
+class Configuration:
     """One configuration of a loaded model."""
 
     label: str
@@ -83,7 +83,7 @@ class VllmSide:
         self._version = version
         self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._nvml = Nvml.open() if self._device.type == "cuda" else None
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, Configuration] = {}
         self._asked: Build | None = None
         self._inputs: list[dict[str, Any]] = []
 
@@ -106,7 +106,7 @@ class VllmSide:
                 skipped[f"{prefix} {verb}"] = f"failed: {type(error).__name__}: {error}"[:500]
                 continue
             facts[f"{prefix} built as"] = loaded.built
-            self._ways[f"{prefix} {verb} eager"] = Way(f"{label}, eager", loaded, _eager(loaded.model))
+            self._ways[f"{prefix} {verb} eager"] = Configuration(f"{label}, eager", loaded, _eager(loaded.model))
             if self._device.type != "cuda":
                 continue
             for name, sets in _budget_sets(asked).items():
@@ -117,7 +117,7 @@ class VllmSide:
                     skipped[f"{prefix} {verb} graphs {name}"] = f"failed: {type(error).__name__}: {error}"[:500]
                     continue
                 facts[f"{prefix} {name}"] = {str(images): list(budgets) for images, budgets in sets.items()}
-                way = Way(f"{label}, graphs, {name} budgets", loaded, _replayed(graphs))
+                way = Configuration(f"{label}, graphs, {name} budgets", loaded, _replayed(graphs))
                 self._ways[f"{prefix} {verb} graphs {name}"] = way
         return Built({name: way.label for name, way in self._ways.items()}, skipped, facts)
 
@@ -165,7 +165,7 @@ class VllmSide:
         with _running(way.loaded):
             return self._local(way).sustain(asked.settle_s, asked.seconds)
 
-    def _local(self, way: Way) -> Local:
+    def _local(self, way: Configuration) -> Local:
         return Local(lambda number: way.embed(self._inputs[number % INPUT_SETS]), self._device, self._nvml)
 
     def _load(self, asked: Build, quantization: str | None) -> Loaded:

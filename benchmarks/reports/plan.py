@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.reports.tables import table_row, table_rule
 from planner import overheads
-from planner.model import Language, Layout, Speeds, Way, first_tokens
+from planner.model import Language, Layout, Placement, Speeds, first_tokens
 from planner.overheads import ALONE, OURS, RECORD, images_of
 from planner.traces import Request
 
@@ -32,12 +32,12 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def burst_ms(speeds: Speeds, row: dict[str, Any], way: Way) -> list[float]:
+def burst_ms(speeds: Speeds, row: dict[str, Any], way: Placement) -> list[float]:
     """Returns milliseconds to the first token of each of ten simultaneous requests."""
     images = tuple(images_of(row))
     tokens = sum(image.num_tokens for image in images) + row["words"]
     requests = [Request(0.0, images, tokens, row["output_tokens"])] * AT_ONCE
-    layout = Layout(way, 0 if way is Way.AGGREGATED else 1, 1)
+    layout = Layout(way, 0 if way is Placement.AGGREGATED else 1, 1)
     waits, _, _ = first_tokens(requests, speeds, layout)
     return [1e3 * wait for wait in waits]
 
@@ -54,7 +54,7 @@ def comparison(results: Path) -> list[Compared]:
     )  # fmt: skip
     ours, alone = rows[OURS], rows[ALONE]
     # The encoder had its own share of the GPU: two queues in series.
-    by_ours, by_vllm = burst_ms(speeds, ours, Way.SPLIT), burst_ms(speeds, alone, Way.AGGREGATED)
+    by_ours, by_vllm = burst_ms(speeds, ours, Placement.SPLIT), burst_ms(speeds, alone, Placement.AGGREGATED)
     found = [
         Compared(
             "our encoder, one request: encoding", 1e3 * ours_tower.seconds(images_of(ours)), ours["stages_ms"]["encode"]

@@ -26,7 +26,7 @@ SLOW = "compile"
 
 
 @dataclass(frozen=True)
-class Way:
+class Configuration:
     """A rung with an attention backend."""
 
     rung: str
@@ -51,7 +51,7 @@ class Encoded:
     grid_thw: tuple[int, int, int]
 
 
-def ways(rungs: Sequence[str] = RUNGS, backends: Sequence[str] = BACKENDS) -> list[Way]:
+def ways(rungs: Sequence[str] = RUNGS, backends: Sequence[str] = BACKENDS) -> list[Configuration]:
     """Returns each rung with its defaults, then each backend on the eager and the fused tower if those rungs are
     requested.
 
@@ -59,13 +59,13 @@ def ways(rungs: Sequence[str] = RUNGS, backends: Sequence[str] = BACKENDS) -> li
     """
     with_backends = [rung for rung in ("eager", "fusion") if rung in rungs]
     return [
-        *(Way(rung) for rung in rungs if rung != SLOW),
-        *(Way(rung, backend) for rung in with_backends for backend in backends),  # type: ignore[arg-type]
-        *(Way(rung) for rung in rungs if rung == SLOW),
+        *(Configuration(rung) for rung in rungs if rung != SLOW),
+        *(Configuration(rung, backend) for rung in with_backends for backend in backends),  # type: ignore[arg-type]
+        *(Configuration(rung) for rung in rungs if rung == SLOW),
     ]
 
 
-def encode(model: Path, way: Way, pictures: Sequence[Image.Image]) -> tuple[list[Encoded], dict[str, Any]]:
+def encode(model: Path, way: Configuration, pictures: Sequence[Image.Image]) -> tuple[list[Encoded], dict[str, Any]]:
     """Encodes all pictures, sixteen at a time; returns the embeddings, and facts for the record.
 
     Raises:

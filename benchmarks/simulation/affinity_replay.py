@@ -70,7 +70,7 @@ class Router(Protocol):
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     """Conditions that are the same for each routing policy."""
 
     requests: Sequence[Request]
@@ -109,7 +109,7 @@ class Found:
 class Replay:
     """One run of a trace through a fleet of replicas behind ingresses, each with its own router."""
 
-    def __init__(self, scene: Scene, make_router: Callable[[int], Router]) -> None:
+    def __init__(self, scene: Scenario, make_router: Callable[[int], Router]) -> None:
         self._scene = scene
         self._routers = [make_router(number) for number in range(scene.ingresses)]
         self._caches = {name: EmbeddingCache[bool](scene.cache_bytes // scene.replicas) for name in scene.names}

@@ -23,7 +23,7 @@ from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.images.size import num_tokens
 from encoder.packing.greedy import Batch
-from encoder.packing.run_counts import Ran
+from encoder.packing.run_counts import RunRecord
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.pipeline import Launched
 from encoder.staging.staging import Room
@@ -38,7 +38,7 @@ class _Run:
     num_tokens: tuple[int, ...]
     width: int
     done_at: float
-    ran: Ran | None = None
+    ran: RunRecord | None = None
     """None: neither a graph replay nor an eager run."""
 
     def on_device(self) -> list[torch.Tensor]:

@@ -23,8 +23,8 @@ from ray.serve._private.common import ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig
 
 from benchmarks.simulation.fleet import ENCODER, Policy, context
-from deployments.common.fair_queue import WINDOW, FairLine, place_of
-from deployments.common.throughput import BusySpeed, WorkUnderWay
+from deployments.common.fair_queue import WINDOW, FairQueue, place_of
+from deployments.common.throughput import BusySpeed, InFlightTokens
 from deployments.routing.affinity import ActiveCall, Affinity, Call
 from deployments.scaling.encoder_scaler import ARRIVING_TOKENS_PER_S, BACKLOG_TOKENS, TOKENS_PER_IMAGE, TOKENS_PER_S
 from encoder.packing.greedy import pack
@@ -80,9 +80,9 @@ class _Image:
 @dataclass(eq=False)
 class _Replica:
     name: str
-    work: WorkUnderWay
+    work: InFlightTokens
     speed: BusySpeed
-    line: FairLine[tuple[_Image, ActiveCall]] = field(default_factory=FairLine)
+    line: FairQueue[tuple[_Image, ActiveCall]] = field(default_factory=FairQueue)
     under_way_batches: int = 0
     free_at_s: float = 0.0
     reported: dict[str, float] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class ImageFleet:
 
     def _ready(self) -> None:
         replica = _Replica(
-            f"replica {next(self._names)}", WorkUnderWay(lambda: self._now), BusySpeed(lambda: self._now)
+            f"replica {next(self._names)}", InFlightTokens(lambda: self._now), BusySpeed(lambda: self._now)
         )
         self._running.append(replica)
         self._changed()

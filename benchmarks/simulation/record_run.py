@@ -52,7 +52,7 @@ STATES = ("STARTING", "RUNNING", "STOPPING")
 
 
 @dataclass
-class Asked:
+class Options:
     """A request: its due time in seconds from the start of the run, its images, and its result."""
 
     at_s: float
@@ -85,16 +85,16 @@ def pieces(text: str) -> list[tuple[float, float]]:
     return found
 
 
-def requests_of(rates: Sequence[tuple[float, float]], seed: int) -> list[Asked]:
+def requests_of(rates: Sequence[tuple[float, float]], seed: int) -> list[Options]:
     """Returns requests with Poisson arrivals."""
     chance = np.random.default_rng(seed)
-    found: list[Asked] = []
+    found: list[Options] = []
     began = 0.0
     for seconds, rate in rates:
         at_s = began + float(chance.exponential(1 / rate))
         while at_s < began + seconds:
             count = 2 if chance.random() < SECOND_IMAGE else 1
-            found.append(Asked(round(at_s, 4), tuple(SIZES[int(chance.integers(len(SIZES)))] for _ in range(count))))
+            found.append(Options(round(at_s, 4), tuple(SIZES[int(chance.integers(len(SIZES)))] for _ in range(count))))
             at_s += float(chance.exponential(1 / rate))
         began += seconds
     return found
@@ -117,7 +117,7 @@ def tokens_of(sizes: Sequence[tuple[int, int]], rules: ImageRules) -> list[int]:
     return [num_tokens(grid_of(width, height, rules), rules.merge_size) for width, height in sizes]
 
 
-async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, number: int, began: float) -> None:
+async def ask(http: aiohttp.ClientSession, url: str, asked: Options, number: int, began: float) -> None:
     content = body(asked.sizes, number)
     await asyncio.sleep(began + asked.at_s - time.monotonic())
     asked.sent_late_s = time.monotonic() - began - asked.at_s
@@ -133,9 +133,9 @@ async def ask(http: aiohttp.ClientSession, url: str, asked: Asked, number: int, 
     asked.delay_s = time.monotonic() - began - asked.at_s
 
 
-async def drive(url: str, run: Sequence[Asked], fleet: Fleet) -> list[float]:
+async def drive(url: str, run: Sequence[Options], fleet: Fleet) -> list[float]:
     """Sends all requests; returns the delays of the single requests before the run."""
-    alone = [Asked(0.0, ((256, 256),)) for _ in range(ALONE)]
+    alone = [Options(0.0, ((256, 256),)) for _ in range(ALONE)]
     async with session(None, ALONE_WAIT_S) as http:
         for number, asked in enumerate(alone):
             await ask(http, url, asked, 2**20 + number, time.monotonic())
@@ -214,7 +214,7 @@ def policy_arguments(asked: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def recorded(asked: argparse.Namespace, run: Sequence[Asked]) -> tuple[Fleet, list[float]]:
+def recorded(asked: argparse.Namespace, run: Sequence[Options]) -> tuple[Fleet, list[float]]:
     """Makes the run on a separate Ray and Serve."""
     for source in ("REPLICA", "HANDLE"):  # must precede the import of Serve's modules
         os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(asked.report_s)

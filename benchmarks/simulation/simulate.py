@@ -102,7 +102,7 @@ def load_of(
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     """Conditions that are the same for both policies."""
 
     load: Load
@@ -162,7 +162,7 @@ def best_settings(swept: Path, trace: str) -> list[dict[str, float]]:
 
 
 def compare(
-    scene: Scene, sweep: Sequence[dict[str, float]], ours_with: Sequence[dict[str, float]] = OUR_SETTINGS
+    scene: Scenario, sweep: Sequence[dict[str, float]], ours_with: Sequence[dict[str, float]] = OUR_SETTINGS
 ) -> dict[str, Any]:
     """Compares ours at a few settings with Serve's: with fewest misses at no more cost, and the cheapest no worse."""
     swept = [(chosen, scene.serves(**chosen)) for chosen in sweep]
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spread_s=asked.spread_s,
         )
         load = swelling(load, asked.swell, asked.swell_s)
-        scene = Scene(load, model, asked.replicas, asked.target_s, asked.warm_up_s, asked.seed)
+        scene = Scenario(load, model, asked.replicas, asked.target_s, asked.warm_up_s, asked.seed)
         images_per_s = model.tokens_per_s * float(load.images.sum() / load.tokens.sum())
         sweep = list(serves_settings(images_per_s, model, asked.targets))
         if asked.best_of is not None:

@@ -15,7 +15,7 @@ BARS_MS = {10.0: 2.0, 70.0: 6.0, 500.0: 35.0}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     megabytes: tuple[float, ...]
     """Sizes of embeddings in 10^6 bytes."""
     width: int

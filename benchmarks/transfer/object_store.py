@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.transfer.figures import Asked, Took, change, device_here, sum_of_bits
+from benchmarks.transfer.figures import Options, Took, change, device_here, sum_of_bits
 from deployments.common.messages import EncodedImage, EncodeTimings
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.staging.staging import Staging
@@ -100,7 +100,7 @@ def engine(receives: str, sends: str) -> None:
         told.send(np.array([ended, sum_of_bits(tokens)], dtype=np.float64).tobytes())
 
 
-def measure(asked: Asked, *, num_gpus: int) -> dict[float, Took] | str:
+def measure(asked: Options, *, num_gpus: int) -> dict[float, Took] | str:
     """Measures with two GPUs, or with one that both share; returns the reason if that fails."""
     try:
         import ray

@@ -230,41 +230,41 @@ class BorrowingReceiver:
 
 
 @dataclass(frozen=True)
-class Way:
+class MeasuredPath:
     sender: Callable[[Side], Sender]
     receiver: Callable[[Side], Receiver]
     says: str
     needs_gpu: bool = False
 
 
-def _shared(pinned: bool, chunk: int | None, says: str) -> Way:
-    return Way(
+def _shared(pinned: bool, chunk: int | None, says: str) -> MeasuredPath:
+    return MeasuredPath(
         partial(SharedMemorySender, pinned=pinned, chunk=chunk),
         partial(SharedMemoryReceiver, pinned=pinned, chunk=chunk),
         says,
     )
 
 
-WAYS: dict[str, Way] = {
-    "application": Way(LendingSender, BorrowingReceiver, "the application's own code, without Serve and vLLM"),
+WAYS: dict[str, MeasuredPath] = {
+    "application": MeasuredPath(LendingSender, BorrowingReceiver, "the application's own code, without Serve and vLLM"),
     "shared_memory": _shared(True, None, "pinned at both ends, one copy out, then one copy in"),
     "shared_memory_2mib": _shared(True, 2 * MIB, "likewise in chunks of 2 MiB, copies out and in at the same time"),
     "shared_memory_8mib": _shared(True, 8 * MIB, "likewise in chunks of 8 MiB"),
     "shared_memory_32mib": _shared(True, 32 * MIB, "likewise in chunks of 32 MiB"),
     "shared_memory_pageable": _shared(False, None, "not pinned"),
-    "cuda_ipc": Way(
+    "cuda_ipc": MeasuredPath(
         partial(CudaIpcSender, copies=True),
         CudaIpcReceiver,
         "device memory opened once; a copy into it, a copy from there to the other device",
         needs_gpu=True,
     ),
-    "cuda_ipc_in_place": Way(
+    "cuda_ipc_in_place": MeasuredPath(
         partial(CudaIpcSender, copies=False),
         CudaIpcReceiver,
         "likewise, where the embedding was computed into it",
         needs_gpu=True,
     ),
-    "cuda_ipc_handles": Way(
+    "cuda_ipc_handles": MeasuredPath(
         CudaHandleSender, CudaHandleReceiver, "a handle of torch.multiprocessing for each embedding", needs_gpu=True
     ),
 }

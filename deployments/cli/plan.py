@@ -117,7 +117,7 @@ def plan(
     from encoder.graphs.budgets import default_budgets
     from planner import configuration, overheads
     from planner import output as plan_report
-    from planner.model import Language, Prediction, Speeds, Target, Tower, Way, best, cheapest, longest_stall_s
+    from planner.model import Language, Placement, Prediction, Speeds, Target, Tower, best, cheapest, longest_stall_s
     from planner.recorded_costs import read_costs, read_vllm_costs
     from planner.traces import RULES, TraceError, read_requests
 
@@ -147,10 +147,10 @@ def plan(
         reads_early=read_early,
     )
     target = Target(slo, slo_share)
-    met: dict[Way, Prediction | str] = {}
-    for way in Way:
+    met: dict[Placement, Prediction | str] = {}
+    for way in Placement:
         stall_s = longest_stall_s(requests, speeds, way)
-        if way is Way.SHARED and llm_gpus > 1:
+        if way is Placement.SHARED and llm_gpus > 1:
             met[way] = f"a language model takes {llm_gpus} GPUs"
         elif slo_stall is not None and stall_s > slo_stall:
             met[way] = f"pictures stop answers for {stall_s:.2f} s, over --slo-stall"
@@ -181,7 +181,7 @@ def plan(
         )
     chosen = best(good)
     click.echo(plan_report.verdict(chosen, met), err=True)
-    if chosen.layout.way is Way.AGGREGATED:
+    if chosen.layout.way is Placement.AGGREGATED:
         click.echo(configuration.vllm_command(model, chosen.layout, llm_gpus=llm_gpus))
     else:
         click.echo(configuration.config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)

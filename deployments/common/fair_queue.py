@@ -36,7 +36,7 @@ def place_of(now_s: float, *, tokens: int, tokens_before: int, tokens_per_s: flo
     return now_s + (min((tokens_before + tokens) / tokens_per_s, MAX_YIELD_S) if tokens_per_s > 0 else 0.0)
 
 
-class FairLine(Generic[T]):
+class FairQueue(Generic[T]):
     """Queue in ascending order of virtual arrival time, equal ones in order of insertion. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from encoder.images.size import PixelBounds
-from encoder.packing.run_counts import Ran
+from encoder.packing.run_counts import RunRecord
 
 if TYPE_CHECKING:  # processes that only forward these values do not load torch
     import torch
@@ -71,7 +71,7 @@ class EncodeTimings:
     cached: bool
     replica: str = ""
     """Serve's name of the encoder replica; empty outside Serve."""
-    ran: Ran | None = None
+    ran: RunRecord | None = None
     """How its batch ran; None if unknown."""
 
 
@@ -236,7 +236,7 @@ class HttpRequest:
 
 
 @dataclass(frozen=True)
-class ImagePlace:
+class ImageReference:
     """The reference to an image in the request body, by two single-use keys."""
 
     tokens_key: str
@@ -266,7 +266,7 @@ class NotEncoded:
     """The only message of an LLM replica when an encoder failed on an image."""
 
     image: int
-    """Index of the embedding, as in ImagePlace."""
+    """Index of the embedding, as in ImageReference."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class WorkerEndedError(RuntimeError):
     """A thread or process that the replica depends on has ended; another replica may do the work."""
 
 
-class DeviceSickError(WorkerEndedError):
+class DeviceFailedError(WorkerEndedError):
     """The device has failed permanently."""
 
 

@@ -12,7 +12,7 @@ SPEED_OVER_S = 10.0
 BEST_SPEED_OVER_S = 600.0
 
 
-class WorkUnderWay:
+class InFlightTokens:
     """Tokens of a replica's in-flight jobs, and their arrival rate. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -25,7 +25,7 @@ from deployments.common.model_path import local_model
 from deployments.common.ray_private import batching_task_alive
 from deployments.common.replica_errors import OtherIdentityError, QueueFullError, WorkerEndedError
 from deployments.common.replica_status import Report, encoder_report, replica_name
-from deployments.common.throughput import WorkUnderWay
+from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
 from deployments.encoder_replica.gpu.jobs import Encoded, WorkerEvents
@@ -129,7 +129,7 @@ class EncoderReplica:
                 except RuntimeError as error:  # staging then copies through its own pinned memory
                     logger.warning("images or embeddings take one more copy on the host: %s", error)
         self._flights: SingleFlight[EncodedImage] = SingleFlight()
-        self._work = WorkUnderWay()
+        self._work = InFlightTokens()
         self._name = replica_name()
         self._handed_off = False  # Serve creates its batching task on the first call
 

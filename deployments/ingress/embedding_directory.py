@@ -15,7 +15,7 @@ from cachetools import LRUCache
 from deployments.common.messages import SharedEmbedding
 
 
-class Whereabouts:
+class EmbeddingDirectory:
     """LRU directory of an ingress replica with at most `max_entries`; 0 disables it. Used from one event loop."""
 
     def __init__(self, max_entries: int, *, clock: Callable[[], float] = time.time) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import HttpRequest, ImageJob, ImagePlace, new_key
+from deployments.common.messages import HttpRequest, ImageJob, ImageReference, new_key
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, uncounted
 from deployments.ingress.http.chat_request import ChatRequest, ImagePart
 from deployments.ingress.http.data_url import refusals
@@ -28,7 +28,7 @@ class EngineRequest:
     """A request for a language model, with keys instead of its images."""
 
     http: HttpRequest
-    places: Sequence[ImagePlace] = ()
+    places: Sequence[ImageReference] = ()
     """Positions of the images in the body; several may refer to one job."""
     jobs: Sequence[ImageJob] = ()
     """The distinct images."""
@@ -105,7 +105,7 @@ def engine_request(
     """
     images = encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt)
     places = [
-        ImagePlace(new_key(), new_key(), job, part.label, images.grids[job])
+        ImageReference(new_key(), new_key(), job, part.label, images.grids[job])
         for part, job in zip(chat.images, images.job_of_part, strict=True)
     ]
     body, conversation = chat.write(places, [images.jobs[place.image].digest for place in places])

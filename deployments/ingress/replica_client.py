@@ -23,7 +23,7 @@ from deployments.common.messages import (
 from deployments.common.ray_private import detached, exclude, object_ref, wait_until_ready
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.ingress.coalescing import SharedCall, SharedCalls
-from deployments.ingress.embedding_directory import Whereabouts
+from deployments.ingress.embedding_directory import EmbeddingDirectory
 from deployments.ingress.failures import EncoderLostError, Failures, LLMLostError, OutdatedError
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.routing.affinity import Call
@@ -79,7 +79,7 @@ class Replicas:
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._read_on: set[str] = set()
         self._pulls: deque[bool] = deque(maxlen=PULLS_REMEMBERED)
-        self._whereabouts = Whereabouts(embedding_directory_entries)
+        self._whereabouts = EmbeddingDirectory(embedding_directory_entries)
         self._ending: set[asyncio.Task[None]] = set()
         self._counts = Counters()
         self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
-from deployments.common.messages import HttpRequest, ImagePlace, Piece, ResponseHead, SharedEmbedding
+from deployments.common.messages import HttpRequest, ImageReference, Piece, ResponseHead, SharedEmbedding
 from deployments.common.model_path import local_model
 from deployments.common.replica_errors import EngineDeadError
 from deployments.common.replica_status import Report, llm_report, max_ongoing_requests, replica_name
@@ -31,7 +31,7 @@ from deployments.llm.requests import Requests
 from deployments.llm.startup_requests import probe_engine_loads, warm_up
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.routing.affinity import Call
-from deployments.routing.prefill_load import PromptWork
+from deployments.routing.prefill_load import PrefillLoad
 from deployments.routing.replica_identity import llm_metadata
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.telemetry.log_buffers import log_buffers_kept
@@ -72,7 +72,7 @@ class LLM:
                 early_prefill_min_tokens=early_prefill_min_tokens,
             )
             caches_prefixes = vllm_compat.caches_prefixes(self._engine)
-            self._prompts = PromptWork(remembers=caches_prefixes)
+            self._prompts = PrefillLoad(remembers=caches_prefixes)
             self._guard = guard_children()
             keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
             app = await vllm_compat.build_application(self._engine, args, keys)
@@ -97,7 +97,7 @@ class LLM:
                 raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
             logger.warning("embeddings go to the engine with the requests: %s", why_not)
 
-    async def _answer_probe(self, request: HttpRequest, place: ImagePlace, image: SharedEmbedding) -> int:
+    async def _answer_probe(self, request: HttpRequest, place: ImageReference, image: SharedEmbedding) -> int:
         """Returns the status of the probe's answer; 504 if it takes longer than PROBE_TIMEOUT_S."""
         status = 500
         try:
@@ -168,7 +168,7 @@ class LLM:
     async def handle(
         self,
         request: HttpRequest,
-        places: Sequence[ImagePlace],
+        places: Sequence[ImageReference],
         encodings: Sequence[Encoding] = (),
         call: Call = ANY_REPLICA,
     ) -> AsyncIterator[Piece]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from deployments.common.messages import PREFIX_CACHE_ONLY, ImagePlace, SharedEmbedding
+from deployments.common.messages import PREFIX_CACHE_ONLY, ImageReference, SharedEmbedding
 from deployments.llm.embedding_receiver import Encoding
 from deployments.llm.received import ReceivedEmbeddings
 
@@ -28,7 +28,7 @@ class EarlyPrefill:
         self.num_waiting = 0
         """Requests at vLLM of which some embeddings are not received yet."""
 
-    def eligible(self, places: Sequence[ImagePlace], encodings: Sequence[Encoding]) -> bool:
+    def eligible(self, places: Sequence[ImageReference], encodings: Sequence[Encoding]) -> bool:
         """Whether a request waits for an encoder, its grids are known, and the engine is expected to load all of its
         embeddings. A request whose embeddings are all in shared memory receives them too soon to benefit."""
         return (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from deployments.common.messages import Accepted, HttpRequest, ImagePlace, NotEncoded, Piece, ResponseHead, TooEarly
+from deployments.common.messages import Accepted, HttpRequest, ImageReference, NotEncoded, Piece, ResponseHead, TooEarly
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.early_prefill import EarlyPrefill
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
@@ -52,7 +52,7 @@ class Requests:
     async def answer(
         self,
         request: HttpRequest,
-        places: Sequence[ImagePlace],
+        places: Sequence[ImageReference],
         encodings: Sequence[Encoding],
         clock: FirstTokenClock,
     ) -> AsyncGenerator[Piece, None]:
@@ -93,7 +93,7 @@ class Requests:
     async def _submit(
         self,
         request: HttpRequest,
-        places: Sequence[ImagePlace],
+        places: Sequence[ImageReference],
         encodings: Sequence[Encoding],
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,

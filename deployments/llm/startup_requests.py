@@ -10,7 +10,14 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
-from deployments.common.messages import EncodedImage, EncodeTimings, HttpRequest, ImagePlace, SharedEmbedding, new_key
+from deployments.common.messages import (
+    EncodedImage,
+    EncodeTimings,
+    HttpRequest,
+    ImageReference,
+    SharedEmbedding,
+    new_key,
+)
 from deployments.llm.embedding_receiver import EmbeddingReceiver
 from deployments.llm.engine import asgi_client
 from deployments.llm.engine.vllm_compat import AsgiApp, EmbeddingShape
@@ -32,7 +39,7 @@ MAX_TOKENS = 2
 CONNECT_S = 10.0
 """Timeout for the engine's processes to connect, which they begin before the engine is up."""
 
-Answer = Callable[[HttpRequest, ImagePlace, SharedEmbedding], Awaitable[int]]
+Answer = Callable[[HttpRequest, ImageReference, SharedEmbedding], Awaitable[int]]
 """Answers the request and returns the status."""
 
 
@@ -65,7 +72,7 @@ async def probe_engine_loads(
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
         image = EncodedImage.pack(tokens, grid, hashlib.sha256(b"trial").hexdigest(), timings)
         store.offer(image)
-        place = ImagePlace(new_key(), new_key(), 0, "the probe")
+        place = ImageReference(new_key(), new_key(), 0, "the probe")
         keys = {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key}
         content = [{"type": "image_embeds", "image_embeds": keys, "uuid": image.digest}, {"type": "text", "text": "Hi"}]
         before = receiver.num_loaded

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deployments.common.api_error import ApiError, error_head_and_body
-from deployments.common.messages import HttpRequest, ImagePlace, ImageRefused, ResponseHead, WireError
+from deployments.common.messages import HttpRequest, ImageReference, ImageRefused, ResponseHead, WireError
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.llm.dropped_images import dropped_images
 from deployments.llm.engine import asgi_client, vllm_compat
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 
 
-Contents = list[tuple[ImagePlace, torch.Tensor, torch.Tensor]]
+Contents = list[tuple[ImageReference, torch.Tensor, torch.Tensor]]
 """Each place with its embedding `[num_tokens, width]`, or a placeholder `[num_tokens, 0]` if the engine loads it, and
 its grid `[3]` int64."""
 
@@ -82,7 +82,7 @@ class VllmFrontend:
     async def answer(
         self,
         request: HttpRequest,
-        places: Sequence[ImagePlace],
+        places: Sequence[ImageReference],
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,
         *,
@@ -161,7 +161,7 @@ class VllmFrontend:
         )
         return dataclasses.replace(head, headers=[*head.headers, (b"server-timing", timing.encode())])
 
-    def _placeholders(self, places: Sequence[ImagePlace]) -> Contents:
+    def _placeholders(self, places: Sequence[ImageReference]) -> Contents:
         """Returns placeholders for embeddings that are not received, from the grids of the places."""
         contents = []
         for place in places:
@@ -170,7 +170,7 @@ class VllmFrontend:
             contents.append((place, torch.empty((int(grid.prod()) // self._shape.merge_size**2, 0)), grid))
         return contents
 
-    def mismatch(self, places: Sequence[ImagePlace], received: ReceivedEmbeddings) -> str | None:
+    def mismatch(self, places: Sequence[ImageReference], received: ReceivedEmbeddings) -> str | None:
         """Returns why a request that was submitted with placeholders must be resubmitted; None if it need not be.
 
         Raises TransferFailedError if an embedding's memory holds another one.
@@ -187,7 +187,7 @@ class VllmFrontend:
             return "shape_mismatch"
         return None if all(place.grid_thw == tuple(grid.tolist()) for place, _, grid in contents) else "shape_mismatch"
 
-    def _contents(self, places: Sequence[ImagePlace], received: ReceivedEmbeddings) -> Contents:
+    def _contents(self, places: Sequence[ImageReference], received: ReceivedEmbeddings) -> Contents:
         """Returns the received embeddings.
 
         Raises:

@@ -17,7 +17,7 @@ from cachetools import LRUCache
 from deployments.routing.affinity import HELD, MAX_PUBLISHED, PREFIX_BYTES, Call, published
 
 WORK = "work"
-"""Key of `PromptWork.tokens` in the routing stats of replicas that are probed."""
+"""Key of `PrefillLoad.tokens` in the routing stats of replicas that are probed."""
 RUNNING_TOKENS = 768
 """Delay that a decoding request adds to the prefill of a new prompt, in prompt tokens: 20 ms of shared steps, at 26 us
 per prompt token (benchmarks/log/2026-11-22-prefill-chunks.md)."""
@@ -31,7 +31,7 @@ class Taken:
     is_read: bool = False
 
 
-class PromptWork:
+class PrefillLoad:
     """Prompts in flight at one language model, and conversations that its prefix cache may hold. For one event loop."""
 
     def __init__(self, *, remembers: bool) -> None:
@@ -73,7 +73,7 @@ def soonest(call: Call, told: Mapping[str, Mapping[str, Any]]) -> list[str]:
     A replica that caches the conversation's prefix gets the prompt at no cost.
 
     Args:
-        told: result of `PromptWork.told` by replica; one without WORK is omitted.
+        told: result of `PrefillLoad.told` by replica; one without WORK is omitted.
     """
 
     def tokens(name: str) -> int:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from deployments.scaling.stabilization import StabilizationWindow, in_range
-from deployments.scaling.utilization_target import Given, GivenWork, LearnedUtilization
+from deployments.scaling.utilization_target import ArrivalSeries, Given, LearnedUtilization
 
 # Keys of the autoscaling stats that each replica reports (`EncoderReplica.record_autoscaling_stats`).
 BACKLOG_TOKENS = "backlog_tokens"
@@ -82,7 +82,7 @@ class VisualScaler:
     def __init__(self, targets: ScalingTargets) -> None:
         self.targets = targets
         self._hold = StabilizationWindow(targets.scale_down_stabilization_s, targets.tolerance)
-        self._given = GivenWork()
+        self._given = ArrivalSeries()
         self._learnt = LearnedUtilization(
             targets.target_encode_delay_s, targets.scale_down_stabilization_s, targets.replica_startup_s
         )

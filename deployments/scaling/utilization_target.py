@@ -55,7 +55,7 @@ Given = Mapping[Any, Sequence[Sample]]
 """Samples by replica, in order of time."""
 
 
-class GivenWork:
+class ArrivalSeries:
     """Converts the replicas' cumulative token counts to tokens that arrived in each second. For one deployment."""
 
     def __init__(self) -> None:

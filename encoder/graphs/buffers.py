@@ -1,7 +1,7 @@
 """Static buffers that every captured graph reads and writes, and the copy of a batch into them.
 
 A graph of budget B uses the first B tokens' worth of each buffer, so one set serves all budgets. Values that vary
-between replays are in these buffers; constants of a graph are in `GraphClass`. The graph itself computes the tower's
+between replays are in these buffers; constants of a graph are in `GraphCapacity`. The graph itself computes the tower's
 metadata from the batch description (`encoder.metadata.expand`).
 """
 
@@ -27,7 +27,7 @@ class GraphKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GraphClass:
+class GraphCapacity:
     """Capacity of a graph; a batch within it can be replayed."""
 
     key: GraphKey
@@ -37,7 +37,7 @@ class GraphClass:
     """Maximum number of windowed-attention segments; 0 for towers without windows."""
 
     @classmethod
-    def of(cls, key: GraphKey, max_images: int, config: VisionConfig) -> GraphClass:
+    def of(cls, key: GraphKey, max_images: int, config: VisionConfig) -> GraphCapacity:
         """Returns the capacity for a key. The window bound allows windows to be half empty on average."""
         windows = 0
         if config.window_size:
@@ -88,7 +88,7 @@ class GraphBuffers:
         """Returns `[num_tokens, width]`, a view of the buffer that the next replay overwrites."""
         return self._output[:num_tokens]
 
-    def load(self, patches: Tensor, layout: Layout, graph: GraphClass) -> None:
+    def load(self, patches: Tensor, layout: Layout, graph: GraphCapacity) -> None:
         """Copies a batch into the buffers on the current stream.
 
         `patches`: `[num_patches, patch_dim]`, any float dtype. Raises ValueError if the shape differs or the batch
@@ -106,7 +106,7 @@ class GraphBuffers:
         """Copies the batch description into its buffer; patches stay as they are."""
         self.described.copy_(layout.described(self._max_images, self.described.device))
 
-    def spoil_padding(self, layout: Layout, graph: GraphClass) -> None:
+    def spoil_padding(self, layout: Layout, graph: GraphCapacity) -> None:
         """Fills the padding patches with NaN, which must not change the graph's real rows."""
         self._patches[layout.num_patches : graph.key.budget * self._config.merge_unit] = float("nan")
 

@@ -13,9 +13,9 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.graphs.budgets import resolved_budgets, tight_keys, whole_keys
 from encoder.graphs.buffers import GraphKey, whole
-from encoder.graphs.capture_policy import MemoryModel, Prices, best_tight, best_whole
-from encoder.graphs.captured import CapturedGraph, EncoderGraphs, GraphRefusedError, NoRoomError
-from encoder.graphs.traffic_histogram import Wanted
+from encoder.graphs.capture_policy import MemoryModel, RunTimes, best_tight, best_whole
+from encoder.graphs.captured import CapturedGraph, EncoderGraphs, GraphMemoryError, GraphRefusedError
+from encoder.graphs.traffic_histogram import TrafficHistogram
 from encoder.graphs.trial_batches import compact_grid
 from encoder.metadata.device_tables import Layout
 from encoder.metadata.geometry import Grid
@@ -40,7 +40,7 @@ _RUNS_A_CAPTURE, _LONGEST_STEP_S = 5, 1.0
 _SAVE_EVERY_S = 30.0
 
 
-class Capturing:
+class GraphCapturer:
     """Decides which graphs to capture, captures and times them. Used only by the thread that owns the device."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Capturing:
         self.graphs = graphs
         self.costs = Costs()
         self.budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
-        self.wanted = Wanted() if state_file is None else Wanted.load(state_file, fingerprint)
+        self.wanted = TrafficHistogram() if state_file is None else TrafficHistogram.load(state_file, fingerprint)
         self._config, self._vision, self._counts, self._clock = config, vision, counts, clock
         self._state_file, self._fingerprint = state_file, fingerprint
         self._length_classes = length_classes
@@ -84,7 +84,7 @@ class Capturing:
             return
         started = self._clock()
         begun: list[GraphKey] = []
-        for key in tqdm(keys, desc="Capturing encoder graphs", unit="graph", disable=not progress):
+        for key in tqdm(keys, desc="GraphCapturer encoder graphs", unit="graph", disable=not progress):
             if not begun and len(self._refused) >= _GIVE_UP_AFTER:
                 logger.warning("%d encoder graphs were refused and none captured: running without", len(self._refused))
                 break
@@ -172,12 +172,12 @@ class Capturing:
             best = next(iter(open_), None)
         return best
 
-    def _prices(self) -> Prices:
+    def _prices(self) -> RunTimes:
         table = self.costs.choosing()
         if table is None:
             # Before the first timing: a graph saves the launches, assumed to take as long as about a thousand tokens.
-            return Prices(eager=lambda tokens: tokens + 1000.0, replay=float)
-        return Prices(eager=table.eager, replay=lambda budget: self.costs.replay_ms(budget) or table.eager(budget))
+            return RunTimes(eager=lambda tokens: tokens + 1000.0, replay=float)
+        return RunTimes(eager=table.eager, replay=lambda budget: self.costs.replay_ms(budget) or table.eager(budget))
 
     def _may_capture(self, key: GraphKey) -> bool:
         if key in self.graphs.captured or key in self._refused or key in self._no_room:
@@ -202,7 +202,7 @@ class Capturing:
             return False
         try:
             self._memory.add(key.budget, self.graphs.begin(key))
-        except NoRoomError as error:
+        except GraphMemoryError as error:
             self._no_room.add(key)
             logger.warning("%s", error)
             return False

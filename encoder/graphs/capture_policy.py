@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.graphs.buffers import GraphKey
-from encoder.graphs.traffic_histogram import Wanted
+from encoder.graphs.traffic_histogram import TrafficHistogram
 
 # A capture costs time and memory: it must save at least this share of the traffic's total run time.
 WORTH_WHILE = 0.005
@@ -21,7 +21,7 @@ _MARGIN = 1.1
 
 
 @dataclass(frozen=True)
-class Prices:
+class RunTimes:
     """Run times in milliseconds without attention work, measured or interpolated."""
 
     eager: Callable[[int], float]
@@ -31,7 +31,7 @@ class Prices:
 
 
 def best_whole(
-    wanted: Wanted, captured: Collection[GraphKey], candidates: Sequence[GraphKey], prices: Prices
+    wanted: TrafficHistogram, captured: Collection[GraphKey], candidates: Sequence[GraphKey], prices: RunTimes
 ) -> GraphKey | None:
     """Returns the candidate without a tighter bound on image length that saves most time; None if none is worth it."""
     sizes = wanted.by_tokens()
@@ -52,7 +52,9 @@ def best_whole(
     return best
 
 
-def best_tight(wanted: Wanted, captured: Collection[GraphKey], candidates: Sequence[GraphKey]) -> GraphKey | None:
+def best_tight(
+    wanted: TrafficHistogram, captured: Collection[GraphKey], candidates: Sequence[GraphKey]
+) -> GraphKey | None:
     """Returns the candidate for short images that most batches would replay; None if no batch would.
 
     Candidates need a captured graph of the same budget in `captured`, because packing uses those budgets.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encoder.forwards import TowerForward
-from encoder.graphs.buffers import GraphBuffers, GraphClass, GraphKey
+from encoder.graphs.buffers import GraphBuffers, GraphCapacity, GraphKey
 from encoder.graphs.trial_batches import timing_batch, trial_batch
 from encoder.metadata.device_tables import GridTables, Layout
 from encoder.metadata.geometry import Grid
@@ -25,7 +25,7 @@ class GraphRefusedError(RuntimeError):
     """A graph cannot be captured or replayed, or its output differs from its forward's; it is not used."""
 
 
-class NoRoomError(RuntimeError):
+class GraphMemoryError(RuntimeError):
     """The device has not enough free memory to capture a graph."""
 
 
@@ -33,7 +33,7 @@ class NoRoomError(RuntimeError):
 class CapturedGraph:
     """A graph that passed its check and may be replayed."""
 
-    shape: GraphClass
+    shape: GraphCapacity
     graph: torch.cuda.CUDAGraph
     grids: tuple[Grid, ...]
     """Grids of the batch of the check and of `replay_ms`."""
@@ -48,7 +48,7 @@ class CapturedGraph:
 class Trial:
     """A captured graph whose check may still be running on the device."""
 
-    shape: GraphClass
+    shape: GraphCapacity
     graph: torch.cuda.CUDAGraph
     grids: tuple[Grid, ...]
     pool_bytes: int
@@ -120,14 +120,14 @@ class EncoderGraphs:
             with torch.cuda.device(self._forward.device):
                 trial = self._trials[key] = self._begin(key)
         except torch.cuda.OutOfMemoryError as error:
-            raise NoRoomError(f"no memory for the graph of budget {key.budget}: {error}") from error
+            raise GraphMemoryError(f"no memory for the graph of budget {key.budget}: {error}") from error
         except RuntimeError as error:
             raise GraphRefusedError(f"the graph of budget {key.budget} cannot be captured: {error}") from error
         return trial.pool_bytes
 
     def _begin(self, key: GraphKey) -> Trial:
         config = self._forward.config
-        shape = GraphClass.of(key, self._max_images, config)
+        shape = GraphCapacity.of(key, self._max_images, config)
         grids = trial_batch(shape, config)
         layout = self._layout(grids)
         assert shape.holds(layout), f"{grids} does not fit {shape}"
@@ -268,7 +268,7 @@ class EncoderGraphs:
             raise ValueError(f"{len(grids)} grids of {sum(t * h * w for t, h, w in grids)} patches overfill the arena")
         return layout
 
-    def _forward_in_place(self, shape: GraphClass) -> None:
+    def _forward_in_place(self, shape: GraphCapacity) -> None:
         """Runs what a graph captures: metadata from the description, then the forward over the whole budget.
 
         The output goes to the static buffers, so that the next capture can reuse the pool.
@@ -289,7 +289,7 @@ class EncoderGraphs:
         else:
             forward.run_into(patches, laid_out, out)
 
-    def _recorded(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
+    def _recorded(self, shape: GraphCapacity) -> tuple[torch.cuda.CUDAGraph, int]:
         """Calls `_record`, after one uncaptured run if the forward needs it, so that first-call choices and allocations
         for the shape happen outside the capture. A forward that compiles always needs it: compiling within a capture
         leaves the device's random number generator and the pool unusable.
@@ -305,7 +305,7 @@ class EncoderGraphs:
         self._forward_in_place(shape)
         return self._record(shape)
 
-    def _record(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
+    def _record(self, shape: GraphCapacity) -> tuple[torch.cuda.CUDAGraph, int]:
         """Captures the graph. Returns it and the growth of the pool in bytes."""
         device = self._forward.device
         graph = torch.cuda.CUDAGraph()

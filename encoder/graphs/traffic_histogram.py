@@ -18,7 +18,7 @@ _STEP = 4
 _HALVED_AT = 50_000
 
 
-class Wanted:
+class TrafficHistogram:
     """Traffic histogram of batches. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Wanted:
             raise
 
     @classmethod
-    def load(cls, path: Path, fingerprint: str) -> Wanted:
+    def load(cls, path: Path, fingerprint: str) -> TrafficHistogram:
         """Loads the histogram of this encoder; returns an empty one if the file is missing, unusable or another's."""
         wanted = cls()
         try:

@@ -6,11 +6,11 @@ from itertools import cycle, islice
 from math import isqrt
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.graphs.buffers import GraphClass
+from encoder.graphs.buffers import GraphCapacity
 from encoder.metadata.geometry import Grid
 
 
-def trial_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
+def trial_batch(shape: GraphCapacity, config: VisionConfig) -> list[Grid]:
     """Returns the batch of a graph's check: grids of unequal sizes that leave part of the budget as padding."""
     merge = config.spatial_merge_size
     longest = shape.key.max_seqlen // config.merge_unit
@@ -27,7 +27,7 @@ def trial_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
     return grids or [(1, merge, merge)]
 
 
-def timing_batch(shape: GraphClass, config: VisionConfig) -> list[Grid]:
+def timing_batch(shape: GraphCapacity, config: VisionConfig) -> list[Grid]:
     """Returns the timing batch: as many equal images as fit, which keeps attention (quadratic in length) small."""
     number = min(shape.max_images, shape.key.budget)
     tokens = min(shape.key.budget // number, shape.key.max_seqlen // config.merge_unit)

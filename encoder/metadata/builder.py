@@ -10,7 +10,7 @@ from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.metadata import geometry
-from encoder.metadata.byte_lru import Recent
+from encoder.metadata.byte_lru import ByteLru
 from encoder.metadata.device_tables import ArenaFill, Layout
 from encoder.metadata.expand import expand
 from encoder.metadata.geometry import Grid
@@ -30,7 +30,7 @@ class MetadataBuilder:
 
     def __init__(self, config: VisionConfig, max_bytes: int = CACHE_BYTES) -> None:
         self._config = config
-        self.images: Recent[Grid, GridNumbers] = Recent(
+        self.images: ByteLru[Grid, GridNumbers] = ByteLru(
             lambda grid: grid_numbers(grid, config), lambda image: image.num_bytes, max_bytes
         )
 

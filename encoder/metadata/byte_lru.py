@@ -10,7 +10,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class ByteLru(Generic[K, V]):
     """LRU cache that computes missing values. Not thread-safe."""
 
     def __init__(self, make: Callable[[K], V], num_bytes: Callable[[V], int], max_bytes: int) -> None:

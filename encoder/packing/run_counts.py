@@ -32,7 +32,7 @@ class Fallback(StrEnum):
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunRecord:
     """Record of one batch's run."""
 
     budget: int | None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
 from encoder.images.size import Grid
-from encoder.metadata.byte_lru import Recent
+from encoder.metadata.byte_lru import ByteLru
 from encoder.pixels.resize_weights import Taps
 
 # Columns of the tables that `encoder.pixels.kernels` reads and documents.
@@ -65,7 +65,7 @@ def plan_pixels(
     shapes: Sequence[tuple[int, int, bool]],
     grids: Sequence[Grid],
     rules: ImageRules,
-    taps: Recent[tuple[int, int], Taps],
+    taps: ByteLru[tuple[int, int], Taps],
 ) -> PixelPlan:
     """Plans a batch. `shapes`: height, width, planar (`[3, H, W]` rather than `[H, W, 3]`). `taps`: `remembered_taps`.
 
@@ -118,7 +118,7 @@ def plan_pixels(
 class _Weights:
     """Concatenated resize weights of all images, one copy per pair of lengths; offsets are in int32 elements."""
 
-    def __init__(self, taps: Recent[tuple[int, int], Taps]) -> None:
+    def __init__(self, taps: ByteLru[tuple[int, int], Taps]) -> None:
         self._taps = taps
         self._places: dict[tuple[int, int], tuple[int, int, Taps]] = {}
         self.parts: list[NDArray[np.int32]] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from encoder.images.decoded import Decoded
 from encoder.images.size import Grid, num_tokens
 from encoder.packing.greedy import Batch
-from encoder.packing.run_counts import Ran
+from encoder.packing.run_counts import RunRecord
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.staging import Room, Staged, Staging
 from encoder.staging.streams import Mark
@@ -35,7 +35,7 @@ class Launched:
     ready: Mark
     staging: Staging
     staged: Staged
-    ran: Ran | None = None
+    ran: RunRecord | None = None
     """Record of the run, if the encoder has set it."""
 
     def fetch(self, room: Room | None = None) -> list[Tensor]:

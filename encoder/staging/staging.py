@@ -61,7 +61,7 @@ class StagingCounts:
 
 
 @dataclass
-class _Set:
+class _BufferSet:
     host: Tensor
     device: Tensor | None = None
     busy: list[Mark] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Staged:
     arrived: Mark
     """Mark after the copies."""
     _staging: Staging
-    _set: _Set
+    _set: _BufferSet
 
     def patches(self, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns `[num_patches, patch_dim]`, computed on the compute lane."""
@@ -115,7 +115,7 @@ class Staging:
         self.counts = StagingCounts()
         self._bounds = bounds or StagingBounds()
         quarter = self._bounds.pinned // 4
-        self._sets = itertools.cycle([_Set(lanes.host_buffer(quarter)) for _ in range(2)])
+        self._sets = itertools.cycle([_BufferSet(lanes.host_buffer(quarter)) for _ in range(2)])
         self._next = next(self._sets)
         self._pieces = [lanes.host_buffer(quarter) for _ in range(2)]
         self._taps = remembered_taps(self._bounds.taps)
@@ -158,7 +158,7 @@ class Staging:
         self.counts.batches += 1
         return Staged(plan, buffer, control, images, arrived, self, used)
 
-    def _device_buffer(self, used: _Set, num_bytes: int) -> Tensor:
+    def _device_buffer(self, used: _BufferSet, num_bytes: int) -> Tensor:
         """Returns the set's buffer, reallocated if too small or above `kept`, on the lane that first writes to it."""
         if used.device is not None and used.device.numel() > self._bounds.kept:
             used.device = None

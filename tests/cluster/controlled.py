@@ -34,7 +34,7 @@ from deployments.llm.engine.stats import EngineStats
 from deployments.llm.engine.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.llm.requests import Requests
 from deployments.llm.vllm_frontend import VllmFrontend
-from deployments.routing.prefill_load import PromptWork
+from deployments.routing.prefill_load import PrefillLoad
 from deployments.telemetry.metrics import Counters, Histograms
 from deployments.transfer.unix_socket import host_name
 from encoder.checkpoint.files import resolve_checkpoint
@@ -172,7 +172,7 @@ class StandInLLM(LLM):
         self._receiver = EmbeddingReceiver(Counters(), Histograms(), num_workers=1)
         self._stats = EngineStats()
         self._tower = "" if config.model == "auto" else tower_of(resolve_checkpoint(local_model(config.model)))
-        self._prompts = PromptWork(remembers=True)
+        self._prompts = PrefillLoad(remembers=True)
         keys = KeyStore()
         shape = EmbeddingShape(width, merge_size)
         self._frontend = self.seen = SeenAnswers(stand_in(keys, self), keys, shape, engine_died=self._engine_died)

@@ -26,7 +26,7 @@ from deployments.common.messages import (
     EncodeTimings,
     HttpRequest,
     ImageJob,
-    ImagePlace,
+    ImageReference,
     NotEncoded,
     Piece,
     ResponseHead,
@@ -104,7 +104,7 @@ class FakeLLM:
         return llm_metadata(tower_fingerprint(self._weights, VISION, RULES))
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImagePlace], encodings: Sequence[Any], call: Call
+        self, request: HttpRequest, places: Sequence[ImageReference], encodings: Sequence[Any], call: Call
     ) -> AsyncIterator[Piece]:
         marks = []
         for number, encoding in enumerate(encodings):

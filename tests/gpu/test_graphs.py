@@ -11,7 +11,7 @@ import torch
 
 from configs.encoder_config import EncoderConfig
 from encoder.forwards import TowerForward, choose_forward
-from encoder.graphs.buffers import GraphClass, GraphKey, whole
+from encoder.graphs.buffers import GraphCapacity, GraphKey, whole
 from encoder.graphs.captured import EncoderGraphs, GraphRefusedError
 from encoder.graphs.trial_batches import trial_batch
 from encoder.metadata.device_tables import GridTables, Layout
@@ -209,7 +209,7 @@ def test_memory_of_other_threads_is_not_counted_as_the_graphs(forward: TowerForw
 def test_trial_batches_leave_padding_and_use_several_images(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CUDA, 2**22)
     for key in (whole(64, tower.config), whole(1024, tower.config), whole(8192, tower.config), GraphKey(1024, 256)):
-        shape = GraphClass.of(key, 16, tower.config)
+        shape = GraphCapacity.of(key, 16, tower.config)
         layout = tables.layout(trial_batch(shape, tower.config))
         assert layout is not None
         assert shape.holds(layout)

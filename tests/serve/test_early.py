@@ -25,7 +25,7 @@ from deployments.common.messages import (
     EncodedImage,
     EncodeTimings,
     HttpRequest,
-    ImagePlace,
+    ImageReference,
     ImageRefused,
     NotEncoded,
     ResponseHead,
@@ -87,9 +87,11 @@ class Replica:
     def lent(self, image: EncodedImage) -> SharedEmbedding:
         return image.shared_by(self.server.address)
 
-    def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ImagePlace]]:
+    def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ImageReference]]:
         """Each with a salt of its own, by which it finds nothing in the prefix cache."""
-        places = [ImagePlace(new_key(), new_key(), n, f"image {n}", image.grid_thw) for n, image in enumerate(images)]
+        places = [
+            ImageReference(new_key(), new_key(), n, f"image {n}", image.grid_thw) for n, image in enumerate(images)
+        ]
         content: list[object] = []
         for place, image in zip(places, images, strict=True):
             keys = {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key}
@@ -361,7 +363,7 @@ def test_an_embedding_that_is_not_what_its_file_said_is_answered_as_what_it_is(r
         images = replica.images()
         futures = coming(replica.loop, 3)
         request, places = replica.request(images)
-        places[1] = ImagePlace(places[1].tokens_key, places[1].grid_key, 1, "image 1", (1, 4, 4))
+        places[1] = ImageReference(places[1].tokens_key, places[1].grid_key, 1, "image 1", (1, 4, 4))
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         pieces = [piece async for piece in replica.llm.handle(request, places, list(futures))]
@@ -438,7 +440,7 @@ def test_where_a_place_does_not_say_what_comes_all_is_waited_for(replica: Replic
         images = replica.images()
         futures = coming(replica.loop, 3)
         request, places = replica.request(images)
-        places = [ImagePlace(place.tokens_key, place.grid_key, place.image, place.label) for place in places]
+        places = [ImageReference(place.tokens_key, place.grid_key, place.image, place.label) for place in places]
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         assert answered([piece async for piece in replica.llm.handle(request, places, list(futures))])[0] == 200

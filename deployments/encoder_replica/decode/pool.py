@@ -11,7 +11,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from deployments.common.fair_queue import FairLine
+from deployments.common.fair_queue import FairQueue
 from deployments.encoder_replica.decode.worker_process import Decoder, Task
 from deployments.transfer.shared_memory import Arena
 from encoder.images.decoded import Decoded
@@ -22,12 +22,12 @@ from encoder.pixels.preprocess import Pixels
 def _ignore() -> None: ...
 
 
-class Turns:
+class FairSemaphore:
     """Semaphore of `at_once` permits whose waiters form a fair queue. For one event loop."""
 
     def __init__(self, at_once: int) -> None:
         self._free = at_once
-        self._line: FairLine[asyncio.Future[None]] = FairLine()
+        self._line: FairQueue[asyncio.Future[None]] = FairQueue()
 
     async def begin(self, place: float) -> None:
         """Acquires a permit, which `end` releases. A cancelled caller leaves the queue."""
@@ -91,7 +91,7 @@ class DecodePool:
             self._idle.put(decoder)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         # Further jobs wait in the fair queue, where cancelling is free. The extra job keeps the workers busy.
-        self._turns = Turns(workers + 1)
+        self._turns = FairSemaphore(workers + 1)
 
     async def pixels(
         self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int], place: float = 0.0

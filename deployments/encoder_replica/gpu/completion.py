@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from deployments.common.replica_errors import DeviceMemoryError, DeviceSickError, WorkerEndedError
+from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError, WorkerEndedError
 from deployments.encoder_replica.gpu.health import DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
 from encoder.device_errors import out_of_memory
@@ -17,7 +17,7 @@ from encoder.staging.staging import Room
 logger = logging.getLogger("ray.serve")
 
 
-class Outcomes:
+class Completion:
     """Completes jobs, on any thread, and tracks the device's health."""
 
     def __init__(self, events: WorkerEvents, again: Callable[[Job], None], room: Room | None) -> None:
@@ -75,7 +75,7 @@ class Outcomes:
     def refuse(self, jobs: Sequence[Job]) -> None:
         """Fails the jobs because the device failed; another replica may encode them."""
         for job in jobs:
-            job.future.set_exception(DeviceSickError("the device has failed"))
+            job.future.set_exception(DeviceFailedError("the device has failed"))
 
     def abandon(self, jobs: Sequence[Job]) -> None:
         """Fails those of the jobs that are neither completed nor cancelled, because the thread has ended."""

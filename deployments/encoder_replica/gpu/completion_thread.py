@@ -10,7 +10,7 @@ from collections.abc import Callable
 logger = logging.getLogger("ray.serve")
 
 
-class Answers:
+class CompletionThread:
     """A FIFO worker thread with a queue of depth one. Its methods are called on one thread."""
 
     def __init__(self, done: Callable[[], None] = lambda: None) -> None:

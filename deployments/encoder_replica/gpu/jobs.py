@@ -11,7 +11,7 @@ import torch
 
 from deployments.encoder_replica.gpu.health import Fault
 from encoder.images.decoded import Decoded
-from encoder.packing.run_counts import Ran, RunCounts
+from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
 
 
@@ -23,7 +23,7 @@ class Encoded:
     """`[num_tokens, width]` in host memory."""
     queue_ms: float
     encode_ms: float
-    ran: Ran | None = None
+    ran: RunRecord | None = None
     """How the image's batch ran: graph replay or eager."""
 
 
@@ -41,7 +41,7 @@ class Job:
     """Whether the job is retried alone because its batch failed."""
 
 
-class Sign(Enum):
+class Signal(Enum):
     """Signals in the queue of jobs."""
 
     STOP = "stop"

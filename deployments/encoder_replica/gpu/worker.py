@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
-from deployments.common.fair_queue import WINDOW, FairLine
-from deployments.common.replica_errors import DeviceSickError, QueueFullError, WorkerEndedError
+from deployments.common.fair_queue import WINDOW, FairQueue
+from deployments.common.replica_errors import DeviceFailedError, QueueFullError, WorkerEndedError
 from deployments.common.throughput import BusySpeed
-from deployments.encoder_replica.gpu.completion import Outcomes
-from deployments.encoder_replica.gpu.completion_thread import Answers
+from deployments.encoder_replica.gpu.completion import Completion
+from deployments.encoder_replica.gpu.completion_thread import CompletionThread
 from deployments.encoder_replica.gpu.health import Fault
-from deployments.encoder_replica.gpu.jobs import Encoded, Job, Sign, WorkerEvents
+from deployments.encoder_replica.gpu.jobs import Encoded, Job, Signal, WorkerEvents
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.images.size import num_tokens
@@ -47,15 +47,15 @@ class GpuWorker:
         """
         self._max_queued_tokens = max_queued_tokens
         self._events = events or WorkerEvents()
-        self._queue: queue.SimpleQueue[Job | Sign] = queue.SimpleQueue()
-        self._line: FairLine[Job] = FairLine()
+        self._queue: queue.SimpleQueue[Job | Signal] = queue.SimpleQueue()
+        self._line: FairQueue[Job] = FairQueue()
         self._window: list[Job] = []
         """Jobs of the `launch_batches` call in progress."""
         self._stopping = self._ended = False
         self._lock = threading.Lock()
         self._queued_tokens = 0
         self._speed = BusySpeed()
-        self._outcomes = Outcomes(self._events, self._queue.put, room)
+        self._outcomes = Completion(self._events, self._queue.put, room)
         self._idling = True
         made: Future[Encoder] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
@@ -95,7 +95,7 @@ class GpuWorker:
         now = time.perf_counter()
         job = Job(pixels, count, now, now if place is None else place)
         if self.fault is not None:
-            raise DeviceSickError(f"the device has failed: {self.fault.value}")
+            raise DeviceFailedError(f"the device has failed: {self.fault.value}")
         with self._lock:
             if self._ended:
                 raise WorkerEndedError("the thread that owned the GPU has ended")
@@ -112,7 +112,7 @@ class GpuWorker:
 
     def stop(self, *, wait: bool = False) -> None:
         """Ends the thread after the queued jobs. `wait`: whether to block until it has ended."""
-        self._queue.put(Sign.STOP)
+        self._queue.put(Signal.STOP)
         if wait:
             self._thread.join()
 
@@ -130,7 +130,7 @@ class GpuWorker:
             made.set_exception(error)
             return
         made.set_result(encoder)
-        self._answers = Answers(lambda: self._queue.put(Sign.LOOK))
+        self._answers = CompletionThread(lambda: self._queue.put(Signal.LOOK))
         self._events.ran(encoder.counts)
         self._idle(encoder)
         late: list[Job] = []
@@ -217,10 +217,10 @@ class GpuWorker:
         while not self._stopping and not self._queue.empty():
             self._collect(self._queue.get())
 
-    def _collect(self, item: Job | Sign) -> None:
+    def _collect(self, item: Job | Signal) -> None:
         if isinstance(item, Job):
             self._line.add(item.place, item)
-        elif item is Sign.STOP:
+        elif item is Signal.STOP:
             self._stopping = True
 
     def _encode(self, encoder: Encoder, jobs: list[Job]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import ImagePlace
+from deployments.common.messages import ImageReference
 from deployments.ingress.http.data_url import decode_base64, decode_data_url, is_data_url, refusals
 from deployments.ingress.http.request_body import LARGE_BYTES, Body, parse_body
 from encoder.images.size import PixelBounds
@@ -105,7 +105,7 @@ class ChatRequest:
         file_bytes = sum(len(image.file) for image in decoded if image.file is not None)
         return cls(decoded, bounds, max(len(data) - file_bytes // 3, file_bytes), body)
 
-    def write(self, places: Sequence[ImagePlace] = (), digests: Sequence[str] = ()) -> tuple[bytes, str | None]:
+    def write(self, places: Sequence[ImageReference] = (), digests: Sequence[str] = ()) -> tuple[bytes, str | None]:
         """Returns the body for the language model, with keys instead of images, and its `conversation`.
 
         The parsed body is written, since another parser could read duplicate names of the original differently.
@@ -212,7 +212,7 @@ def _by_digest(messages: Sequence[object]) -> list[object]:
     ]
 
 
-def put_key(image: ImagePart, place: ImagePlace, digest: str) -> None:
+def put_key(image: ImagePart, place: ImageReference, digest: str) -> None:
     """Replaces the image part by one that names an embedding by its keys."""
     image.part.clear()
     image.part.update(

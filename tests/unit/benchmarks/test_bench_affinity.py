@@ -15,7 +15,7 @@ from benchmarks.simulation.affinity_replay import (
     Image,
     Replay,
     Request,
-    Scene,
+    Scenario,
     distinct_bytes,
     load_of,
     one_cache,
@@ -33,11 +33,11 @@ def image(number: int, tokens: int = 100) -> Image:
     return Image(f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}" * 4, tokens)
 
 
-def scene(*requests: Request, replicas: int = 1, cache_tokens: int = 1000, ingresses: int = 1) -> Scene:
-    return Scene(requests, replicas, cache_tokens * BYTES_PER_TOKEN, SPEED, ingresses, publish_s=10.0)
+def scene(*requests: Request, replicas: int = 1, cache_tokens: int = 1000, ingresses: int = 1) -> Scenario:
+    return Scenario(requests, replicas, cache_tokens * BYTES_PER_TOKEN, SPEED, ingresses, publish_s=10.0)
 
 
-def replayed(met: Scene) -> Replay:
+def replayed(met: Scenario) -> Replay:
     replay = Replay(met, bench_affinity.affinity(met, 1.25))
     replay.run()
     return replay
@@ -68,7 +68,7 @@ def test_four_caches_hit_as_one_does(tmp_path: Path, ingresses: int) -> None:
     requests = read_requests(chat_like(tmp_path, requests=2000, seed=1), RULES_QWEN3)
     cache_bytes = distinct_bytes(requests) // 4
     requests = paced(requests, 0.1 / load_of(requests, 4, SPEED))
-    met = Scene(requests, 4, cache_bytes, SPEED, ingresses, publish_s=10.0)
+    met = Scenario(requests, 4, cache_bytes, SPEED, ingresses, publish_s=10.0)
     measure = one_cache(requests, cache_bytes)
     assert 0.2 < measure < 0.5
     found = replayed(met).found

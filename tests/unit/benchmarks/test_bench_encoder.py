@@ -230,7 +230,7 @@ def tiny_ladder(record: dict[str, Any], peer: Peer | None, saved: list[int], min
     )  # fmt: skip
 
 
-ASKED = ladder.Asked(
+ASKED = ladder.Options(
     rungs=("eager",), peers=("vllm",), rounds=5, seed=0, tiny=True, dtype=torch.float32, device=CPU, cold_batches=0,
     cold_images=0, settle_s=0.0, sustain_s=0.01, sustain_all=False,
 )  # fmt: skip

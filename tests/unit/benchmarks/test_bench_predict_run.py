@@ -171,7 +171,7 @@ def test_a_run_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that watches the replicas ended with the last answer alone, and asyncio waited for it for ever."""
     asked: list[int] = []
 
-    async def ask(http: object, url: str, one: record_run.Asked, number: int, began: float) -> None:
+    async def ask(http: object, url: str, one: record_run.Options, number: int, began: float) -> None:
         asked.append(number)
         if len(asked) > record_run.ALONE:
             raise LookupError("odd")
@@ -180,7 +180,7 @@ def test_a_run_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_run, "ask", ask)
     monkeypatch.setattr(record_run, "replicas", lambda: (0, 1, 0))
     fleet = record_run.Fleet()
-    run = [record_run.Asked(0.0, ((1, 1),))]
+    run = [record_run.Options(0.0, ((1, 1),))]
     failed: list[Exception] = []
 
     def drive() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.bench_transfer import measure, sees_gpu
-from benchmarks.transfer.figures import Asked, Took, bars_met, change, sum_of_bits
+from benchmarks.transfer.figures import Options, Took, bars_met, change, sum_of_bits
 from benchmarks.transfer.paths import SLOTS, WAYS, Side, slot_bytes
 from tests.programs import output_of
 
@@ -38,7 +38,7 @@ def test_it_measures_between_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA IPC works where there is a GPU")
 def test_a_way_that_fails_says_why() -> None:
-    found = measure("cuda_ipc", Asked((0.01,), width=64, rounds=1, warm_ups=0), (None, None))
+    found = measure("cuda_ipc", Options((0.01,), width=64, rounds=1, warm_ups=0), (None, None))
     assert isinstance(found, str)
     assert "CUDA" in found or "EOFError" in found or "ended" in found
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from benchmarks import bench_serving, bench_start
-from benchmarks.bench_serving import Asked, Load, requests, rows, turned, warm, within
+from benchmarks.bench_serving import Load, Options, requests, rows, turned, warm, within
 from benchmarks.ladder import rungs
 from benchmarks.ladder.steps import MINUTES
 from benchmarks.peers import vllm_tower
@@ -230,11 +230,11 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_answers_of_all_rounds_come_together(url: str) -> None:
     served, other = Served("eager", "Eager", "eager"), Served("vllm", "vLLM", None)
-    asked = Asked()
+    asked = Options()
     assert within(warm(url, asked, LOAD), 30) is True
     for number in range(2):
         within(bench_serving.measure(url, asked, LOAD, number, requests(LOAD, number)), 30)
-    made = rows([served, other], {"eager": asked, "vllm": Asked()}, {"eager": 12.0}, {"commit": "abc"})
+    made = rows([served, other], {"eager": asked, "vllm": Options()}, {"eager": 12.0}, {"commit": "abc"})
     assert list(made) == ["Eager"]  # nothing is said of what was not measured
     row = made["Eager"]
     assert (row["latency_requests"], row["latency_failed"]) == (2 * LOAD.latency_requests, 0)
@@ -249,7 +249,7 @@ def test_answers_of_all_rounds_come_together(url: str) -> None:
 
 
 def test_failures_are_counted() -> None:
-    asked = Asked(latency=[Answer(200, "", [0.1], 0.2, 1, 1), Answer(503, "full")], serving=[Answer(503, "full")])
+    asked = Options(latency=[Answer(200, "", [0.1], 0.2, 1, 1), Answer(503, "full")], serving=[Answer(503, "full")])
     asked.serving_s = 1.0
     row = rows([Served("a", "A", "eager")], {"a": asked}, {}, {})["A"]
     assert (row["latency_requests"], row["latency_failed"], row["serving"]["failed"]) == (1, 1, 1)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from configs.schema import AppConfig
-from deployments.common.messages import Accepted, HttpRequest, ImageJob, ImagePlace, ResponseHead
+from deployments.common.messages import Accepted, HttpRequest, ImageJob, ImageReference, ResponseHead
 from deployments.ingress.attempt import MAX_TRIES
 from deployments.ingress.deployment import Ingress
 from deployments.routing.affinity import Call
@@ -102,7 +102,7 @@ class StandIns:
         self.answers = list(answers)
         self._encodings = list(encodings)
         self.requests: list[HttpRequest] = []
-        self.places: list[list[ImagePlace]] = []
+        self.places: list[list[ImageReference]] = []
         self.encodings: list[Pieces] = []
         self.given: list[list[object]] = []
         """To the language model, of each request: references, or where embeddings lie."""
@@ -137,7 +137,7 @@ class StandIns:
             return Method(self._report, [])
         return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object], call: Call) -> Pieces:
+    def _handle(self, request: HttpRequest, places: list[ImageReference], given: list[object], call: Call) -> Pieces:
         self.requests.append(request)
         self.places.append(places)
         self.given.append(given)
@@ -161,7 +161,7 @@ class Accepting(StandIns):
         self.jobs.append(job)
         return super()._encode(job)
 
-    def _handle(self, request: HttpRequest, places: list[ImagePlace], given: list[object], call: Call) -> Pieces:
+    def _handle(self, request: HttpRequest, places: list[ImageReference], given: list[object], call: Call) -> Pieces:
         answer = super()._handle(request, places, given, call)
         if answer._pieces and isinstance(answer._pieces[0], Accepted):
             answer._pieces[0] = self.accepted()

@@ -11,11 +11,11 @@ from encoder.packing.cost_based import CostTable, ImageCost
 from planner.model import (
     Language,
     Layout,
+    Placement,
     Prediction,
     Speeds,
     Target,
     Tower,
-    Way,
     best,
     cheapest,
     longest_stall_s,
@@ -39,25 +39,28 @@ def requests(*at_s: float, images: int = 1, num_tokens: int = 1000, output_token
 def test_lonely_requests_take_what_their_parts_take() -> None:
     """0.1 s of prefill; 0.2 s of vLLM's tower, or 0.1 of ours and the hop; each alone in its queue."""
     apart = requests(0, 10, 20)
-    found = {way: predict(apart, SPEEDS, TARGET, Layout(way, 0 if way is Way.AGGREGATED else 1, 1)) for way in Way}
+    found = {
+        way: predict(apart, SPEEDS, TARGET, Layout(way, 0 if way is Placement.AGGREGATED else 1, 1))
+        for way in Placement
+    }
     assert {way: prediction.first_token_s for way, prediction in found.items()} == pytest.approx(
-        {Way.AGGREGATED: 0.3, Way.SHARED: 0.22, Way.SPLIT: 0.22}
+        {Placement.AGGREGATED: 0.3, Placement.SHARED: 0.22, Placement.SPLIT: 0.22}
     )
-    assert [found[way].gpus for way in Way] == [1, 1, 2]
-    assert found[Way.SPLIT].encoder_busy == pytest.approx(0.3 / 20)
-    assert found[Way.SPLIT].llm_busy == pytest.approx(0.3 / 20)
-    assert found[Way.AGGREGATED].llm_busy == pytest.approx(0.9 / 20)
+    assert [found[way].gpus for way in Placement] == [1, 1, 2]
+    assert found[Placement.SPLIT].encoder_busy == pytest.approx(0.3 / 20)
+    assert found[Placement.SPLIT].llm_busy == pytest.approx(0.3 / 20)
+    assert found[Placement.AGGREGATED].llm_busy == pytest.approx(0.9 / 20)
 
 
 def test_text_takes_no_hop_and_no_encoder() -> None:
-    found = predict(requests(0, 10, images=0), SPEEDS, TARGET, Layout(Way.SPLIT, 1, 1))
+    found = predict(requests(0, 10, images=0), SPEEDS, TARGET, Layout(Placement.SPLIT, 1, 1))
     assert found.first_token_s == pytest.approx(0.1)
     assert found.encoder_busy == 0
 
 
 def test_images_of_a_request_are_encoded_side_by_side() -> None:
     four = requests(0, 10, images=4)
-    one, two = (predict(four, SPEEDS, TARGET, Layout(Way.SPLIT, encoders, 1)) for encoders in (1, 2))
+    one, two = (predict(four, SPEEDS, TARGET, Layout(Placement.SPLIT, encoders, 1)) for encoders in (1, 2))
     assert one.first_token_s == pytest.approx(0.4 + 0.1 + 0.02)
     assert two.first_token_s == pytest.approx(0.2 + 0.1 + 0.02)
 
@@ -71,7 +74,7 @@ def test_a_prompt_is_read_as_its_images_come() -> None:
     at_once = replace(SPEEDS, ours=by_budget)
     early = replace(at_once, reads_early=True)
     four = requests(0, 10, images=4)
-    layout = Layout(Way.SPLIT, 1, 1)
+    layout = Layout(Placement.SPLIT, 1, 1)
     assert predict(four, at_once, TARGET, layout).first_token_s == pytest.approx(0.399 + 0.1 + 0.02)
     assert predict(four, early, TARGET, layout).first_token_s == pytest.approx(0.4 - 0.03 + 0.1 + 0.02)
     slow = replace(early, language=Language(500, 1e12))
@@ -84,8 +87,8 @@ def test_answers_being_written_slow_prefill_and_vllms_tower_but_no_encoder() -> 
     """1000 tokens a second for 10 s, of which the answers want 5000: half of the time is theirs."""
     speeds = replace(SPEEDS, language=Language(10_000, 1000))
     busy = requests(0, 10, output_tokens=2500)
-    aggregated = predict(busy, speeds, TARGET, Layout(Way.AGGREGATED, 0, 1))
-    split = predict(busy, speeds, TARGET, Layout(Way.SPLIT, 1, 1))
+    aggregated = predict(busy, speeds, TARGET, Layout(Placement.AGGREGATED, 0, 1))
+    split = predict(busy, speeds, TARGET, Layout(Placement.SPLIT, 1, 1))
     assert aggregated.first_token_s == pytest.approx(2 * 0.3)
     assert aggregated.llm_busy == pytest.approx(0.5 + 0.06)
     assert split.first_token_s == pytest.approx(0.1 + 2 * 0.1 + 0.02)
@@ -101,9 +104,12 @@ def test_what_reads_requests_works_on_all_of_them_at_once() -> None:
     assert shared([0.0, 0.0, 0.0], [1.0, 0.0, 2.0], 1) == pytest.approx([2.0, 0.0, 3.0])
     speeds = replace(SPEEDS, vllms_reading_s=0.001, ours_reading_s=0.003, entry_s=0.5)
     apart = requests(0, 10)
-    found = {way: predict(apart, speeds, TARGET, Layout(way, 0 if way is Way.AGGREGATED else 1, 1)) for way in Way}
-    assert found[Way.AGGREGATED].first_token_s == pytest.approx(0.1 + 0.3 + 0.5)
-    assert found[Way.SPLIT].first_token_s == pytest.approx(0.3 + 0.22 + 0.5)
+    found = {
+        way: predict(apart, speeds, TARGET, Layout(way, 0 if way is Placement.AGGREGATED else 1, 1))
+        for way in Placement
+    }
+    assert found[Placement.AGGREGATED].first_token_s == pytest.approx(0.1 + 0.3 + 0.5)
+    assert found[Placement.SPLIT].first_token_s == pytest.approx(0.3 + 0.22 + 0.5)
 
 
 def test_equal_parts_of_one_server_are_as_the_formula_says() -> None:
@@ -121,8 +127,8 @@ def test_there_are_as_many_readers_as_the_trace_needs() -> None:
     """100 tokens of a second each, every second: half busy are two of vLLM's; ours need no more than one."""
     speeds = replace(SPEEDS, vllms_reading_s=0.0098, ours_reading_s=0.001)
     many = requests(*range(100))
-    alone = cheapest(many, speeds, Target(9.0), way=Way.AGGREGATED, max_gpus=2)
-    shared_way = cheapest(many, speeds, Target(9.0), way=Way.SHARED, max_gpus=2)
+    alone = cheapest(many, speeds, Target(9.0), way=Placement.AGGREGATED, max_gpus=2)
+    shared_way = cheapest(many, speeds, Target(9.0), way=Placement.SHARED, max_gpus=2)
     assert alone is not None
     assert shared_way is not None
     assert (alone.layout.readers, shared_way.layout.readers) == (2, 1)
@@ -131,15 +137,15 @@ def test_there_are_as_many_readers_as_the_trace_needs() -> None:
 def test_what_is_too_busy_meets_nothing() -> None:
     """However late a first token may be."""
     crowd = requests(*(number * 0.1 for number in range(100)), images=0, num_tokens=950)
-    found = predict(crowd, SPEEDS, Target(1e9), Layout(Way.AGGREGATED, 0, 1))
+    found = predict(crowd, SPEEDS, Target(1e9), Layout(Placement.AGGREGATED, 0, 1))
     assert not found.meets
     assert found.llm_busy == pytest.approx(0.96, abs=0.01)
-    assert predict(crowd, SPEEDS, Target(1e9), Layout(Way.AGGREGATED, 0, 2)).meets
+    assert predict(crowd, SPEEDS, Target(1e9), Layout(Placement.AGGREGATED, 0, 2)).meets
 
 
 def test_an_encoder_that_is_too_busy_meets_nothing() -> None:
     crowd = requests(*(number * 0.1 for number in range(100)), num_tokens=100)
-    one, two = (predict(crowd, SPEEDS, Target(1e9), Layout(Way.SPLIT, encoders, 1)) for encoders in (1, 2))
+    one, two = (predict(crowd, SPEEDS, Target(1e9), Layout(Placement.SPLIT, encoders, 1)) for encoders in (1, 2))
     assert not one.meets
     assert one.encoder_busy == pytest.approx(100 * 0.1 / 9.9)
     assert two.meets
@@ -148,7 +154,7 @@ def test_an_encoder_that_is_too_busy_meets_nothing() -> None:
 def test_a_share_of_the_requests_may_be_late() -> None:
     """Twenty alone, the last of which has a prompt that takes 5 s."""
     mostly = [*requests(*range(0, 190, 10), images=0), *requests(190, images=0, num_tokens=50_000)]
-    layout = Layout(Way.AGGREGATED, 0, 1)
+    layout = Layout(Placement.AGGREGATED, 0, 1)
     assert predict(mostly, SPEEDS, Target(1.0, 0.95), layout).first_token_s == pytest.approx(0.1)
     assert predict(mostly, SPEEDS, Target(1.0, 0.951), layout).first_token_s == pytest.approx(5.0)
     assert not predict(mostly, SPEEDS, Target(1.0, 0.951), layout).meets
@@ -156,17 +162,17 @@ def test_a_share_of_the_requests_may_be_late() -> None:
 
 def test_a_tower_is_spread_over_the_gpus_of_a_replica_that_encodes_itself() -> None:
     speeds = replace(SPEEDS, language=replace(SPEEDS.language, gpus=4))
-    found = predict(requests(0, 10), speeds, TARGET, Layout(Way.AGGREGATED, 0, 1))
+    found = predict(requests(0, 10), speeds, TARGET, Layout(Placement.AGGREGATED, 0, 1))
     assert found.first_token_s == pytest.approx(0.1 + 0.2 / 4)
     assert found.gpus == 4
 
 
 def test_few_small_images_are_not_worth_an_encoder() -> None:
     few = requests(*range(100))
-    found = [cheapest(few, SPEEDS, TARGET, way=way, max_gpus=8) for way in Way]
+    found = [cheapest(few, SPEEDS, TARGET, way=way, max_gpus=8) for way in Placement]
     met = [prediction for prediction in found if prediction is not None]
     assert [prediction.gpus for prediction in met] == [1, 1, 2]
-    assert best(met).layout == Layout(Way.AGGREGATED, 0, 1)
+    assert best(met).layout == Layout(Placement.AGGREGATED, 0, 1)
 
 
 def test_large_language_models_and_many_images_are() -> None:
@@ -175,34 +181,34 @@ def test_large_language_models_and_many_images_are() -> None:
     speeds = replace(SPEEDS, language=replace(SPEEDS.language, gpus=2))
     many = requests(*range(100), images=7, num_tokens=5000)
     target = Target(2.0)
-    alone = cheapest(many, speeds, target, way=Way.AGGREGATED, max_gpus=8)
-    split = cheapest(many, speeds, target, way=Way.SPLIT, max_gpus=8)
+    alone = cheapest(many, speeds, target, way=Placement.AGGREGATED, max_gpus=8)
+    split = cheapest(many, speeds, target, way=Placement.SPLIT, max_gpus=8)
     assert alone is not None
     assert split is not None
-    assert (alone.gpus, split.gpus, split.layout) == (4, 3, Layout(Way.SPLIT, 1, 1))
+    assert (alone.gpus, split.gpus, split.layout) == (4, 3, Layout(Placement.SPLIT, 1, 1))
     assert best([alone, split]) is split
-    assert cheapest(many, speeds, target, way=Way.AGGREGATED, max_gpus=3) is None
+    assert cheapest(many, speeds, target, way=Placement.AGGREGATED, max_gpus=3) is None
     with pytest.raises(ValueError, match="takes 2 GPUs"):
-        cheapest(many, speeds, target, way=Way.SHARED, max_gpus=8)
+        cheapest(many, speeds, target, way=Placement.SHARED, max_gpus=8)
 
 
 def test_equal_gpus_go_to_the_simplest() -> None:
-    def made(way: Way, gpus: int) -> Prediction:
+    def made(way: Placement, gpus: int) -> Prediction:
         return Prediction(Layout(way, 1, 1), gpus, 1.0, 0.0, 0.0, True)
 
-    split, shared, alone = (made(way, 2) for way in (Way.SPLIT, Way.SHARED, Way.AGGREGATED))
+    split, shared, alone = (made(way, 2) for way in (Placement.SPLIT, Placement.SHARED, Placement.AGGREGATED))
     assert best([split, shared, alone]) is alone
     assert best([split, shared]) is shared
-    assert best([made(Way.SPLIT, 1), shared, alone]).layout.way is Way.SPLIT
+    assert best([made(Placement.SPLIT, 1), shared, alone]).layout.way is Placement.SPLIT
 
 
 def test_a_stall_is_one_batch_of_one_request() -> None:
     speeds = replace(SPEEDS, vllms=replace(VLLMS, max_tokens=200), language=replace(SPEEDS.language, gpus=2))
-    assert longest_stall_s(requests(0, images=5), speeds, Way.AGGREGATED) == pytest.approx(0.4 / 2)
-    assert longest_stall_s(requests(0, images=1), speeds, Way.AGGREGATED) == pytest.approx(0.2 / 2)
-    assert longest_stall_s(requests(0, images=5), speeds, Way.SHARED) == pytest.approx(0.5)
-    assert longest_stall_s(requests(0, images=5), speeds, Way.SPLIT) == 0
-    assert longest_stall_s(requests(0, images=0), speeds, Way.AGGREGATED) == 0
+    assert longest_stall_s(requests(0, images=5), speeds, Placement.AGGREGATED) == pytest.approx(0.4 / 2)
+    assert longest_stall_s(requests(0, images=1), speeds, Placement.AGGREGATED) == pytest.approx(0.2 / 2)
+    assert longest_stall_s(requests(0, images=5), speeds, Placement.SHARED) == pytest.approx(0.5)
+    assert longest_stall_s(requests(0, images=5), speeds, Placement.SPLIT) == 0
+    assert longest_stall_s(requests(0, images=0), speeds, Placement.AGGREGATED) == 0
 
 
 def test_those_that_are_free_share_what_waits() -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 from PIL import Image
 
 from benchmarks import bench_accuracy
-from benchmarks.serving.accuracy_ways import BACKENDS, Encoded, Way, encode, ways
+from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, encode, ways
 from tests.unit.deployments.cli.chat_server import ChatServer, refused
 from training import evaluate_served
 from training.card import MODEL
@@ -128,7 +128,7 @@ def test_a_program_for_the_gpu_compares_each_way_with_vllms_own_tower(
     monkeypatch: pytest.MonkeyPatch, asked: list[Conversation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the real encoder and a language model that notices one embedding."""
-    embedded = encode(MODEL, Way("eager"), [picture for one in asked for picture in pictures(one)])[0]
+    embedded = encode(MODEL, Configuration("eager"), [picture for one in asked for picture in pictures(one)])[0]
 
     def fake(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) -> bench_accuracy.Say:
         def say(given: Sequence[Encoded] | None) -> list[str]:

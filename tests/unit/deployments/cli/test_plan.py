@@ -16,7 +16,7 @@ from deployments.cli import config_check
 from deployments.cli import main as cli
 from encoder.checkpoint.image_rules import ImageRules
 from planner import configuration
-from planner.model import Layout, Way
+from planner.model import Layout, Placement
 from planner.recorded_costs import read_costs, read_vllm_costs
 from planner.traces import TraceError, read_requests
 
@@ -90,7 +90,8 @@ def test_encoders_pay_where_another_language_model_would_cost_more(pages: Path) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "llm_gpus"), [(Layout(Way.SHARED, 3, 3), 1), (Layout(Way.SPLIT, 2, 5), 1), (Layout(Way.SPLIT, 1, 2), 4)]
+    ("layout", "llm_gpus"),
+    [(Layout(Placement.SHARED, 3, 3), 1), (Layout(Placement.SPLIT, 2, 5), 1), (Layout(Placement.SPLIT, 1, 2), 4)],
 )
 def test_every_configuration_is_one(layout: Layout, llm_gpus: int, tmp_path: Path) -> None:
     file = tmp_path / "printed.yaml"
@@ -101,12 +102,12 @@ def test_every_configuration_is_one(layout: Layout, llm_gpus: int, tmp_path: Pat
     args = AppConfig.model_validate(application["args"])
     assert args.llm.engine_args.get("tensor_parallel_size", 1) == llm_gpus
     assert (args.encoder_replica.num_gpus, args.llm.num_gpus) == (
-        (0.2, 0.8) if layout.way is Way.SHARED else (1, llm_gpus)
+        (0.2, 0.8) if layout.way is Placement.SHARED else (1, llm_gpus)
     )
 
 
 def test_vllms_own_tower_has_a_command_and_no_configuration() -> None:
-    layout = Layout(Way.AGGREGATED, 0, 3)
+    layout = Layout(Placement.AGGREGATED, 0, 3)
     assert configuration.vllm_command("my model", layout, llm_gpus=2) == (
         "vllm serve 'my model' --tensor-parallel-size 2 --data-parallel-size 3"
     )
@@ -116,10 +117,12 @@ def test_vllms_own_tower_has_a_command_and_no_configuration() -> None:
 
 def test_processes_that_read_requests_are_printed() -> None:
     """Of vLLM's there is one for each replica by itself."""
-    more = Layout(Way.AGGREGATED, 0, 3, readers=5)
+    more = Layout(Placement.AGGREGATED, 0, 3, readers=5)
     assert configuration.vllm_command(MODEL, more, llm_gpus=1).endswith("--data-parallel-size 3 --api-server-count 5")
-    assert "--api-server-count" not in configuration.vllm_command(MODEL, Layout(Way.AGGREGATED, 0, 5, 5), llm_gpus=1)
-    printed = yaml.safe_load(configuration.config(MODEL, Layout(Way.SPLIT, 1, 2, readers=4), llm_gpus=1))
+    assert "--api-server-count" not in configuration.vllm_command(
+        MODEL, Layout(Placement.AGGREGATED, 0, 5, 5), llm_gpus=1
+    )
+    printed = yaml.safe_load(configuration.config(MODEL, Layout(Placement.SPLIT, 1, 2, readers=4), llm_gpus=1))
     assert printed["applications"][0]["deployments"][0] == {"name": "Ingress", "num_replicas": 4}
 
 

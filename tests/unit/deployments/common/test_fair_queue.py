@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.common.fair_queue import MAX_YIELD_S, FairLine, place_of
-from deployments.encoder_replica.decode.pool import Turns
+from deployments.common.fair_queue import MAX_YIELD_S, FairQueue, place_of
+from deployments.encoder_replica.decode.pool import FairSemaphore
 
 SPEED = 1000.0
 
@@ -33,7 +33,7 @@ def request(at_s: float, *tokens: int) -> list[Arrival]:
 def served(arrivals: list[Arrival], speed: float = SPEED) -> dict[Arrival, float]:
     """When each begins on a device that does one at a time, whoever is first in line."""
     coming = sorted(arrivals, key=lambda one: one.at_s)
-    line: FairLine[Arrival] = FairLine()
+    line: FairQueue[Arrival] = FairQueue()
     began: dict[Arrival, float] = {}
     now = 0.0
     while coming or line:
@@ -90,7 +90,7 @@ def test_nobody_is_overtaken_by_what_comes_long_after(asked: list[tuple[float, l
 
 def test_turns_come_by_place_and_those_who_leave_hold_up_nobody() -> None:
     async def play() -> list[str]:
-        turns, order = Turns(1), []
+        turns, order = FairSemaphore(1), []
 
         async def take(name: str, place: float) -> None:
             await turns.begin(place)

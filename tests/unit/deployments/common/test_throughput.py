@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from deployments.common.throughput import ARRIVALS_OVER_S, BEST_SPEED_OVER_S, SPEED_OVER_S, BusySpeed, WorkUnderWay
+from deployments.common.throughput import ARRIVALS_OVER_S, BEST_SPEED_OVER_S, SPEED_OVER_S, BusySpeed, InFlightTokens
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 
 
 def test_work_is_under_way_until_it_ends_or_fails() -> None:
-    work = WorkUnderWay(Clock())
+    work = InFlightTokens(Clock())
     with work.job(100):
         with contextlib.suppress(RuntimeError), work.job(30):
             assert work.tokens == 130
@@ -29,7 +29,7 @@ def test_work_is_under_way_until_it_ends_or_fails() -> None:
 def test_arrivals_of_a_steady_stream() -> None:
     """One job of 50 tokens every 20 ms is 2500 tokens a second; a few seconds after the last there are next to none."""
     clock = Clock()
-    work = WorkUnderWay(clock)
+    work = InFlightTokens(clock)
     assert (work.arriving_per_s(), work.tokens_per_job()) == (0, 0)
     for _ in range(2000):
         clock.now += 0.02

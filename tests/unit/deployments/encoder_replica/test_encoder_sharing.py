@@ -15,7 +15,7 @@ import torch
 
 from configs.schema import AppConfig
 from deployments.common.messages import EncodedImage, ImageJob, SharedEmbedding
-from deployments.common.throughput import WorkUnderWay
+from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
 from deployments.encoder_replica.gpu.jobs import Encoded
@@ -61,7 +61,7 @@ class Replica(EncoderReplica):
         self._server = self.server = self._make_server(self.store)
         self._remote: Any = None
         self._host, self._name = HERE, "a"
-        self._flights, self._work = SingleFlight(), WorkUnderWay()
+        self._flights, self._work = SingleFlight(), InFlightTokens()
         self._times: Any = SimpleNamespace(observe=lambda *_: None)
         self._worker: Any = SimpleNamespace(
             identity=IDENTITY, tokens_per_s=0.0, fault=None, alive=True, stop=lambda: None

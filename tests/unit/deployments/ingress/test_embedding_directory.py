@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from starlette.requests import Request
 
 from deployments.common.messages import Accepted, NotEncoded, SharedEmbedding
-from deployments.ingress.embedding_directory import Whereabouts
+from deployments.ingress.embedding_directory import EmbeddingDirectory
 from deployments.llm.received import NotEncodedError
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.same_host import EmbeddingUnavailableError, ShmClient, ShmServer
@@ -31,7 +31,7 @@ def seen(name: str, *, server: str = "somewhere") -> SharedEmbedding:
 
 
 def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
-    where = Whereabouts(2, clock=lambda: 123.0)
+    where = EmbeddingDirectory(2, clock=lambda: 123.0)
     for name in ("a", "b"):
         where.put(name, seen(name))
     found = where.get("a")
@@ -48,7 +48,7 @@ def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
 
 
 def test_with_no_room_nothing_is_remembered() -> None:
-    where = Whereabouts(0)
+    where = EmbeddingDirectory(0)
     where.put("a", seen("a"))
     assert where.get("a") is None
 

@@ -26,7 +26,7 @@ from deployments.common.messages import (
     EncodedImage,
     EncodeTimings,
     HttpRequest,
-    ImagePlace,
+    ImageReference,
     ImageRefused,
     NotEncoded,
     ResponseHead,
@@ -55,11 +55,11 @@ def encoded(value: float = 1.0, width: int = WIDTH, grid: tuple[int, int, int] =
     return EncodedImage.pack(torch.full((6, width), value), grid, f"digest {value}", TIMINGS)
 
 
-def place(image: int, label: str = "image 1 of 1") -> ImagePlace:
-    return ImagePlace(new_key(), new_key(), image, label)
+def place(image: int, label: str = "image 1 of 1") -> ImageReference:
+    return ImageReference(new_key(), new_key(), image, label)
 
 
-def request(*places: ImagePlace, roles: Sequence[str] = (), joined: bool = False, **fields: object) -> HttpRequest:
+def request(*places: ImageReference, roles: Sequence[str] = (), joined: bool = False, **fields: object) -> HttpRequest:
     """All images in one message of a user, or each in one of its role."""
     parts = [
         {
@@ -79,7 +79,9 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scenario)
 
 
-def answered(llm: StandInLLM, places: list[ImagePlace], images: list[Any], **asked: Any) -> tuple[ResponseHead, Any]:
+def answered(
+    llm: StandInLLM, places: list[ImageReference], images: list[Any], **asked: Any
+) -> tuple[ResponseHead, Any]:
     async def ask() -> list[Any]:
         return [piece async for piece in llm.handle(request(*places, **asked), places, at_once(*images))]
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from deployments.routing.affinity import HELD, PREFIX_BYTES, Call
-from deployments.routing.prefill_load import RUNNING_TOKENS, WORK, PromptWork, soonest
+from deployments.routing.prefill_load import RUNNING_TOKENS, WORK, PrefillLoad, soonest
 
 KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(1100)]
 
 
 def test_a_prompt_counts_until_it_is_read_and_an_answer_until_it_ends() -> None:
-    work = PromptWork(remembers=True)
+    work = PrefillLoad(remembers=True)
     with work.taken(Call(KEYS[0], cost=5000)) as first, work.taken(Call(KEYS[1], cost=70)):
         assert work.told()[WORK] == 5070
         for _ in range(2):
@@ -24,14 +24,14 @@ def test_a_prompt_counts_until_it_is_read_and_an_answer_until_it_ends() -> None:
 
 
 def test_one_that_fails_leaves_nothing_behind_and_is_not_remembered() -> None:
-    work = PromptWork(remembers=True)
+    work = PrefillLoad(remembers=True)
     with pytest.raises(RuntimeError), work.taken(Call(KEYS[0], cost=5000)):
         raise RuntimeError
     assert work.told() == {HELD: b"", WORK: 0}
 
 
 def test_the_conversations_read_last_are_told() -> None:
-    work, without = PromptWork(remembers=True), PromptWork(remembers=False)
+    work, without = PrefillLoad(remembers=True), PrefillLoad(remembers=False)
     for key in [*KEYS, KEYS[200]]:
         for one in (work, without):
             with one.taken(Call(key, cost=1)) as taken:

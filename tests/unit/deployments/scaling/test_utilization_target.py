@@ -25,7 +25,7 @@ from deployments.scaling.utilization_target import (
     SETTLED_S,
     SHARES,
     START_S,
-    GivenWork,
+    ArrivalSeries,
     LearnedUtilization,
 )
 
@@ -201,7 +201,7 @@ def test_fleets_are_reckoned_as_they_are_slowly(seed: int) -> None:
 
 def test_each_seconds_work_from_counters() -> None:
     """Two replicas that report at other times, one of them anew after a restart; nothing is counted twice."""
-    given_work = GivenWork()
+    given_work = ArrivalSeries()
     assert given_work.seconds(100.0 + SETTLED_S, {}) == []
     first = {
         "a": [Sample(100.0, 50.0), Sample(101.0, 150.0), Sample(103.0, 350.0)],
@@ -216,7 +216,7 @@ def test_each_seconds_work_from_counters() -> None:
 
 
 def test_a_long_pause_is_not_reckoned_second_by_second() -> None:
-    given_work = GivenWork()
+    given_work = ArrivalSeries()
     given_work.seconds(0.0, {"a": [Sample(0.0, 0.0)]})
     assert len(given_work.seconds(1e9, {"a": [Sample(1e9, 5.0)]})) <= 3600
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deployments.common.messages import EncodedImage, EncodeTimings, ImageRefused
 from deployments.telemetry.server_timing import MAX_IMAGES_TOLD, metric, server_timing
-from encoder.packing.run_counts import Ran, Reason
+from encoder.packing.run_counts import Reason, RunRecord
 
 # RFC 9110 and w3.org/TR/server-timing: #( token *( OWS ";" OWS token OWS "=" OWS ( token / quoted-string ) ) )
 TOKEN = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -55,14 +55,14 @@ def test_images_from_the_cache_cost_no_encoding() -> None:
 
 
 def test_every_image_tells_where_and_how_it_was_encoded() -> None:
-    def made(ran: Ran | None, replica: str, cached: bool = False) -> EncodedImage:
+    def made(ran: RunRecord | None, replica: str, cached: bool = False) -> EncodedImage:
         timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran)
         return EncodedImage("d" * 64, (1, 4, 6), "float32", np.zeros((6, 1), np.float32), timings)
 
     images: list[EncodedImage | ImageRefused] = [
-        made(Ran(64, None, 50, 3), "ab12"),
+        made(RunRecord(64, None, 50, 3), "ab12"),
         ImageRefused("not an image"),
-        made(Ran(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
+        made(RunRecord(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
         made(None, ""),
     ]
     timing = parsed(server_timing(images, 0.0, 7.0, None), images=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from encoder.graphs.buffers import GraphClass
+from encoder.graphs.buffers import GraphCapacity
 from encoder.graphs.captured import EncoderGraphs
 
 POOL_BYTES = 1000
@@ -36,7 +36,7 @@ class _Recorded:
 class CpuGraphs(EncoderGraphs):
     """With `without_a_device` in place."""
 
-    def _record(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
+    def _record(self, shape: GraphCapacity) -> tuple[torch.cuda.CUDAGraph, int]:
         self._forward_in_place(shape)
         recorded = _Recorded(lambda: self._forward_in_place(shape))
         return recorded, POOL_BYTES  # type: ignore[return-value]

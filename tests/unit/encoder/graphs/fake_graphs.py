@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from encoder.forwards import TowerForward
-from encoder.graphs.buffers import GraphBuffers, GraphClass, GraphKey
-from encoder.graphs.captured import GraphRefusedError, NoRoomError
+from encoder.graphs.buffers import GraphBuffers, GraphCapacity, GraphKey
+from encoder.graphs.captured import GraphMemoryError, GraphRefusedError
 from encoder.graphs.trial_batches import timing_batch, trial_batch
 from encoder.metadata.device_tables import GridTables, Layout
 from encoder.metadata.geometry import Grid
@@ -49,7 +49,7 @@ def forward_of(tower: VisionTower) -> TowerForward:
 
 @dataclass(frozen=True)
 class FakeGraph:
-    shape: GraphClass
+    shape: GraphCapacity
     grids: tuple[Grid, ...]
     alike: tuple[Grid, ...]
     replay_ms: float
@@ -99,7 +99,7 @@ class FakeGraphs:
         before = max((each.budget for each in (*self.captured, *self.begun)), default=0)
         grown = max(0, key.budget - before) * BYTES_PER_TOKEN
         if grown > self.free_bytes:
-            raise NoRoomError("no memory")
+            raise GraphMemoryError("no memory")
         self.begun[key] = grown
         return grown
 
@@ -107,7 +107,7 @@ class FakeGraphs:
         grown = self.begun.pop(key)
         if key.budget in self.differing:
             raise GraphRefusedError(f"budget {key.budget} differs")
-        shape = GraphClass.of(key, self._max_images, self._forward.config)
+        shape = GraphCapacity.of(key, self._max_images, self._forward.config)
         grids = tuple(trial_batch(shape, self._forward.config))
         alike = tuple(timing_batch(shape, self._forward.config))
         self.captured[key] = FakeGraph(shape, grids, alike, self._ms(key.budget), grown)

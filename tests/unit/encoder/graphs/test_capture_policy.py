@@ -16,10 +16,10 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.graphs import capture as capturing_module
 from encoder.graphs.buffers import GraphKey
-from encoder.graphs.capture import Capturing
-from encoder.graphs.capture_policy import MemoryModel, Prices, best_tight, best_whole
+from encoder.graphs.capture import GraphCapturer
+from encoder.graphs.capture_policy import MemoryModel, RunTimes, best_tight, best_whole
 from encoder.graphs.captured import EncoderGraphs
-from encoder.graphs.traffic_histogram import Wanted
+from encoder.graphs.traffic_histogram import TrafficHistogram
 from encoder.metadata.device_tables import GridTables
 from encoder.packing.costs import EAGER_MARGIN, Costs, ascending
 from encoder.packing.run_counts import RunCounts
@@ -31,7 +31,7 @@ VISION = dataclasses.replace(
     VisionConfig.from_dict({"model_type": "qwen3_vl"}), hidden_size=16, num_heads=1, depth=1, intermediate_size=16,
     out_hidden_size=8, deepstack_visual_indexes=(),
 )  # fmt: skip
-PRICES = Prices(eager=lambda tokens: 5 + tokens / 1000, replay=lambda budget: 1 + budget / 1000)
+PRICES = RunTimes(eager=lambda tokens: 5 + tokens / 1000, replay=lambda budget: 1 + budget / 1000)
 CONFIG = EncoderConfig(
     graph_capture="on_demand",
     encoder_cudagraph_token_budgets=(64, 128, 256, 512),
@@ -43,8 +43,8 @@ def keys(*budgets: int) -> list[GraphKey]:
     return [GraphKey(budget, 4 * budget) for budget in budgets]
 
 
-def wanted_of(*batches: tuple[int, int, int]) -> Wanted:
-    wanted = Wanted()
+def wanted_of(*batches: tuple[int, int, int]) -> TrafficHistogram:
+    wanted = TrafficHistogram()
     for tokens, longest, number in batches:
         wanted.add(tokens, longest, number)
     return wanted
@@ -64,12 +64,12 @@ def made(
     file: Path | None = None,
     lengths: tuple[int, ...] = (),
     start: bool = True,
-) -> tuple[Capturing, FakeGraphs, RunCounts]:
+) -> tuple[GraphCapturer, FakeGraphs, RunCounts]:
     forward, tally = forward_of(build_tower(VISION)), RunCounts()
     assert config.encoder_cudagraph_token_budgets != "auto"
     largest = max(config.encoder_cudagraph_token_budgets)
     graphs = FakeGraphs(forward, GridTables(VISION, CPU, 2**18), largest, 16)
-    capturing = Capturing(
+    capturing = GraphCapturer(
         cast(EncoderGraphs, graphs), config, VISION, tally,
         activation_bytes=1000, length_classes=lengths, state_file=file, fingerprint="f",
         clock=clock or Clock(),
@@ -84,11 +84,11 @@ def test_the_graph_that_saves_most_is_next() -> None:
     assert best_whole(wanted, [], keys(512, 256, 64), PRICES) == keys(512)[0], "it serves both"
     assert best_whole(wanted, keys(512), keys(256, 64), PRICES) == keys(64)[0]
     assert best_whole(wanted, keys(512, 64), keys(256, 128), PRICES) is None
-    assert best_whole(Wanted(), [], keys(512), PRICES) is None
+    assert best_whole(TrafficHistogram(), [], keys(512), PRICES) is None
 
 
 def test_a_graph_slower_than_eager_is_not_captured() -> None:
-    slow = Prices(eager=lambda tokens: 1.0, replay=lambda budget: 2.0)
+    slow = RunTimes(eager=lambda tokens: 1.0, replay=lambda budget: 2.0)
     assert best_whole(wanted_of((60, 240, 1000)), [], keys(64), slow) is None
 
 
@@ -287,7 +287,7 @@ def test_a_place_that_cannot_be_written_is_passed_over(tmp_path: Path, monkeypat
 def test_a_file_that_cannot_be_used_starts_anew(tmp_path: Path, content: str) -> None:
     file = tmp_path / "wanted.json"
     file.write_text(content)
-    assert Wanted.load(file, "f").total == 0
+    assert TrafficHistogram.load(file, "f").total == 0
 
 
 def test_a_histogram_comes_back_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_histogram_comes_back_and_leaves_no_other_file(tmp_path: Path) -> None
     file = tmp_path / "wanted.json"
     for _ in range(2):
         wanted.save(file, "f")
-    again = Wanted.load(file, "f")
+    again = TrafficHistogram.load(file, "f")
     assert (again.by_tokens(), again.total) == ({64: 3, 500: 1}, 4)
     assert json.loads(file.read_text())["version"] == 1
     assert list(tmp_path.iterdir()) == [file]

@@ -1,4 +1,4 @@
-"""Capturing, checking and timing without a device: what is recorded is run again on the CPU (`cpu_graphs`)."""
+"""GraphCapturer, checking and timing without a device: what is recorded is run again on the CPU (`cpu_graphs`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from encoder.forwards import TowerForward
 from encoder.graphs.budgets import default_budgets
-from encoder.graphs.buffers import GraphClass, GraphKey, whole
-from encoder.graphs.capture import Capturing
-from encoder.graphs.captured import EncoderGraphs, GraphRefusedError, NoRoomError
+from encoder.graphs.buffers import GraphCapacity, GraphKey, whole
+from encoder.graphs.capture import GraphCapturer
+from encoder.graphs.captured import EncoderGraphs, GraphMemoryError, GraphRefusedError
 from encoder.graphs.trial_batches import timing_batch, trial_batch
 from encoder.metadata.device_tables import GridTables, StaleLayoutError
 from encoder.metadata.geometry import Grid
@@ -54,7 +54,7 @@ def test_a_graph_that_equals_its_forward_is_kept_and_timed(tower: VisionTower) -
     graphs = graphs_of(forward_of(tower))
     for key in (whole(96, tower.config), whole(32, tower.config), GraphKey(96, 256)):
         captured = graphs.capture(key)
-        assert captured.shape == GraphClass.of(key, 6, tower.config)
+        assert captured.shape == GraphCapacity.of(key, 6, tower.config)
         assert captured.replay_ms > 0
         assert captured.pool_bytes == POOL_BYTES
         assert sum(t * h * w for t, h, w in captured.grids) < 4 * key.budget, "it was checked with padding"
@@ -76,7 +76,7 @@ def test_padding_that_reaches_real_rows_is_refused(tower: VisionTower) -> None:
 class OffGraphs(CpuGraphs):
     """Graphs whose replays give 1.1 times what they should."""
 
-    def _record(self, shape: GraphClass) -> tuple[torch.cuda.CUDAGraph, int]:
+    def _record(self, shape: GraphCapacity) -> tuple[torch.cuda.CUDAGraph, int]:
         graph, num_bytes = super()._record(shape)
         recorded = graph.replay
 
@@ -102,7 +102,7 @@ def test_a_graph_is_compared_with_its_forward_in_the_same_numerics(
     graphs = made(forward, GridTables(forward.config, CPU, 2**20), largest_budget=96, max_images=6)
     key = whole(96, tower.config)
     if off_by is None:
-        assert graphs.capture(key).shape == GraphClass.of(key, 6, tower.config)
+        assert graphs.capture(key).shape == GraphCapacity.of(key, 6, tower.config)
         return
     with pytest.raises(GraphRefusedError, match=off_by):
         graphs.capture(key)
@@ -147,14 +147,14 @@ def test_a_forward_that_fails_while_it_is_captured_is_refused(tower: VisionTower
     def full(patches: Tensor, metadata: TowerMetadata) -> Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(NoRoomError, match="no memory for the graph of budget 96"):
+    with pytest.raises(GraphMemoryError, match="no memory for the graph of budget 96"):
         graphs_of(dataclasses.replace(forward_of(tower), run=full)).capture(whole(96, tower.config))
 
 
 def test_trial_batches_fit_leave_padding_and_use_several_images(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CPU, 2**22)
     for key in (whole(64, tower.config), whole(1024, tower.config), whole(8192, tower.config), GraphKey(1024, 256)):
-        shape = GraphClass.of(key, 16, tower.config)
+        shape = GraphCapacity.of(key, 16, tower.config)
         layout = tables.layout(trial_batch(shape, tower.config))
         assert layout is not None
         assert shape.holds(layout)
@@ -165,7 +165,7 @@ def test_trial_batches_fit_leave_padding_and_use_several_images(tower: VisionTow
 def test_timing_batches_fit_fill_most_and_are_many_images_alike(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CPU, 2**22)
     for budget in default_budgets():
-        shape = GraphClass.of(whole(budget, tower.config), 16, tower.config)
+        shape = GraphCapacity.of(whole(budget, tower.config), 16, tower.config)
         layout = tables.layout(timing_batch(shape, tower.config))
         assert layout is not None
         assert shape.holds(layout), budget
@@ -234,7 +234,7 @@ def test_layouts_are_not_used_after_the_arena_was_overwritten(tower: VisionTower
     batches: list[list[Grid]] = [[(1, 8, 10), (1, 2, 2)], [(1, 4, 12)], [(1, 6, 20)]]
     keys = [whole(96, tower.config), whole(32, tower.config)]
     # One number short of room for the batches' grids and those that the graphs are timed with.
-    timed = [timing_batch(GraphClass.of(key, 6, tower.config), tower.config)[0] for key in keys]
+    timed = [timing_batch(GraphCapacity.of(key, 6, tower.config), tower.config)[0] for key in keys]
     grids_in_all = {grid for batch in [*batches, timed] for grid in batch}
     roomy = GridTables(tower.config, CPU, 2**20)
     roomy.warm(sorted(grids_in_all))
@@ -273,7 +273,7 @@ def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> N
     forward, tally = forward_of(tower), RunCounts()
     tables = GridTables(tower.config, CPU, 2**20)
     graphs = CpuGraphs(forward, tables, largest_budget=96, max_images=6)
-    capturing = Capturing(graphs, CONFIG, tower.config, tally, activation_bytes=1000, length_classes=(256,))
+    capturing = GraphCapturer(graphs, CONFIG, tower.config, tally, activation_bytes=1000, length_classes=(256,))
     capturing.start(progress=False)
     assert set(graphs.captured) == {GraphKey(96, 384), GraphKey(64, 256), GraphKey(32, 128), GraphKey(96, 256)}
     assert capturing.costs.knows_work

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deployments.common.replica_errors import DeviceMemoryError, DeviceSickError
+from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
 from deployments.encoder_replica.gpu.health import OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import WorkerEvents
 from deployments.ingress.attempt import MAX_TRIES
@@ -77,9 +77,9 @@ def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: li
     owned.encoder.gate.set()
     assert value_of(first) == 0
     for future in batch:
-        with pytest.raises(DeviceSickError):
+        with pytest.raises(DeviceFailedError):
             future.result(WAIT_S)
-    with pytest.raises(DeviceSickError, match="cuda_error"):
+    with pytest.raises(DeviceFailedError, match="cuda_error"):
         owned.worker.submit(image(4))
     assert owned.encoder.calls == [[0], [1, 2, 3]]
     assert faults == [owned.worker.fault] == [Fault.CUDA_ERROR]
@@ -113,5 +113,5 @@ def test_memory_that_never_comes_back_is_a_fault(owned: Owned, faults: list[Faul
     for value in range(OUT_OF_MEMORY_IN_A_ROW):
         owned.encoder.bad[value] = NO_MEMORY
     errors = [owned.worker.submit(image(value)).exception(WAIT_S) for value in range(OUT_OF_MEMORY_IN_A_ROW)]
-    assert [type(error) for error in errors] == [DeviceMemoryError] * (len(errors) - 1) + [DeviceSickError]
+    assert [type(error) for error in errors] == [DeviceMemoryError] * (len(errors) - 1) + [DeviceFailedError]
     assert faults == [Fault.OUT_OF_MEMORY]

@@ -26,7 +26,7 @@ from deployments.encoder_replica.gpu.worker import GpuWorker
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.packing.greedy import Batch
-from encoder.packing.run_counts import Ran, RunCounts
+from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.pipeline import Launched
 from encoder.staging.staging import Room
@@ -112,7 +112,7 @@ class FakeLaunched:
     encoder: FakeEncoder
     batch: Batch
     values: list[int]
-    ran: Ran | None = None
+    ran: RunRecord | None = None
 
     def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
         self.encoder.fetch_threads.add(threading.get_ident())
@@ -460,11 +460,11 @@ class Untold(FakeLaunched):
     """Cannot tell how it ran."""
 
     @property
-    def ran(self) -> Ran | None:
+    def ran(self) -> RunRecord | None:
         raise AttributeError("ran")
 
     @ran.setter
-    def ran(self, _: Ran | None) -> None: ...
+    def ran(self, _: RunRecord | None) -> None: ...
 
 
 @pytest.mark.parametrize(("made", "error"), [(Untold, "ran"), (Short, "a batch of 1 images gave 0 embeddings")])

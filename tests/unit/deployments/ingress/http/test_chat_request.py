@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.common.api_error import ApiError
-from deployments.common.messages import ImagePlace
+from deployments.common.messages import ImageReference
 from deployments.ingress.http import chat_request
 from deployments.ingress.http.chat_request import holds_media, image_parts, pop_bounds, put_key, refuse_fields
 from encoder.images.size import PixelBounds
@@ -151,7 +151,7 @@ def test_the_refusal_tells_where() -> None:
 def test_put_key_leaves_nothing_of_the_clients_part() -> None:
     body = chat({**IMAGE, "extra": "x"})
     (image,) = image_parts(body)
-    put_key(image, ImagePlace("vitray:t", "vitray:g", 0, "image 1 of 1"), "d" * 64)
+    put_key(image, ImageReference("vitray:t", "vitray:g", 0, "image 1 of 1"), "d" * 64)
     assert body["messages"][0]["content"] == [
         {
             "type": "image_embeds",
@@ -285,7 +285,7 @@ def test_no_body_makes_anything_but_an_answer_or_an_api_error(body: dict[str, An
     except ApiError:
         return
     for number, image in enumerate(found):
-        put_key(image, ImagePlace(f"t{number}", f"g{number}", number, image.label), "digest")
+        put_key(image, ImageReference(f"t{number}", f"g{number}", number, image.label), "digest")
         image.part.clear()
     for message in body["messages"] if isinstance(body["messages"], list) else []:
         content = message.get("content") if isinstance(message, dict) else None
