@@ -1,9 +1,9 @@
-"""`make test`: runs all tests in three processes side by side.
+"""`make test`: runs all tests in four processes side by side.
 
-Tests that start clusters and language models take longest and often wait for a single process to start; the other tests
-use the cores that this leaves idle. With options, which narrow the tests, they run in one process:
-`python scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always on, because every replica and
-every program of a test imports the same sources.
+Tests that start clusters and language models take longest and often wait for a single process to start: they are two of
+the four, and the other tests use the cores that this leaves idle. With options, which narrow the tests, they run in one
+process: `python scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always on, because every
+replica and every program of a test imports the same sources.
 """
 
 from __future__ import annotations
@@ -19,38 +19,42 @@ from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CLUSTERS = ("tests/cluster", "tests/serve")
-"""Folders of tests that start a cluster or a language model."""
+SERVERS = ("tests/serve",)
+CLUSTERS = ("tests/cluster",)
+"""Folders of tests that start a language model or a cluster."""
 PARTS = ("tests/unit", "--ignore=tests/unit/deployments")
 OTHERS = (
-    *("tests", *(f"--ignore={folder}" for folder in CLUSTERS)),
+    *("tests", *(f"--ignore={folder}" for folder in (*SERVERS, *CLUSTERS))),
     *(
         f"--ignore=tests/unit/{path.name}"
         for path in sorted((ROOT / "tests/unit").iterdir())
         if path.name != "deployments"
     ),
 )
-"""pytest arguments that select, together with `CLUSTERS`, all tests."""
+"""pytest arguments that select, together with `SERVERS` and `CLUSTERS`, all tests."""
 STOP_GRACE_S = 10.0
-OTHERS_NICENESS = 10
+BACKGROUND_NICENESS = 10
 WORKER_NICENESS = 5
 """Niceness of Ray's workers, between Ray's own processes and the other tests. Ray's default, 15, starves replicas."""
 
 
-def run(first: Sequence[str], *beside: Sequence[str]) -> int:
-    """Runs commands side by side to their end. Shows the first one's output immediately, then that of the others.
+def run(first: Sequence[str], *beside: Sequence[str], background: Sequence[Sequence[str]] = ()) -> int:
+    """Runs commands side by side to their end, those in `background` with a lower priority.
+
+    Shows the first one's output immediately, then that of the others.
 
     Returns the exit status of the first command that failed, else 0.
     """
     given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     given["RAY_worker_niceness"] = str(WORKER_NICENESS)
     with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in beside]
+        commands = [*beside, *(["nice", "-n", str(BACKGROUND_NICENESS), *command] for command in background)]
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         others: list[subprocess.Popen[bytes]] = []
-        for command, output in zip(beside, outputs, strict=True):
+        for command, output in zip(commands, outputs, strict=True):
             others.append(
                 subprocess.Popen(
-                    ["nice", "-n", str(OTHERS_NICENESS), *command],
+                    command,
                     cwd=ROOT,
                     env=given,
                     stdin=subprocess.DEVNULL,
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if arguments:
         return subprocess.run([*pytest, *arguments], cwd=ROOT, check=False).returncode
-    return run([*pytest, *CLUSTERS], [*pytest, *PARTS], [*pytest, *OTHERS])
+    return run([*pytest, *SERVERS], [*pytest, *CLUSTERS], background=([*pytest, *PARTS], [*pytest, *OTHERS]))
 
 
 if __name__ == "__main__":

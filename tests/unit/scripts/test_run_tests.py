@@ -30,14 +30,13 @@ def runs(share: Sequence[str], file: Path) -> bool:
 
 def test_every_file_of_tests_is_in_one_share() -> None:
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    shares = (run_tests.PARTS, run_tests.OTHERS, run_tests.CLUSTERS)
+    shares = (run_tests.PARTS, run_tests.OTHERS, run_tests.SERVERS, run_tests.CLUSTERS)
     assert len(files) > 100
     assert {str(file): sum(runs(share, file) for share in shares) for file in files} == {str(file): 1 for file in files}
 
 
 def test_one_share_has_all_that_asks_for_a_cluster() -> None:
-    """Two clusters at once would take each other's cores and, as likely, ports. Those who ask for the fixtures of a
-    cluster name their types."""
+    """The cluster is started once. Those who ask for its fixtures name their types."""
     asks = re.compile(r"^from tests\.cluster\.served import .*\b(Cluster|ServedApp)\b", re.MULTILINE)
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if asks.search(file.read_text())]
     assert len(files) > 5
@@ -49,13 +48,13 @@ def test_what_runs_may_keep_what_it_compiles(
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     program = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode, flush=True)"]
-    assert run_tests.run(program, program, program) == 0
+    assert run_tests.run(program, program, background=[program]) == 0
     assert capfd.readouterr().out.split() == ["False"] * 3
 
 
 def test_clusters_go_before_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     program = [sys.executable, "-c", "import os; print(os.nice(0), os.environ['RAY_worker_niceness'], flush=True)"]
-    assert run_tests.run(program, program) == 0
+    assert run_tests.run(program, background=[program]) == 0
     own, worker, other, _ = map(int, capfd.readouterr().out.split())
     assert own < own + worker < other
 
@@ -69,7 +68,9 @@ def test_all_run_in_any_case_and_one_that_fails_is_told(
     statuses: tuple[int, int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     commands = [saying(name, status) for name, status in zip(("first", "second", "third"), statuses, strict=True)]
-    assert run_tests.run(*commands) == max(statuses, key=lambda status: (status > 0, -status))
+    assert run_tests.run(*commands[:2], background=commands[2:]) == max(
+        statuses, key=lambda status: (status > 0, -status)
+    )
     assert capfd.readouterr().out.split() == ["first", "second", "third"]
 
 
