@@ -38,7 +38,7 @@ from encoder.images.size import ImageRules, grid_of, num_tokens
 from encoder.runner import TowerRunner
 from encoder.staging.pipeline import Launched
 from encoder.staging.staging import Staging
-from encoder.staging.streams import lanes_of, pin_shared, unpin_shared
+from encoder.staging.streams import lanes_for, pin_shared, unpin_shared
 
 TOWERS = tuple(dict.fromkeys(ARCHITECTURES.values()))
 """One tower of each architecture, because the stages before the tower do not depend on its size."""
@@ -151,7 +151,7 @@ def measure(arch: str, asked: Options, files: Sequence[bytes]) -> dict[str, obje
 def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Options) -> float:
     """Measures patches to embeddings, both on the device, in the batches that the encoder makes of all images."""
     rules, runner = encoder.identity.rules, encoder.runner
-    staging = Staging(rules, lanes_of(asked.device))
+    staging = Staging(rules, lanes_for(asked.device))
     patches = []
     for image in decoded:
         with staging.stage([image]) as staged:

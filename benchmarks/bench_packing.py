@@ -23,7 +23,7 @@ from benchmarks.record import ROOT, provenance, write
 from benchmarks.trace.costs import read_image_costs, windows
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
-from encoder.graphs.budgets import resolved_budgets
+from encoder.graphs.budgets import resolve_budgets
 from encoder.packing.cost_based import ImageCost, plan
 from encoder.packing.greedy import Batch, pack
 from planner.recorded_costs import Costs, MeasuredTable, read_costs
@@ -64,7 +64,7 @@ def outcome(
 
 def packed_by(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs | MeasuredTable) -> Outcome:
     """Packs the trace in windows of as many images as fit into a graph."""
-    budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
+    budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
     size = config.encoder_cudagraph_max_images_per_batch
     table = costs.table(budgets)
     packed: list[tuple[Sequence[ImageCost], Sequence[Batch]]] = []
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "packing",
         "arch": asked.arch,
         "packing": config.packing,
-        "budgets": list(resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
+        "budgets": list(resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
         "max_images": config.encoder_cudagraph_max_images_per_batch,
         "costs": recorded_costs(asked.costs),
         "traces": {

@@ -29,13 +29,13 @@ from encoder.pixels.preprocess import Pixels, Preprocessor
 from encoder.runner import TowerRunner
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds, StagingCounts
-from encoder.staging.streams import lanes_of
+from encoder.staging.streams import lanes_for
 from encoder.towers.weights import load_tower, weights_identity
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS_PER_SIDE = 8
-DEEP = 4
+DEEP_QUEUE_BATCHES = 4
 """Queue depth, in batches of the largest budget, above which throughput counts more than the first images' latency."""
 
 
@@ -64,8 +64,8 @@ class Encoder:
         self.preprocessor = Preprocessor(identity.rules)
         self.runner = runner
         self._verbose = config.encoder_cudagraph_verbose
-        bounds = StagingBounds(pinned=config.staging_pinned_bytes)
-        staging = Staging(identity.rules, lanes_of(runner.forward.device), bounds)
+        bounds = StagingBounds(pinned_bytes=config.staging_pinned_bytes)
+        staging = Staging(identity.rules, lanes_for(runner.forward.device), bounds)
         self._pipeline = Pipeline(staging, runner.plan, runner.run, dtype=runner.forward.dtype)
         self._owner: int | None = None
 
@@ -139,20 +139,21 @@ class Encoder:
                 padding = 0 if batch.budget is None else batch.budget - total
                 images = len(batch.indices)
                 logger.info("encoded images=%d tokens=%d budget=%s padding=%d", images, total, batch.budget, padding)
-            yield replace(launched, ran=self.runner.ran)
+            yield replace(launched, run_record=self.runner.last_run)
 
     def wait_for_room(self) -> None:
         """Blocks while two batches are in flight. Images collected after it returns make the fullest batches."""
         self._pipeline.wait_for_room()
 
-    def worth_launching(self, num_tokens: Sequence[int], waiting: int) -> int:
+    def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         """Returns how many of the first queued images, of `num_tokens` each, to launch together.
 
         That is as many as fill `TowerRunner.worthwhile_tokens`, so that the first embeddings are ready before the last
-        images start; or all if more than DEEP largest batches of tokens are `waiting`, for maximum throughput.
+        images start; or all if more tokens than in DEEP_QUEUE_BATCHES largest batches are `waiting`, for maximum
+        throughput.
         """
         enough = self.runner.worthwhile_tokens
-        if enough is None or waiting > DEEP * self.runner.largest_budget:
+        if enough is None or waiting > DEEP_QUEUE_BATCHES * self.runner.largest_budget:
             return len(num_tokens)
         return max(1, sum(total <= enough for total in accumulate(num_tokens)))
 

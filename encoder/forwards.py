@@ -26,9 +26,9 @@ from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
-from encoder.start_check import MOST_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
+from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
 from encoder.towers.attention import choose_backend
-from encoder.towers.backends import BackendUnavailableError, load, unfit
+from encoder.towers.backends import BackendUnavailableError, load, unsupported_reason
 from encoder.towers.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def _fused_unsupported_reason(tower: VisionTower) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     capability = torch.cuda.get_device_capability(tower.device)
-    return unfit(AttentionBackend.TRITON, capability, tower.dtype, tower.config.head_dim)
+    return unsupported_reason(AttentionBackend.TRITON, capability, tower.dtype, tower.config.head_dim)
 
 
 def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
@@ -226,7 +226,7 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
         return forward
     fused, agreement = narrowed(tower, fused, config, rules)
     # A graph and an eager run may round in different places, and 8-bit GEMMs amplify the difference.
-    tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.largest_error), MOST_TOLERANCE)
+    tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.largest_error), MAX_TOLERANCE)
     forward = replace(
         forward,
         name="fp8",
@@ -248,7 +248,9 @@ def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBacken
         return backend
     if tower.device.type != "cuda":
         raise BackendUnavailableError(f"attention backend {backend.value!r} needs a GPU; the device is {tower.device}")
-    reason = unfit(backend, torch.cuda.get_device_capability(tower.device), tower.dtype, tower.config.head_dim)
+    reason = unsupported_reason(
+        backend, torch.cuda.get_device_capability(tower.device), tower.dtype, tower.config.head_dim
+    )
     if reason is not None:
         raise BackendUnavailableError(f"attention backend {backend.value!r}: {reason}")
     load(backend)

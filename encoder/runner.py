@@ -17,7 +17,7 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from encoder.forwards import TowerForward
-from encoder.graphs.budgets import resolved_budgets
+from encoder.graphs.budgets import resolve_budgets
 from encoder.graphs.capture import GraphCapturer
 from encoder.graphs.capture_policy import activation_bytes_per_token
 from encoder.graphs.captured import EncoderGraphs
@@ -42,21 +42,21 @@ class TowerRunner:
         config: EncoderConfig,
         *,
         tables: GridTables | None,
-        capturing: GraphCapturer | None,
-        without_graphs: Reason = Reason.SWITCHED_OFF,
+        capturer: GraphCapturer | None,
+        no_graphs_reason: Reason = Reason.SWITCHED_OFF,
         counts: RunCounts | None = None,
     ) -> None:
-        """`tables`: None if attention needs segment borders on the host. `without_graphs`: why `capturing` is None."""
+        """`tables`: None if attention needs segment borders on the host. `no_graphs_reason`: why `capturer` is None."""
         self.forward = forward
         self._config = config
         self._tables = tables
         self._builder = MetadataBuilder(forward.config)
-        self._capturing = capturing
-        self._without_graphs = without_graphs
+        self._capturer = capturer
+        self._no_graphs_reason = no_graphs_reason
         self._counts = counts or RunCounts()
-        self.ran: RunRecord | None = None
+        self.last_run: RunRecord | None = None
         """Record of the last batch; None before the first."""
-        self._budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=capturing is not None)
+        self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=capturer is not None)
 
     @classmethod
     def of(
@@ -72,21 +72,21 @@ class TowerRunner:
             ValueError: the settings require graphs that the device or attention backend does not support.
         """
         logger.info("the tower runs %s on %s, attention: %s", forward.name, forward.device, forward.attention)
-        reason = _why_no_graphs(forward, config)
+        reason = _no_graphs_reason(forward, config)
         if config.cudagraph_mm_encoder is True and reason is not None:
             raise ValueError(f"cudagraph_mm_encoder is true, and graphs cannot be had here: {reason.value}")
         tables = GridTables(forward.config, forward.device) if forward.reads_borders else None
         if reason is not None or tables is None:
-            return cls(forward, config, tables=tables, capturing=None, without_graphs=reason or Reason.ATTENTION)
+            return cls(forward, config, tables=tables, capturer=None, no_graphs_reason=reason or Reason.ATTENTION)
         counts = RunCounts()
         folder = config.cache_dir
         graphs = EncoderGraphs(
             forward,
             tables,
-            largest_budget=max(resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
+            largest_budget=max(resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
             max_images=config.encoder_cudagraph_max_images_per_batch,
         )
-        capturing = GraphCapturer(
+        capturer = GraphCapturer(
             graphs,
             config,
             forward.config,
@@ -98,8 +98,8 @@ class TowerRunner:
             state_file=None if folder is None else Path(folder) / f"wanted-{fingerprint[:16] or 'any'}.json",
             fingerprint=fingerprint,
         )
-        runner = cls(forward, config, tables=tables, capturing=capturing, counts=counts)
-        capturing.start(progress=progress)
+        runner = cls(forward, config, tables=tables, capturer=capturer, counts=counts)
+        capturer.start(progress=progress)
         return runner
 
     def warm(self, grids: Sequence[Grid]) -> None:
@@ -110,7 +110,7 @@ class TowerRunner:
     @property
     def worthwhile_tokens(self) -> int | None:
         """Tokens per batch beyond which throughput hardly grows; None without measurements or cost-based packing."""
-        table = self._capturing.costs.choosing() if self._capturing is not None else None
+        table = self._capturer.costs.choosing() if self._capturer is not None else None
         return table.worthwhile_tokens if table is not None and self._config.packing == "cost" else None
 
     @property
@@ -127,7 +127,7 @@ class TowerRunner:
             check_grid(grid, self.forward.config.spatial_merge_size)
         images = [image_cost(grid, self.forward.config.merge_unit) for grid in grids]
         max_images = self._config.encoder_cudagraph_max_images_per_batch
-        table = self._capturing.costs.choosing() if self._capturing is not None else None
+        table = self._capturer.costs.choosing() if self._capturer is not None else None
         if self._config.packing == "cost" and table is not None:
             return plan(images, table=table, max_images=max_images, max_tokens=max(self._budgets))
         # With "startup" no graph is captured later, so only captured budgets are useful.
@@ -148,22 +148,22 @@ class TowerRunner:
     def _run(self, patches: Tensor, grids: Sequence[Grid], budget: int | None) -> Tensor:
         layout = self._tables.layout(grids) if self._tables is not None else None
         tokens = sum(t * h * w for t, h, w in grids) // self.forward.config.merge_unit
-        capturing = self._capturing
-        if capturing is None:
-            reason = self._without_graphs
+        capturer = self._capturer
+        if capturer is None:
+            reason = self._no_graphs_reason
         elif layout is None:
             reason = Reason.ARENA
         else:
-            capturing.wanted.add(layout.num_tokens, layout.max_seqlen)
-            key = None if budget is None else capturing.graphs.fitting(layout, budget)
+            capturer.wanted.add(layout.num_tokens, layout.max_seqlen)
+            key = None if budget is None else capturer.graphs.find_graph(layout, budget)
             if key is not None:
-                self._counts.replayed(tokens, key.budget)
-                self.ran = RunRecord(key.budget, None, tokens, len(grids))
+                self._counts.add_replay(tokens, key.budget)
+                self.last_run = RunRecord(key.budget, None, tokens, len(grids))
                 # A copy: the next replay overwrites the static output buffer.
-                return capturing.graphs.replay(key, patches, layout).clone()
-            reason = capturing.reason_against(layout, budget)
-        self._counts.ran_eagerly(tokens, reason)
-        self.ran = RunRecord(None, reason, tokens, len(grids))
+                return capturer.graphs.replay(key, patches, layout).clone()
+            reason = capturer.eager_reason(layout, budget)
+        self._counts.add_eager_run(tokens, reason)
+        self.last_run = RunRecord(None, reason, tokens, len(grids))
         if layout is not None and self._tables is not None:
             metadata = self.forward.exact_metadata(self._tables, layout)
         else:
@@ -172,12 +172,12 @@ class TowerRunner:
 
     def idle_step(self) -> bool:
         """Captures at most one graph or saves the traffic histogram. Returns False if there was nothing to do."""
-        return self._capturing is not None and self._capturing.step()
+        return self._capturer is not None and self._capturer.step()
 
     def close(self) -> None:
         """Saves the traffic histogram if there is a cache folder."""
-        if self._capturing is not None:
-            self._capturing.save()
+        if self._capturer is not None:
+            self._capturer.save()
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -187,12 +187,12 @@ class TowerRunner:
     @property
     def graph_bytes(self) -> int:
         """Device memory in bytes of the graphs and their buffers."""
-        return 0 if self._capturing is None else self._capturing.used_bytes
+        return 0 if self._capturer is None else self._capturer.used_bytes
 
     @property
     def cost_table(self) -> CostTable | None:
         """Table of all measurements; None without graphs or before the first eager measurement."""
-        return None if self._capturing is None else self._capturing.costs.table()
+        return None if self._capturer is None else self._capturer.costs.table()
 
     @property
     def counts(self) -> RunCounts:
@@ -207,7 +207,7 @@ class TowerRunner:
         )
 
 
-def _why_no_graphs(forward: TowerForward, config: EncoderConfig) -> Reason | None:
+def _no_graphs_reason(forward: TowerForward, config: EncoderConfig) -> Reason | None:
     """Returns why graphs cannot be used; None if they are enabled and supported."""
     if config.cudagraph_mm_encoder is False:
         return Reason.SWITCHED_OFF

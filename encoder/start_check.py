@@ -31,9 +31,9 @@ patches, with few rows and with many. Some row counts are multiples of 16, for w
 
 # In bfloat16, correct forwards differed by 1e-2, since they round in different places; wrong ones by 0.4 or more.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
-# Weights that amplify rounding errors get a larger tolerance, up to `MOST_TOLERANCE`: `_GROWN_ROUNDINGS` times the
+# Weights that amplify rounding errors get a larger tolerance, up to `MAX_TOLERANCE`: `_GROWN_ROUNDINGS` times the
 # error caused by rounding the input.
-_GROWN_ROUNDINGS, MOST_TOLERANCE = 4.0, 0.2
+_GROWN_ROUNDINGS, MAX_TOLERANCE = 4.0, 0.2
 _ROUNDED_BATCH: tuple[Grid, ...] = ((1, 16, 20), (1, 8, 8), (1, 4, 30), (2, 6, 8))
 
 
@@ -108,7 +108,7 @@ def rounding_tolerance(tower: VisionTower) -> float:
     patches = torch.randn(metadata.num_patches, tower.config.patch_dim, device=tower.device)
     rounded = patches * (1 + torch.finfo(tower.dtype).eps * (torch.rand_like(patches) - 0.5))
     grown = largest_error_on_device(tower(rounded, metadata), tower(patches, metadata), metadata.image_tokens)
-    return min(max(TOLERANCES[tower.dtype], _GROWN_ROUNDINGS * float(grown)), MOST_TOLERANCE)
+    return min(max(TOLERANCES[tower.dtype], _GROWN_ROUNDINGS * float(grown)), MAX_TOLERANCE)
 
 
 def largest_error_on_device(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> Tensor:

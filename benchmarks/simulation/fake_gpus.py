@@ -26,7 +26,7 @@ from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunRecord
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.pipeline import Launched
-from encoder.staging.staging import Room
+from encoder.staging.staging import HostAllocator
 from tests.cluster.controlled import StandInLLM
 
 
@@ -38,15 +38,15 @@ class _Run:
     num_tokens: tuple[int, ...]
     width: int
     done_at: float
-    ran: RunRecord | None = None
+    run_record: RunRecord | None = None
     """None: neither a graph replay nor an eager run."""
 
     def on_device(self) -> list[torch.Tensor]:
         return self.fetch()
 
-    def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
+    def fetch(self, allocate: HostAllocator | None = None) -> list[torch.Tensor]:
         _sleep_until(self.done_at)
-        places = [room(count, self.width, torch.float32) if room else None for count in self.num_tokens]
+        places = [allocate(count, self.width, torch.float32) if allocate else None for count in self.num_tokens]
         return [
             torch.zeros(count, self.width) if place is None else place.zero_()
             for count, place in zip(self.num_tokens, places, strict=True)

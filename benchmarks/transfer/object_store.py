@@ -20,7 +20,7 @@ from benchmarks.transfer.figures import Options, Took, change, device_here, sum_
 from deployments.common.messages import EncodedImage, EncodeTimings
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.staging.staging import Staging
-from encoder.staging.streams import lanes_of
+from encoder.staging.streams import lanes_for
 
 ROOT = Path(__file__).resolve().parents[2]
 MERGE = 2
@@ -33,7 +33,7 @@ class Encoder:
     def __init__(self, width: int) -> None:
         self._width = width
         self._device = device_here()
-        self._lanes = lanes_of(self._device)
+        self._lanes = lanes_for(self._device)
         half = (0.5, 0.5, 0.5)
         self._staging = Staging(ImageRules(14, MERGE, 2, 56 * 56, 2**26, half, half), self._lanes)
         self._tokens = torch.zeros(0, width, dtype=torch.bfloat16, device=self._device)

@@ -28,7 +28,7 @@ from deployments.transfer.same_host import ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.staging.staging import Staging
-from encoder.staging.streams import Mark, lanes_of, pin_shared
+from encoder.staging.streams import Mark, lanes_for, pin_shared
 
 MIB = 2**20
 HEADER_BYTES = mmap.PAGESIZE
@@ -90,7 +90,7 @@ class SharedMemorySender:
     def __init__(self, side: Side, *, pinned: bool, chunk: int | None) -> None:
         self._side, self._chunk = side, chunk
         self._slots = _Slots(side, pinned=pinned)
-        self._lane = lanes_of(side.device).copy_out
+        self._lane = lanes_for(side.device).copy_out
 
     def send(self, tokens: Tensor) -> None:
         turn = self._slots.turn()
@@ -103,7 +103,7 @@ class SharedMemorySender:
         marks: list[tuple[Mark, int]] = []
         for start in range(0, total, chunk):
             end = min(start + chunk, total)
-            self._lane.do(partial(slot[start:end].copy_, source[start:end], non_blocking=True))
+            self._lane.enqueue(partial(slot[start:end].copy_, source[start:end], non_blocking=True))
             marks.append((self._lane.mark(), end))
         for mark, end in marks:
             mark.wait()
@@ -118,7 +118,7 @@ class SharedMemoryReceiver:
     def __init__(self, side: Side, *, pinned: bool, chunk: int | None) -> None:
         self._side, self._chunk = side, chunk
         self._slots = _Slots(side, pinned=pinned)
-        self._lane = lanes_of(side.device).copy_in
+        self._lane = lanes_for(side.device).copy_in
 
     def receive(self, out: Tensor) -> Tensor:
         turn, total = self._side.channel.recv()
@@ -127,7 +127,7 @@ class SharedMemoryReceiver:
         done, patience = 0, time.monotonic() + PATIENCE_S
         while done < total:
             if (there := arrived.value) > done:
-                self._lane.do(partial(target[done:there].copy_, slot[done:there], non_blocking=True))
+                self._lane.enqueue(partial(target[done:there].copy_, slot[done:there], non_blocking=True))
                 done = there
             elif time.monotonic() > patience:
                 raise TimeoutError(f"{done} of {total} bytes came within {PATIENCE_S} s")
@@ -195,7 +195,7 @@ class LendingSender:
         self._server = ShmServer(self._store)
         if side.device.type == "cuda":
             pin_shared(self._store.arena.address, self._store.arena.num_bytes)
-        self._lanes = lanes_of(side.device)
+        self._lanes = lanes_for(side.device)
         self._staging = Staging(ImageRules(), self._lanes)
         self._number = 0
 

@@ -90,7 +90,7 @@ def attention_backends(capability: tuple[int, int] | None) -> dict[str, str | No
     import torch
 
     from encoder.metadata.segments import AttentionBackend
-    from encoder.towers.backends import BackendUnavailableError, load, unfit
+    from encoder.towers.backends import BackendUnavailableError, load, unsupported_reason
 
     found: dict[str, str | None] = {}
     for backend in AttentionBackend:
@@ -100,7 +100,7 @@ def attention_backends(capability: tuple[int, int] | None) -> dict[str, str | No
             found[backend.value] = "needs a GPU"
             continue
         # Head dimensions of all checkpoints are near 64; a backend that refuses others reports it at start-up.
-        reason = unfit(backend, capability, torch.bfloat16, 64)
+        reason = unsupported_reason(backend, capability, torch.bfloat16, 64)
         try:
             if reason is None:
                 load(backend)

@@ -40,7 +40,7 @@ from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_receiver import ReceiveBuffer
 from deployments.transfer.unix_socket import host_name
 from encoder.checkpoint.files import resolve_checkpoint
-from encoder.towers.weights import tower_of
+from encoder.towers.weights import tower_identity
 
 logger = logging.getLogger("ray.serve")
 
@@ -83,7 +83,7 @@ class LLM:
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await warm_up(app, args.model)  # the first served model name
-        self._tower = await asyncio.to_thread(tower_of, resolve_checkpoint(local_model(config.model)))
+        self._tower = await asyncio.to_thread(tower_identity, resolve_checkpoint(local_model(config.model)))
         if why_not is None:
             why_not = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
         self._receiver.prefix_cached = why_not is None and caches_prefixes

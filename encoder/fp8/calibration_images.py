@@ -32,12 +32,12 @@ def trial_images() -> list[Image.Image]:
     return [Image.fromarray(np.clip(array, 0, 255).astype(np.uint8)) for array in arrays]
 
 
-def trial_batch(rules: ImageRules, device: torch.device, fewest_rows: int) -> tuple[Tensor, list[Grid]]:
-    """Repeats `trial_images` up to `fewest_rows` patches. Returns float32 `[num_patches, patch_dim]`, and the grids."""
+def trial_batch(rules: ImageRules, device: torch.device, min_rows: int) -> tuple[Tensor, list[Grid]]:
+    """Repeats `trial_images` up to `min_rows` patches. Returns float32 `[num_patches, patch_dim]`, and the grids."""
     preprocessor = Preprocessor(rules)
     pixels = [preprocessor.pixels(image) for image in trial_images()]
     rows = [patchify(torch.from_numpy(one.values).to(device), rules) for one in pixels]
-    times = -(-fewest_rows // sum(len(one) for one in rows))
+    times = -(-min_rows // sum(len(one) for one in rows))
     grids: Sequence[Grid] = [one.grid_thw for one in pixels]
     return torch.cat(rows * times), [*grids] * times
 

@@ -84,7 +84,7 @@ def agreement(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_
     )
 
 
-def rules_for(config: VisionConfig) -> ImageRules:
+def default_rules(config: VisionConfig) -> ImageRules:
     """Returns the processor's default rules, for a tower without rules."""
     return ImageRules(
         patch_size=config.patch_size,
@@ -111,7 +111,7 @@ def try_fp8(
     Raises:
         Fp8RefusedError: no share agrees.
     """
-    patches, grids = trial_batch(rules or rules_for(tower), device, 1)
+    patches, grids = trial_batch(rules or default_rules(tower), device, 1)
     counts = [t * h * w // tower.merge_unit for t, h, w in grids]
     expected = wide(patches, grids)
     complaint = ""
@@ -122,7 +122,7 @@ def try_fp8(
         alone = torch.cat([run(one, [grid]) for one, grid in zip(rows, grids, strict=True)])
         found = replace(agreement(together, expected, counts, tower.out_hidden_size), share=str(share))
         batched = agreement(together, alone, counts, tower.out_hidden_size)
-        complaint = _complaint(found, config, "bfloat16") or _complaint(batched, config, "the same image alone")
+        complaint = _disagreement(found, config, "bfloat16") or _disagreement(batched, config, "the same image alone")
         logger.info(
             "fp8 for %s beside bfloat16 on %d trial images: lowest cosine of a token %.5f, of an image %.6f; "
             "largest error %.2e; beside each image alone %.5f, %.6f, %.2e; %s",
@@ -144,7 +144,7 @@ def try_fp8(
     )
 
 
-def _complaint(found: Agreement, config: EncoderConfig, other: str) -> str:
+def _disagreement(found: Agreement, config: EncoderConfig, other: str) -> str:
     for what, value, name in (
         ("a token", found.lowest_token_cosine, "fp8_min_token_cosine"),
         ("an image", found.lowest_image_cosine, "fp8_min_image_cosine"),

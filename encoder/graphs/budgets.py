@@ -25,7 +25,7 @@ def default_budgets() -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= LARGEST)
 
 
-def resolved_budgets(chosen: Literal["auto"] | tuple[int, ...], *, graphs: bool) -> tuple[int, ...]:
+def resolve_budgets(chosen: Literal["auto"] | tuple[int, ...], *, graphs: bool) -> tuple[int, ...]:
     """Returns the configured token budgets, ascending, with "auto" resolved."""
     if chosen != "auto":
         return chosen

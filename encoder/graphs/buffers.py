@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.metadata.device_tables import Layout, described_width
+from encoder.metadata.device_tables import Layout, description_width
 
 
 class GraphKey(NamedTuple):
@@ -73,8 +73,8 @@ class GraphBuffers:
         rows = largest_budget * config.merge_unit
         self._patches = torch.zeros(rows, config.patch_dim, dtype=dtype, device=device)
         self._output = torch.zeros(largest_budget, config.width, dtype=dtype, device=device)
-        self.described = torch.zeros(4, described_width(max_images), dtype=torch.int32, device=device)
-        """Batch description as `Layout.described` returns it, int32 `[4, described_width(max_images)]`."""
+        self.described = torch.zeros(4, description_width(max_images), dtype=torch.int32, device=device)
+        """Batch description as `Layout.described` returns it, int32 `[4, description_width(max_images)]`."""
 
     @property
     def num_bytes(self) -> int:

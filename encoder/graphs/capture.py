@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.graphs.budgets import resolved_budgets, tight_keys, whole_keys
+from encoder.graphs.budgets import resolve_budgets, tight_keys, whole_keys
 from encoder.graphs.buffers import GraphKey, whole
 from encoder.graphs.capture_policy import MemoryModel, RunTimes, best_tight, best_whole
 from encoder.graphs.captured import CapturedGraph, EncoderGraphs, GraphMemoryError, GraphRefusedError
@@ -59,7 +59,7 @@ class GraphCapturer:
         """`activation_bytes`: upper bound per token. `state_file`: keeps the traffic histogram over restarts."""
         self.graphs = graphs
         self.costs = Costs()
-        self.budgets = resolved_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
+        self.budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
         self.wanted = TrafficHistogram() if state_file is None else TrafficHistogram.load(state_file, fingerprint)
         self._config, self._vision, self._counts, self._clock = config, vision, counts, clock
         self._state_file, self._fingerprint = state_file, fingerprint
@@ -131,7 +131,7 @@ class GraphCapturer:
             except OSError as error:
                 logger.warning("what the traffic asks for is not kept: %s", error)
 
-    def reason_against(self, layout: Layout, budget: int | None) -> Reason:
+    def eager_reason(self, layout: Layout, budget: int | None) -> Reason:
         """Returns why a batch runs eagerly: no captured graph holds it, or `budget` is None."""
         if layout.num_tokens > max(self.budgets):
             return Reason.OVER_LARGEST

@@ -182,11 +182,11 @@ class EncoderGraphs:
             float(begin.elapsed_time(end)),
             trial.pool_bytes,
         )
-        # Ascending: `fitting` returns the first match.
+        # Ascending: `find_graph` returns the first match.
         self._graphs = dict(sorted({**self._graphs, key: captured}.items()))
         return captured
 
-    def fitting(self, layout: Layout, budget: int) -> GraphKey | None:
+    def find_graph(self, layout: Layout, budget: int) -> GraphKey | None:
         """Returns the smallest graph of `budget` or more that fits the batch, tightest in image length, or None."""
         holding = (key for key, graph in self._graphs.items() if key.budget >= budget and graph.shape.holds(layout))
         return next(holding, None)

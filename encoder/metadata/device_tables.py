@@ -75,11 +75,11 @@ class Layout:
         )
 
     def on_host(self, slots: int) -> Tensor:
-        """Returns the table as int32 `[4, described_width(slots)]`, padded so that images past the batch have no rows.
+        """Returns the table as int32 `[4, description_width(slots)]`, padded.
 
-        `slots` is at least the number of images and of frames.
+        Images past the batch have no rows. `slots` is at least the number of images and of frames.
         """
-        width = described_width(slots)
+        width = description_width(slots)
         rows = [(*row, *[row[-1] if index else 0] * (width - len(row))) for index, row in enumerate(self.table)]
         return torch.tensor(rows, dtype=torch.int32)
 
@@ -103,7 +103,7 @@ class Layout:
         return max(len(self.image_tokens), self.num_frames)
 
 
-def described_width(slots: int) -> int:
+def description_width(slots: int) -> int:
     """Returns the length of a description's row: `slots + 1`, rounded up so that rows begin on 16 bytes."""
     return -(-(slots + 1) // 4) * 4
 

@@ -62,14 +62,14 @@ class RunCounts:
     grid_misses: int = 0
     fusion_fallback: Fallback | None = None
 
-    def replayed(self, num_tokens: int, budget: int) -> None:
+    def add_replay(self, num_tokens: int, budget: int) -> None:
         """Counts a replayed batch."""
         self.replays += 1
         self.tokens += num_tokens
         self.replayed_tokens += num_tokens
         self.padding_tokens += budget - num_tokens
 
-    def ran_eagerly(self, num_tokens: int, reason: Reason) -> None:
+    def add_eager_run(self, num_tokens: int, reason: Reason) -> None:
         """Counts an eager run."""
         self.eager_runs[reason.value] = self.eager_runs.get(reason.value, 0) + 1
         self.tokens += num_tokens

@@ -52,7 +52,7 @@ def fill_patches(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageR
     if buffer.device.type == "cuda":
         launch(plan, buffer, control, rules, out)
     else:
-        fill_plainly(plan, buffer, rules, out)
+        fill_patches_torch(plan, buffer, rules, out)
 
 
 def launch(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
@@ -61,8 +61,8 @@ def launch(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, 
 
     tables = Tables.of(plan, control)
     mean, std = normalisation(rules, buffer.device)
-    if plan.most_rows:
-        resize_rows(buffer, tables.rows, tables.taps, plan.most_rows, plan.widest)
+    if plan.max_rows:
+        resize_rows(buffer, tables.rows, tables.taps, plan.max_rows, plan.max_width)
     write_patches(
         buffer,
         tables.patches,
@@ -73,11 +73,11 @@ def launch(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, 
         patch=rules.patch_size,
         merge=rules.merge_size,
         frames=rules.temporal_patch_size,
-        most_patches=plan.most_patches,
+        max_patches=plan.max_patches,
     )
 
 
-def fill_plainly(plan: PixelPlan, buffer: Tensor, rules: ImageRules, out: Tensor) -> None:
+def fill_patches_torch(plan: PixelPlan, buffer: Tensor, rules: ImageRules, out: Tensor) -> None:
     """`fill_patches` in plain torch, on any device."""
     start = 0
     for image in plan.placed:

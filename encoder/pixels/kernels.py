@@ -107,14 +107,14 @@ def _patches_kernel(
             tl.store(target_ptr + frame * (PATCH * PATCH), normalised, mask=covered)
 
 
-def resize_rows(buffer: Tensor, table: Tensor, taps: Tensor, most_rows: int, widest: int) -> None:
+def resize_rows(buffer: Tensor, table: Tensor, taps: Tensor, max_rows: int, max_width: int) -> None:
     """Resizes along the rows, from uint8 to uint8 in the same buffer.
 
     `table` int64 `[images, ROWS_FIELDS]`: height; target width; the source's offset and row, column and channel stride;
     the target's offset (planes of `height * width`); offsets of `Taps.first` and `Taps.weights` in `taps`; number of
     taps; precision; source width.
     """
-    tiles = triton.cdiv(most_rows, ROWS_OUT) * triton.cdiv(widest, COLUMNS_OUT)
+    tiles = triton.cdiv(max_rows, ROWS_OUT) * triton.cdiv(max_width, COLUMNS_OUT)
     _rows_kernel[(tiles, table.shape[0])](
         buffer, table, taps, FIELDS=ROWS_FIELDS, ROWS=ROWS_OUT, COLUMNS=COLUMNS_OUT, num_warps=4, **OPTIONS
     )
@@ -131,7 +131,7 @@ def write_patches(
     patch: int,
     merge: int,
     frames: int,
-    most_patches: int,
+    max_patches: int,
 ) -> None:
     """Resizes along the columns, normalises, and writes patches into `out` in the order of `preprocess.patchify`.
 
@@ -140,7 +140,7 @@ def write_patches(
     image's first row of `out`; elements per row of `out`. `mean`, `std`: float32 `[3]` on the scale of bytes. `out`:
     `[num_patches, 3 * frames * patch²]`, any float dtype; computed in float32, rounded once.
     """
-    _patches_kernel[(triton.cdiv(most_patches, PATCHES), table.shape[0], 3)](
+    _patches_kernel[(triton.cdiv(max_patches, PATCHES), table.shape[0], 3)](
         buffer,
         table,
         taps,

@@ -51,9 +51,9 @@ class PixelPlan:
     rows_table: NDArray[np.int64]
     patch_table: NDArray[np.int64]
     num_weights: int
-    most_rows: int
-    widest: int
-    most_patches: int
+    max_rows: int
+    max_width: int
+    max_patches: int
 
 
 def strides_of(height: int, width: int, *, planar: bool) -> tuple[int, int, int]:
@@ -67,7 +67,7 @@ def plan_pixels(
     rules: ImageRules,
     taps: ByteLru[tuple[int, int], Taps],
 ) -> PixelPlan:
-    """Plans a batch. `shapes`: height, width, planar (`[3, H, W]` rather than `[H, W, 3]`). `taps`: `remembered_taps`.
+    """Plans a batch. `shapes`: height, width, planar (`[3, H, W]` rather than `[H, W, 3]`). `taps`: `taps_cache`.
 
     Raises ValueError if a grid is not `(1, h, w)` with positive multiples of the merge size.
     """
@@ -109,9 +109,9 @@ def plan_pixels(
         rows_table=rows_table,
         patch_table=patch_table,
         num_weights=weights.length,
-        most_rows=max((line[0] for line in rows), default=0),
-        widest=max((line[1] for line in rows), default=0),
-        most_patches=max((h * w for _, h, w in grids), default=0),
+        max_rows=max((line[0] for line in rows), default=0),
+        max_width=max((line[1] for line in rows), default=0),
+        max_patches=max((h * w for _, h, w in grids), default=0),
     )
 
 

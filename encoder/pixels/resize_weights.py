@@ -74,6 +74,6 @@ def _kernel(distance: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
-def remembered_taps(max_bytes: int) -> ByteLru[tuple[int, int], Taps]:
+def taps_cache(max_bytes: int) -> ByteLru[tuple[int, int], Taps]:
     """Returns an LRU cache of `taps` by `(num_in, num_out)` that holds at most `max_bytes`."""
     return ByteLru(lambda lengths: taps(*lengths), attrgetter("num_bytes"), max_bytes)

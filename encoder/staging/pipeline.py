@@ -17,7 +17,7 @@ from encoder.images.size import Grid, num_tokens
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunRecord
 from encoder.pixels.preprocess import Pixels
-from encoder.staging.staging import Room, Staged, Staging
+from encoder.staging.staging import HostAllocator, Staged, Staging
 from encoder.staging.streams import Mark
 
 Run = Callable[[Tensor, Sequence[Grid], int | None], Tensor]
@@ -35,19 +35,19 @@ class Launched:
     ready: Mark
     staging: Staging
     staged: Staged
-    ran: RunRecord | None = None
+    run_record: RunRecord | None = None
     """Record of the run, if the encoder has set it."""
 
-    def fetch(self, room: Room | None = None) -> list[Tensor]:
-        """Copies the images' tokens to host memory, `[num_tokens, width]` each, allocated from `room` if it can.
+    def fetch(self, allocate: HostAllocator | None = None) -> list[Tensor]:
+        """Copies the images' tokens to host memory, `[num_tokens, width]` each, from `allocate` if it returns memory.
 
         Blocks. Only one thread may fetch; it need not be the launching thread.
         """
-        return self.staging.fetch(self.outputs, self.num_tokens, self.ready, room)
+        return self.staging.fetch(self.outputs, self.num_tokens, self.ready, allocate)
 
     def on_device(self) -> list[Tensor]:
         """Returns the images' tokens on the device, `[num_tokens, width]` each, ordered after the compute lane."""
-        self.staged.arrived.wait()  # then the images may be freed; rarely blocks when another batch is ahead
+        self.staged.copies_done.wait()  # then the images may be freed; rarely blocks when another batch is ahead
         parts = torch.split(self.outputs, list(self.num_tokens))
         # Copies: a view of one image would keep the whole batch alive.
         return [part.clone() for part in parts] if len(parts) > 1 else [self.outputs]

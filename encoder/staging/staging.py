@@ -20,24 +20,24 @@ from encoder.images.decoded import Decoded
 from encoder.pixels.device import fill_patches
 from encoder.pixels.layout import PixelPlan, is_planar, plan_pixels, shape_of
 from encoder.pixels.preprocess import Pixels
-from encoder.pixels.resize_weights import remembered_taps
+from encoder.pixels.resize_weights import taps_cache
 from encoder.staging.streams import Lanes, Mark
 
 MIB = 2**20
 
-Room = Callable[[int, int, torch.dtype], Tensor | None]
+HostAllocator = Callable[[int, int, torch.dtype], Tensor | None]
 """`(num_tokens, width, dtype)` -> contiguous host tensor of that shape, or None if no memory is available."""
 
 
 @dataclass(frozen=True)
 class StagingBounds:
-    """Memory bounds of `Staging`, in bytes."""
+    """Memory bounds of `Staging`."""
 
-    pinned: int = 128 * MIB
+    pinned_bytes: int = 128 * MIB
     """Pinned host memory: a quarter for each of the two buffer sets and each of the two outgoing buffers."""
-    kept: int = 256 * MIB
+    max_kept_bytes: int = 256 * MIB
     """Device memory that a buffer set keeps between batches; a larger batch gets a temporary buffer."""
-    taps: int = 16 * MIB
+    taps_cache_bytes: int = 16 * MIB
     """Cache of resize weights."""
 
 
@@ -57,7 +57,7 @@ class StagingCounts:
     bytes_fetched_pinned: int = 0
     """Bytes copied from the device to pinned memory, and from there by the host."""
     oversized: int = 0
-    """Batches larger than `StagingBounds.kept`."""
+    """Batches larger than `StagingBounds.max_kept_bytes`."""
 
 
 @dataclass
@@ -79,25 +79,25 @@ class Staged:
     control: Tensor
     images: Sequence[Pixels | Decoded]
     """References that keep the images alive until the copies are done."""
-    arrived: Mark
-    """Mark after the copies."""
+    copies_done: Mark
+    """Passed when the images are on the device."""
     _staging: Staging
-    _set: _BufferSet
+    _buffers: _BufferSet
 
     def patches(self, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns `[num_patches, patch_dim]`, computed on the compute lane."""
         staging = self._staging
         compute, rules = staging.lanes.compute, staging.rules
         shape = (self.plan.num_patches, 3 * rules.temporal_patch_size * rules.patch_size**2)
-        out = compute.do(lambda: torch.empty(shape, dtype=dtype, device=staging.lanes.device))
-        compute.do(lambda: fill_patches(self.plan, self.buffer, self.control, rules, out))
+        out = compute.enqueue(lambda: torch.empty(shape, dtype=dtype, device=staging.lanes.device))
+        compute.enqueue(lambda: fill_patches(self.plan, self.buffer, self.control, rules, out))
         return out
 
     def __enter__(self) -> Staged:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._set.busy.append(self._staging.lanes.compute.mark())
+        self._buffers.busy.append(self._staging.lanes.compute.mark())
 
 
 class Staging:
@@ -114,11 +114,11 @@ class Staging:
         self.lanes = lanes
         self.counts = StagingCounts()
         self._bounds = bounds or StagingBounds()
-        quarter = self._bounds.pinned // 4
+        quarter = self._bounds.pinned_bytes // 4
         self._sets = itertools.cycle([_BufferSet(lanes.host_buffer(quarter)) for _ in range(2)])
         self._next = next(self._sets)
-        self._pieces = [lanes.host_buffer(quarter) for _ in range(2)]
-        self._taps = remembered_taps(self._bounds.taps)
+        self._outgoing = [lanes.host_buffer(quarter) for _ in range(2)]
+        self._taps = taps_cache(self._bounds.taps_cache_bytes)
 
     def wait_for_room(self) -> None:
         """Blocks until a batch can be staged immediately, that is, until the last batch but one has been computed."""
@@ -150,24 +150,27 @@ class Staging:
                 flat = torch.from_numpy(image.values).reshape(-1)
                 pieces.append((buffer[placed.offset : placed.offset + flat.numel()], flat))
             self._copy_in(pieces, used.host)
-            arrived = copy_in.mark()
-            self.lanes.compute.after(arrived)
+            copies_done = copy_in.mark()
+            self.lanes.compute.wait_for(copies_done)
         finally:
             # After a failure too: its copies precede later ones on the same lane, so they overwrite nothing.
             self._next = next(self._sets)
         self.counts.batches += 1
-        return Staged(plan, buffer, control, images, arrived, self, used)
+        return Staged(plan, buffer, control, images, copies_done, self, used)
 
     def _device_buffer(self, used: _BufferSet, num_bytes: int) -> Tensor:
-        """Returns the set's buffer, reallocated if too small or above `kept`, on the lane that first writes to it."""
-        if used.device is not None and used.device.numel() > self._bounds.kept:
+        """Returns the set's buffer, reallocated if too small or above `max_kept_bytes`.
+
+        It is allocated on the lane that first writes to it.
+        """
+        if used.device is not None and used.device.numel() > self._bounds.max_kept_bytes:
             used.device = None
         if used.device is None or used.device.numel() < num_bytes:
             used.device = None
-            used.device = self.lanes.copy_in.do(
+            used.device = self.lanes.copy_in.enqueue(
                 lambda: torch.empty(num_bytes, dtype=torch.uint8, device=self.lanes.device)
             )
-            self.counts.oversized += num_bytes > self._bounds.kept
+            self.counts.oversized += num_bytes > self._bounds.max_kept_bytes
         return used.device
 
     def _copy_in(self, pieces: Sequence[tuple[Tensor, Tensor]], host: Tensor) -> None:
@@ -175,64 +178,68 @@ class Staging:
         copy_in, filled = self.lanes.copy_in, 0
         for target, source in pieces:
             count = source.numel()
-            if self.lanes.direct(source):
+            if self.lanes.is_pinned(source):
                 self.counts.bytes_direct += count
             elif filled + count <= host.numel():
                 through = host[filled : filled + count].copy_(source)
-                copy_in.do(partial(target.copy_, through, non_blocking=True))
+                copy_in.enqueue(partial(target.copy_, through, non_blocking=True))
                 filled += count
                 self.counts.bytes_pinned += count
                 continue
             else:
                 self.counts.bytes_unpinned += count
-            copy_in.do(partial(target.copy_, source, non_blocking=True))
+            copy_in.enqueue(partial(target.copy_, source, non_blocking=True))
 
     @torch.inference_mode()
-    def fetch(self, outputs: Tensor, num_tokens: Sequence[int], ready: Mark, room: Room | None = None) -> list[Tensor]:
+    def fetch(
+        self, outputs: Tensor, num_tokens: Sequence[int], ready: Mark, allocate: HostAllocator | None = None
+    ) -> list[Tensor]:
         """Copies the images' tokens to separate host tensors `[num_tokens[i], width]`. Blocks until they are complete.
 
-        `outputs`: `[sum of num_tokens, width]` on the device, contiguous, complete when `ready` has passed. If `room`
-        has memory for all images that the device can write directly, it does; else they pass through pinned memory,
-        where the host unloads one buffer while the device fills the other. Raises ValueError if a token exceeds one.
+        `outputs`: `[sum of num_tokens, width]` on the device, contiguous, complete when `ready` is done. If `allocate`
+        returns pinned memory for all images, the device writes to it directly; else they pass through pinned buffers:
+        the host empties one while the device fills the other. Raises ValueError if one token exceeds a buffer.
         """
         rows, width = outputs.shape
-        given = [None if room is None else room(count, width, outputs.dtype) for count in num_tokens]
+        destinations = [None if allocate is None else allocate(count, width, outputs.dtype) for count in num_tokens]
         results = [
             torch.empty(count, width, dtype=outputs.dtype) if place is None else place
-            for count, place in zip(num_tokens, given, strict=True)
+            for count, place in zip(num_tokens, destinations, strict=True)
         ]
-        if all(place is not None and self.lanes.direct(place) for place in given):
-            self.lanes.copy_out.after(ready)
+        if all(place is not None and self.lanes.is_pinned(place) for place in destinations):
+            self.lanes.copy_out.wait_for(ready)
             for result, source in zip(results, torch.split(outputs, list(num_tokens)), strict=True):
-                self.lanes.copy_out.do(partial(result.copy_, source, non_blocking=True))
+                self.lanes.copy_out.enqueue(partial(result.copy_, source, non_blocking=True))
             self.lanes.copy_out.mark().wait()
             self.counts.bytes_fetched_direct += outputs.nbytes
             return results
         self.counts.bytes_fetched_pinned += outputs.nbytes
         row_bytes = width * outputs.element_size()
-        each = self._pieces[0].numel() // row_bytes
+        each = self._outgoing[0].numel() // row_bytes
         if each == 0:
-            raise ValueError(f"a token has {row_bytes} bytes, a piece of pinned memory {self._pieces[0].numel()}")
+            raise ValueError(f"a token has {row_bytes} bytes; a pinned buffer holds {self._outgoing[0].numel()}")
         borders = [0, *itertools.accumulate(num_tokens)]
-        self.lanes.copy_out.after(ready)
+        self.lanes.copy_out.wait_for(ready)
         before: tuple[Tensor, Mark, int] | None = None
         for number, start in enumerate(range(0, rows, each)):
             end = min(start + each, rows)
             source = outputs[start:end]
-            target = self._pieces[number % 2][: (end - start) * row_bytes].view(outputs.dtype).view(end - start, width)
-            self.lanes.copy_out.do(partial(target.copy_, source, non_blocking=True))
-            arrived = self.lanes.copy_out.mark()
+            target = (
+                self._outgoing[number % 2][: (end - start) * row_bytes].view(outputs.dtype).view(end - start, width)
+            )
+            self.lanes.copy_out.enqueue(partial(target.copy_, source, non_blocking=True))
+            copied = self.lanes.copy_out.mark()
             if before is not None:
-                _unload(*before, results, borders)
-            before = target, arrived, start
+                _copy_to_images(*before, results, borders)
+            before = target, copied, start
         if before is not None:
-            _unload(*before, results, borders)
+            _copy_to_images(*before, results, borders)
         return results
 
 
-def _unload(rows: Tensor, arrived: Mark, start: int, results: Sequence[Tensor], borders: Sequence[int]) -> None:
+def _copy_to_images(rows: Tensor, copied: Mark, start: int, results: Sequence[Tensor], borders: Sequence[int]) -> None:
     """Copies rows, of which the first is row `start` of the batch, from pinned memory to their images' tensors."""
-    arrived.wait()
+    copied.wait()
     for result, (first, last) in zip(results, itertools.pairwise(borders), strict=True):
         low, high = max(first, start), min(last, start + len(rows))
         if low < high:

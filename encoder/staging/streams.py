@@ -21,7 +21,7 @@ class Mark:
     def wait(self) -> None:
         """Blocks the host until all work before the mark is done."""
 
-    def passed(self) -> bool:
+    def is_done(self) -> bool:
         """Returns whether all work before the mark is done."""
         return True
 
@@ -29,7 +29,7 @@ class Mark:
 class Lane:
     """An ordered queue of device work; this CPU implementation executes it immediately."""
 
-    def do(self, work: Callable[[], T]) -> T:
+    def enqueue(self, work: Callable[[], T]) -> T:
         """Queues the device work of `work`, which may finish after the call returns. Returns `work()`."""
         return work()
 
@@ -37,7 +37,7 @@ class Lane:
         """Returns a mark after all work queued so far."""
         return Mark()
 
-    def after(self, mark: Mark) -> None:
+    def wait_for(self, mark: Mark) -> None:
         """Makes work queued from now on wait for the mark."""
 
 
@@ -51,7 +51,7 @@ class Lanes:
     device: torch.device
     host_buffer: Callable[[int], Tensor]
     """Allocates a uint8 buffer of that many bytes, pinned if the device is a GPU."""
-    direct: Callable[[Tensor], bool]
+    is_pinned: Callable[[Tensor], bool]
     """Whether the device can copy directly from or to this host tensor (pinned memory)."""
 
 
@@ -62,7 +62,7 @@ class _CudaMark(Mark):
     def wait(self) -> None:
         self.event.synchronize()
 
-    def passed(self) -> bool:
+    def is_done(self) -> bool:
         return bool(self.event.query())
 
 
@@ -76,7 +76,7 @@ class _CudaLane(Lane):
     def _current(self) -> torch.cuda.Stream:
         return self._stream if self._stream is not None else torch.cuda.current_stream(self._device)
 
-    def do(self, work: Callable[[], T]) -> T:
+    def enqueue(self, work: Callable[[], T]) -> T:
         with torch.cuda.stream(self._current()):
             return work()
 
@@ -86,12 +86,12 @@ class _CudaLane(Lane):
         event.record(self._current())
         return _CudaMark(event)
 
-    def after(self, mark: Mark) -> None:
+    def wait_for(self, mark: Mark) -> None:
         assert isinstance(mark, _CudaMark)
         self._current().wait_event(mark.event)
 
 
-def lanes_of(device: torch.device) -> Lanes:
+def lanes_for(device: torch.device) -> Lanes:
     """Returns the lanes of a device; compute uses the stream that is current at each call."""
     if device.type != "cuda":
         lane = Lane()

@@ -86,7 +86,7 @@ def weights_identity(path: Path) -> str:
     return digest.hexdigest()
 
 
-def tower_of(path: Path) -> str:
+def tower_identity(path: Path) -> str:
     """Returns `EncoderIdentity.tower` of encoders of the checkpoint folder `path`. Raises `WeightsError`."""
     return tower_fingerprint(
         weights_identity(path), VisionConfig.from_checkpoint(path), ImageRules.from_checkpoint(path)

@@ -42,7 +42,7 @@ from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.pipeline import Launched
-from encoder.towers.weights import tower_of
+from encoder.towers.weights import tower_identity
 from tests.cluster.watched import RecordedCounts
 
 GATE_WAIT_S = 60
@@ -171,7 +171,7 @@ class StandInLLM(LLM):
         self._engine = self.engine = StandInEngine()  # type: ignore[assignment]
         self._receiver = EmbeddingReceiver(Counters(), Histograms(), num_workers=1)
         self._stats = EngineStats()
-        self._tower = "" if config.model == "auto" else tower_of(resolve_checkpoint(local_model(config.model)))
+        self._tower = "" if config.model == "auto" else tower_identity(resolve_checkpoint(local_model(config.model)))
         self._prompts = PrefillLoad(remembers=True)
         keys = KeyStore()
         shape = EmbeddingShape(width, merge_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.towers.attention import attention
-from encoder.towers.backends import BackendUnavailableError, load, unfit
+from encoder.towers.backends import BackendUnavailableError, load, unsupported_reason
 from tests.gpu.test_kernels import borders, expected_attention, random
 from tests.parity.reference_towers import relative_error
 
@@ -26,7 +26,7 @@ BACKENDS = [backend for backend in AttentionBackend if backend is not AttentionB
 
 def there(backend: AttentionBackend, head_dim: int) -> None:
     """Skips what this device or installation cannot have."""
-    reason = unfit(backend, torch.cuda.get_device_capability(), torch.bfloat16, head_dim)
+    reason = unsupported_reason(backend, torch.cuda.get_device_capability(), torch.bfloat16, head_dim)
     if reason is not None:
         pytest.skip(f"{backend.value}: {reason}")
     try:
@@ -86,4 +86,4 @@ def test_the_plan_measures_and_says_what_it_chose(dtype: torch.dtype, caplog: py
     for length, way, record in zip(plan.lengths, plan.kernels, caplog.records, strict=True):
         assert f"segments of up to {length} patches: {way}" in record.getMessage()
         assert plan.kernel(length) == way
-        assert unfit(way.backend, torch.cuda.get_device_capability(), dtype, 80) is None
+        assert unsupported_reason(way.backend, torch.cuda.get_device_capability(), dtype, 80) is None

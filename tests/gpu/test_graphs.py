@@ -64,7 +64,7 @@ class Captured:
         return random_patches(grids, self.forward.config.patch_dim).to(CUDA), layout
 
     def replayed(self, patches: torch.Tensor, layout: Layout) -> torch.Tensor:
-        key = self.graphs.fitting(layout, layout.num_tokens)
+        key = self.graphs.find_graph(layout, layout.num_tokens)
         assert key is not None
         return self.graphs.replay(key, patches, layout).clone()
 
@@ -148,15 +148,15 @@ def test_a_replay_of_known_grids_waits_for_nothing(captured: Captured) -> None:
 def test_what_does_not_fit_is_refused(captured: Captured) -> None:
     graphs = captured.graphs
     _, too_many = captured.batch([(1, 4, 4)] * (MAX_IMAGES + 1))
-    assert graphs.fitting(too_many, 1) is None
+    assert graphs.find_graph(too_many, 1) is None
     patches, too_large = captured.batch([(1, 66, 64)])
-    assert graphs.fitting(too_large, 1) is None
+    assert graphs.find_graph(too_large, 1) is None
     with pytest.raises(ValueError, match="does not fit"):
         graphs.replay(whole(1024, captured.forward.config), patches, too_large)
     _, long = captured.batch([(1, 32, 40)])
-    assert graphs.fitting(long, 300) == whole(512, captured.forward.config), "not the graph of short images"
+    assert graphs.find_graph(long, 300) == whole(512, captured.forward.config), "not the graph of short images"
     _, short = captured.batch([(1, 16, 16)] * 5)
-    assert graphs.fitting(short, 300) == GraphKey(512, 256)
+    assert graphs.find_graph(short, 300) == GraphKey(512, 256)
 
 
 def test_a_graph_that_differs_is_not_used(forward: TowerForward) -> None:
@@ -232,7 +232,7 @@ def test_ten_thousand_random_batches(captured: Captured) -> None:
         grids = [(1, 2 * some(1, 8), 2 * some(1, 8)) for _ in range(some(1, MAX_IMAGES))]
         layout = captured.tables.layout(grids)
         assert layout is not None
-        key = captured.graphs.fitting(layout, layout.num_tokens)
+        key = captured.graphs.find_graph(layout, layout.num_tokens)
         assert key is not None
         output = captured.graphs.replay(key, values[: layout.num_patches], layout)
         bad += (~torch.isfinite(output)).sum()

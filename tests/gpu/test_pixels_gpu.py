@@ -29,10 +29,10 @@ from encoder.packing.greedy import Batch
 from encoder.pixels.device import fill_patches
 from encoder.pixels.layout import plan_pixels
 from encoder.pixels.preprocess import Pixels, patchify, resize
-from encoder.pixels.resize_weights import remembered_taps
+from encoder.pixels.resize_weights import taps_cache
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds
-from encoder.staging.streams import lanes_of, pin_shared, unpin_shared
+from encoder.staging.streams import lanes_for, pin_shared, unpin_shared
 from tests.parity.reference_towers import Reference, make_reference
 from tests.unit.encoder.pixels.filled import patches_of
 
@@ -80,7 +80,7 @@ def test_a_batch_of_all_sizes_equals_the_cpu(rules: ImageRules, dtype: torch.dty
     """Bit for bit: the sums are integers, and the division is rounded as the CPU's."""
     images = images_of(rules)
     expected = torch.cat([by_the_cpu(image, rules) for image in images]).to(dtype)
-    staging = Staging(rules, lanes_of(CUDA), StagingBounds(pinned=2**24))
+    staging = Staging(rules, lanes_for(CUDA), StagingBounds(pinned_bytes=2**24))
     with staging.stage(images) as staged:
         found = staged.patches(dtype=dtype)
     assert torch.equal(found.cpu(), expected)
@@ -97,7 +97,7 @@ def test_each_size_alone_equals_the_cpu(size: tuple[int, int], blocks: tuple[int
 
 def test_the_patches_of_a_graphs_buffer_are_not_touched_behind_the_batch() -> None:
     image = Decoded(picture(60, 90), (1, 4, 6))
-    plan = plan_pixels([(60, 90, False)], [image.grid_thw], QWEN3, remembered_taps(0))
+    plan = plan_pixels([(60, 90, False)], [image.grid_thw], QWEN3, taps_cache(0))
     buffer = torch.zeros(plan.buffer_bytes, dtype=torch.uint8, device=CUDA)
     buffer[: image.values.size] = torch.from_numpy(image.values.reshape(-1)).to(CUDA)
     out = torch.full((40, 1536), 7.0, dtype=torch.bfloat16, device=CUDA)
@@ -140,7 +140,7 @@ def test_batches_through_two_sets_of_buffers_on_real_streams() -> None:
         height, width = (int(side) for side in rng.integers(1, 400, 2))
         images.append(Decoded(picture(height, width, seed), grid))
     expected = [2 * by_the_cpu(image, QWEN3).view(-1, 4, 1536)[:, :, :300].flatten(1) for image in images]
-    staging = Staging(QWEN3, lanes_of(CUDA), StagingBounds(pinned=4 * 2**20, kept=2**22))
+    staging = Staging(QWEN3, lanes_for(CUDA), StagingBounds(pinned_bytes=4 * 2**20, max_kept_bytes=2**22))
     tower = Busy()
     pipeline = Pipeline(staging, tower.plan, tower.run, dtype=torch.float32)
     waiting: list[Launched] = []
@@ -166,7 +166,7 @@ def check(launched: Launched, expected: Sequence[torch.Tensor]) -> None:
 
 def test_a_launch_waits_for_nothing() -> None:
     tower = Busy()
-    staging = Staging(QWEN3, lanes_of(CUDA), StagingBounds())
+    staging = Staging(QWEN3, lanes_for(CUDA), StagingBounds())
     pipeline = Pipeline(staging, tower.plan, tower.run, dtype=torch.bfloat16)
     images = [Decoded(picture(100, 120), (1, 6, 8)) for _ in range(5)]
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_a_launch_waits_for_nothing() -> None:
             launched.fetch()
     with synchronisation_is_an_error():
         (launched,) = pipeline.launch(images)
-    assert not launched.ready.passed(), "the device has not done yet what took the host no time"
+    assert not launched.ready.is_done(), "the device has not done yet what took the host no time"
     launched.fetch()
 
 
@@ -188,7 +188,7 @@ def test_pinned_shared_memory_is_copied_straight_to_the_device() -> None:
         values[:] = picture(200, 300)
         assert torch.from_numpy(values).is_pinned()
         image = Decoded(values, (1, 12, 18))
-        staging = Staging(QWEN3, lanes_of(CUDA), StagingBounds(pinned=2**22))
+        staging = Staging(QWEN3, lanes_for(CUDA), StagingBounds(pinned_bytes=2**22))
         with staging.stage([image]) as staged:
             found = staged.patches()
         assert torch.equal(found.cpu(), by_the_cpu(image, QWEN3))

@@ -19,7 +19,7 @@ from deployments.transfer.same_host import ShmClient, ShmServer  # noqa: E402
 from deployments.transfer.shared_store import EmbeddingStore  # noqa: E402
 from encoder.checkpoint.image_rules import ImageRules  # noqa: E402
 from encoder.staging.staging import Staging  # noqa: E402
-from encoder.staging.streams import lanes_of, pin_shared, unpin_shared  # noqa: E402
+from encoder.staging.streams import lanes_for, pin_shared, unpin_shared  # noqa: E402
 
 WIDTH = 4096
 DIGEST = "a" * 64
@@ -37,7 +37,7 @@ def test_it_arrives_bit_by_bit(dtype: torch.dtype) -> None:
     memory = WorkerMemory(device)
     memory.map(server.address, os.dup(client.file), client.num_bytes)
     try:
-        lanes = lanes_of(device)
+        lanes = lanes_for(device)
         staging = Staging(ImageRules(), lanes)
         outputs = torch.randn(30, WIDTH, device=device).to(dtype)
         first, second = staging.fetch(outputs, [6, 24], lanes.compute.mark(), store.allocate)
@@ -66,7 +66,7 @@ def test_it_arrives_bit_by_bit(dtype: torch.dtype) -> None:
 def test_what_is_not_pinned_comes_through_pinned_memory() -> None:
     device = torch.device("cuda")
     store = EmbeddingStore(2**20)
-    lanes = lanes_of(device)
+    lanes = lanes_for(device)
     staging = Staging(ImageRules(), lanes)
     outputs = torch.randn(6, WIDTH, device=device)
     (found,) = staging.fetch(outputs, [6], lanes.compute.mark(), store.allocate)

@@ -12,7 +12,7 @@ from deployments.encoder_replica.gpu.health import DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
 from encoder.device_errors import out_of_memory
 from encoder.staging.pipeline import Launched
-from encoder.staging.staging import Room
+from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger("ray.serve")
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("ray.serve")
 class Completion:
     """Completes jobs, on any thread, and tracks the device's health."""
 
-    def __init__(self, events: WorkerEvents, again: Callable[[Job], None], room: Room | None) -> None:
+    def __init__(self, events: WorkerEvents, again: Callable[[Job], None], room: HostAllocator | None) -> None:
         """`again` queues a job that is retried alone; `room` allocates memory for embeddings."""
         self._events = events
         self._again = again
@@ -38,7 +38,7 @@ class Completion:
         Every step that may fail precedes the first completion, so that each job gets an embedding or an error.
         """
         try:
-            fetched, ran = launched.fetch(self._room), launched.ran
+            fetched, ran = launched.fetch(self._room), launched.run_record
             if len(fetched) != len(jobs):
                 raise RuntimeError(f"a batch of {len(jobs)} images gave {len(fetched)} embeddings")
         except BaseException as error:

@@ -25,7 +25,7 @@ from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.images.size import num_tokens
 from encoder.pixels.preprocess import Pixels
-from encoder.staging.staging import Room
+from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,7 +39,7 @@ class GpuWorker:
         *,
         max_queued_tokens: int,
         events: WorkerEvents | None = None,
-        room: Room | None = None,
+        room: HostAllocator | None = None,
     ) -> None:
         """Blocks until `make_encoder` has returned on the GPU thread, and raises its exception.
 
@@ -178,7 +178,7 @@ class GpuWorker:
         """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
         first = [job for _, job in self._line.take(WINDOW)]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
-        together = together[: encoder.worth_launching([job.num_tokens for job in together], self._queued_tokens)]
+        together = together[: encoder.num_to_launch([job.num_tokens for job in together], self._queued_tokens)]
         self._put_back(set(first).difference(together))
         # Cancelled jobs are dropped here, before they cost GPU time; from here on, jobs cannot be cancelled.
         return [job for job in together if job.future.running() or job.future.set_running_or_notify_cancel()]

@@ -74,7 +74,9 @@ def load(backend: AttentionBackend) -> VarlenAttention:
     return attend
 
 
-def unfit(backend: AttentionBackend, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+def unsupported_reason(
+    backend: AttentionBackend, capability: tuple[int, int], dtype: torch.dtype, head_dim: int
+) -> str | None:
     """Returns why `backend` does not support this device, dtype and head dimension; None if it does, once installed."""
     if backend not in _MODULES:
         return "reads no borders on the device"

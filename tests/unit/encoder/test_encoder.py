@@ -48,12 +48,12 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> 
 def test_what_is_worth_a_launch_is_launched_unless_much_waits(enough: int | None, waiting: int, expected: int) -> None:
     encoder = Encoder.__new__(Encoder)
     encoder.runner = cast(TowerRunner, SimpleNamespace(worthwhile_tokens=enough, largest_budget=100))
-    assert encoder.worth_launching([50, 50, 50, 50], waiting) == expected
+    assert encoder.num_to_launch([50, 50, 50, 50], waiting) == expected
 
 
 def test_nothing_is_held_back_where_nothing_was_measured(checkpoint: Path) -> None:
     encoder = Encoder.from_checkpoint(checkpoint, SMALL_BATCHES)
-    assert encoder.worth_launching([30, 30, 30], 1) == 3
+    assert encoder.num_to_launch([30, 30, 30], 1) == 3
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -67,7 +67,7 @@ def make(
     graphs.bad |= set(bad)
     capturing = GraphCapturer(cast(EncoderGraphs, graphs), config, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
-    return TowerRunner(forward, config, tables=tables, capturing=capturing, counts=tally), graphs
+    return TowerRunner(forward, config, tables=tables, capturer=capturing, counts=tally), graphs
 
 
 def patches_of(tower: VisionTower, grids: list[Grid], seed: int = 0) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_every_layout_equals_the_plain_tower(tower: VisionTower) -> None:
     for seed, grids in enumerate(LAYOUTS * 2):
         patches = patches_of(tower, grids, seed)
         assert_close(runner.run(patches, grids, tokens_of(grids)), expected_of(tower, patches, grids))
-        assert runner.ran == RunRecord(graphs.replayed[-1].budget, None, tokens_of(grids), len(grids))
+        assert runner.last_run == RunRecord(graphs.replayed[-1].budget, None, tokens_of(grids), len(grids))
     assert len(graphs.replayed) == 2 * len(LAYOUTS)
     assert set(graphs.captured) == set(whole_keys(BUDGETS, 4))
     counts = runner.counts
@@ -127,7 +127,7 @@ def test_eager_runs_equal_the_plain_tower_and_say_why(tower: VisionTower) -> Non
         patches = patches_of(tower, grids)
         assert_close(runner.run(patches, grids, budget), expected_of(tower, patches, grids))
         assert runner.counts.eager_runs[reason] == before + 1, grids
-        assert runner.ran == RunRecord(None, reason, tokens_of(grids), len(grids))
+        assert runner.last_run == RunRecord(None, reason, tokens_of(grids), len(grids))
     assert graphs.replayed == []
     assert runner.counts.refusals == 2
     runner.run(patches_of(tower, [(1, 4, 4)]), [(1, 4, 4)], 16)
@@ -177,7 +177,7 @@ def test_a_graph_slower_than_eager_is_not_used(tower: VisionTower) -> None:
     graphs = FakeGraphs(forward, tables, 64, 4, ms=lambda budget: 9.0, eager=lambda tokens: 1.0 + tokens / 1000)
     capturing = GraphCapturer(cast(EncoderGraphs, graphs), CONFIG, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
-    runner = TowerRunner(forward, CONFIG, tables=tables, capturing=capturing, counts=tally)
+    runner = TowerRunner(forward, CONFIG, tables=tables, capturer=capturing, counts=tally)
     assert [batch.budget for batch in runner.plan([(1, 8, 8)])] == [None]
 
 

@@ -449,7 +449,7 @@ def started(
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
     monkeypatch.setattr(llm_module, "resolve_checkpoint", lambda model: model)
-    monkeypatch.setattr(llm_module, "tower_of", lambda folder: "")
+    monkeypatch.setattr(llm_module, "tower_identity", lambda folder: "")
     monkeypatch.setattr(llm_module, "probe_engine_loads", loads)
 
     async def start() -> llm_module.LLM:

@@ -15,7 +15,7 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.fp8.calibration_images import trial_batch, trial_images
 from encoder.fp8.tower import check_fp8
-from encoder.fp8.validation import SHARES, Agreement, Fp8RefusedError, Share, agreement, rules_for, try_fp8
+from encoder.fp8.validation import SHARES, Agreement, Fp8RefusedError, Share, agreement, default_rules, try_fp8
 from encoder.metadata.geometry import Grid
 
 CPU = torch.device("cpu")
@@ -177,8 +177,8 @@ def test_trial_images_are_of_many_kinds() -> None:
 
 
 def test_rules_of_a_tower_that_came_without(tower: VisionConfig) -> None:
-    assert rules_for(tower).patch_size == tower.patch_size
-    assert rules_for(tower).factor == tower.patch_size * tower.spatial_merge_size
+    assert default_rules(tower).patch_size == tower.patch_size
+    assert default_rules(tower).factor == tower.patch_size * tower.spatial_merge_size
 
 
 def test_devices_and_dtypes_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class FakeGraphs:
         self.captured[key] = FakeGraph(shape, grids, alike, self._ms(key.budget), grown)
         return self.captured[key]
 
-    def fitting(self, layout: Layout, budget: int) -> GraphKey | None:
+    def find_graph(self, layout: Layout, budget: int) -> GraphKey | None:
         holding = [key for key, graph in self.captured.items() if key.budget >= budget and graph.shape.holds(layout)]
         return min(holding, default=None)
 

@@ -280,7 +280,7 @@ def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> N
     table = capturing.costs.table()
     assert table is not None
     assert table.budgets == (32, 64, 96)
-    runner = TowerRunner(forward, CONFIG, tables=tables, capturing=capturing, counts=tally)
+    runner = TowerRunner(forward, CONFIG, tables=tables, capturer=capturing, counts=tally)
     grids: list[Grid] = [(1, 8, 8), (1, 6, 6), (1, 4, 30), (1, 22, 20), (1, 2, 2)]
     torch.manual_seed(0)
     images = [torch.randn(t * h * w, tower.config.patch_dim) for t, h, w in grids]
@@ -325,7 +325,7 @@ graphs.capture(key)
 grids = [(1, 4, 6), (2, 2, 4)]
 layout = tables.layout(grids)
 patches = random_patches(grids, eager.config.patch_dim)
-assert graphs.fitting(layout, layout.num_tokens) == key
+assert graphs.find_graph(layout, layout.num_tokens) == key
 error = relative_error(graphs.replay(key, patches, layout), eager(patches, eager.prepare(grids)))
 assert error < 1e-5, error
 try:

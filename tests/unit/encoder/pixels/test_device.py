@@ -16,7 +16,7 @@ from encoder.images.decoded import Decoded
 from encoder.pixels.device import resize_bytes
 from encoder.pixels.layout import plan_pixels
 from encoder.pixels.preprocess import patchify, resize
-from encoder.pixels.resize_weights import remembered_taps, taps
+from encoder.pixels.resize_weights import taps, taps_cache
 from tests.unit.encoder.interpreter import Interpreted
 from tests.unit.encoder.pixels.filled import patches_of
 
@@ -90,9 +90,9 @@ def test_out_is_written_in_place_and_its_shape_is_checked() -> None:
 
 def test_odd_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of the merge size"):
-        plan_pixels([(8, 8, False)], [(1, 3, 2)], RULES, remembered_taps(0))
+        plan_pixels([(8, 8, False)], [(1, 3, 2)], RULES, taps_cache(0))
     with pytest.raises(ValueError, match=r"it must be \(1, h, w\)"):
-        plan_pixels([(8, 8, False)], [(2, 2, 2)], RULES, remembered_taps(0))
+        plan_pixels([(8, 8, False)], [(2, 2, 2)], RULES, taps_cache(0))
 
 
 def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
@@ -110,12 +110,12 @@ def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
 
 def test_remembered_weights_keep_within_their_bound() -> None:
     one = taps(100, 60).num_bytes
-    remembered = remembered_taps(5 * one // 2)
+    remembered = taps_cache(5 * one // 2)
     for num_in in (100, 101, 100, 102, 100):
         assert np.array_equal(remembered.get((num_in, 60)).weights, taps(num_in, 60).weights)
         assert remembered.held_bytes <= 5 * one // 2
     assert (remembered.hits, remembered.misses) == (2, 3), "100 was used again and again, and stayed"
-    nothing = remembered_taps(0)
+    nothing = taps_cache(0)
     nothing.get((8, 4))
     assert nothing.held_bytes == 0
 
@@ -123,13 +123,13 @@ def test_remembered_weights_keep_within_their_bound() -> None:
 def test_a_plan_places_images_apart_and_weights_once() -> None:
     shapes = [(64, 50, False), (64, 64, True), (64, 50, False), (10, 64, False)]
     grids = [(1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 2, 4)]
-    plan = plan_pixels(shapes, grids, RULES, remembered_taps(0))
+    plan = plan_pixels(shapes, grids, RULES, taps_cache(0))
     ends = [image.offset + 3 * image.height * image.width for image in plan.placed]
     assert all(end <= later.offset for end, later in zip(ends, plan.placed[1:], strict=False))
     assert ends[-1] < plan.buffer_bytes
     assert plan.num_patches == 56
     assert len(plan.rows_table) == 2, "the rows of two images are resized"
-    assert (plan.most_rows, plan.widest, plan.most_patches) == (64, 64, 16)
+    assert (plan.max_rows, plan.max_width, plan.max_patches) == (64, 64, 16)
     needed = [taps(50, 64), taps(64, 64), taps(10, 32)]
     assert plan.num_weights == sum(part.first.size + part.weights.size for part in needed)
 
@@ -141,8 +141,8 @@ SCRIPT = """
 import numpy as np
 import torch
 
-from encoder.pixels.resize_weights import remembered_taps
-from encoder.pixels.device import fill_plainly, launch
+from encoder.pixels.resize_weights import taps_cache
+from encoder.pixels.device import fill_patches_torch, launch
 from encoder.pixels.layout import plan_pixels
 from tests.unit.encoder.pixels.test_device import OTHER, RULES, SMALL, picture
 
@@ -156,14 +156,14 @@ for rules in (RULES, OTHER):
         pictures.append(values.transpose(2, 0, 1) if planar else values)
         shapes.append((height, width, planar))
         grids.append((1, h * rules.merge_size, w * rules.merge_size))
-    plan = plan_pixels(shapes, grids, rules, remembered_taps(0))
+    plan = plan_pixels(shapes, grids, rules, taps_cache(0))
     buffer = torch.full((plan.buffer_bytes,), 7, dtype=torch.uint8)
     for image, values in zip(plan.placed, pictures, strict=True):
         buffer[image.offset : image.offset + values.size] = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
     width = 3 * rules.temporal_patch_size * rules.patch_size**2
     for dtype in (torch.float32, torch.bfloat16):
         found, expected = (torch.full((plan.num_patches, width), float("nan"), dtype=dtype) for _ in range(2))
-        fill_plainly(plan, buffer, rules, expected)
+        fill_patches_torch(plan, buffer, rules, expected)
         launch(plan, buffer, torch.from_numpy(plan.control), rules, found)
         # The interpreter cuts to bfloat16 where a GPU rounds: one step.
         assert torch.allclose(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)

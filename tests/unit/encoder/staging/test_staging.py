@@ -22,13 +22,13 @@ from encoder.packing.greedy import Batch
 from encoder.pixels.preprocess import Pixels, patchify, resize
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds
-from encoder.staging.streams import Lane, Lanes, Mark, lanes_of
+from encoder.staging.streams import Lane, Lanes, Mark, lanes_for
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 RULES = ImageRules(patch_size=4)
 PATCH_DIM = 3 * 2 * 16
-BOUNDS = StagingBounds(pinned=4 * 40_000, kept=60_000)
+BOUNDS = StagingBounds(pinned_bytes=4 * 40_000, max_kept_bytes=60_000)
 
 
 class Device:
@@ -68,7 +68,7 @@ class DeferredMark(Mark):
         while not self.reached:
             self.device.step()
 
-    def passed(self) -> bool:
+    def is_done(self) -> bool:
         return self.reached
 
 
@@ -79,7 +79,7 @@ class Deferred(Lane):
         self.device = device
         self.work: list[Callable[[], object] | DeferredMark | Wait] = []
 
-    def do(self, work: Callable[[], T]) -> T:
+    def enqueue(self, work: Callable[[], T]) -> T:
         if getattr(work, "__name__", "") == "<lambda>" and "empty" in work.__code__.co_names:
             made: Any = work()
             made.view(torch.uint8).fill_(111)
@@ -92,7 +92,7 @@ class Deferred(Lane):
         self.work.append(mark)
         return mark
 
-    def after(self, mark: Mark) -> None:
+    def wait_for(self, mark: Mark) -> None:
         assert isinstance(mark, DeferredMark)
         self.work.append(Wait(mark))
 
@@ -145,7 +145,7 @@ class Tower:
         if self.calls in self.bad:
             raise RuntimeError("out of memory")
         output = torch.full((len(patches) // 4, 28), float("nan"))
-        self.lanes.compute.do(lambda: output.copy_(2 * patches.view(-1, 4, PATCH_DIM)[:, :, :7].flatten(1)))
+        self.lanes.compute.enqueue(lambda: output.copy_(2 * patches.view(-1, 4, PATCH_DIM)[:, :, :7].flatten(1)))
         return output
 
 
@@ -181,7 +181,7 @@ def test_every_image_gets_its_own_tokens(seed: int, late: int, direct: bool) -> 
     assert sorted(found) == list(range(25))
     for number, each in enumerate(images):
         assert torch.equal(found[number], expected(each))
-    assert device.pinned_bytes == BOUNDS.pinned, "all of it when the staging is made, and nothing later"
+    assert device.pinned_bytes == BOUNDS.pinned_bytes, "all of it when the staging is made, and nothing later"
     counts = staging.counts
     assert counts.batches == 9
     assert (counts.bytes_direct > 0) == direct
@@ -195,11 +195,11 @@ def test_at_most_two_batches_are_under_way() -> None:
     under_way: list[Launched] = []
     for each in pipeline.launch([image(number) for number in range(18)]):
         under_way.append(each)
-        open_batches = [launched for launched in under_way if not launched.ready.passed()]
+        open_batches = [launched for launched in under_way if not launched.ready.is_done()]
         assert len(open_batches) <= 2
     assert len(open_batches) == 2, "and two, where nobody waits in between"
     pipeline.wait_for_room()
-    assert [launched.ready.passed() for launched in under_way[-2:]] == [True, False]
+    assert [launched.ready.is_done() for launched in under_way[-2:]] == [True, False]
 
 
 def test_a_set_is_not_written_while_its_batch_is_computed() -> None:
@@ -209,7 +209,7 @@ def test_a_set_is_not_written_while_its_batch_is_computed() -> None:
     under_way: list[Launched] = []
     for each in pipeline.launch([image(number) for number in range(40)]):
         for other in under_way:
-            if not other.ready.passed():
+            if not other.ready.is_done():
                 assert other.staged.buffer.data_ptr() != each.staged.buffer.data_ptr()
         under_way.append(each)
 
@@ -256,8 +256,8 @@ def test_a_batch_that_cannot_be_staged_leaves_the_buffers_usable(monkeypatch: py
 def test_a_failed_fetch_leaves_the_pinned_memory_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(2)
     pipeline, _, staging = pipeline_on(device)
-    small = StagingBounds(pinned=4 * 28 * 4 * 3)  # three tokens a piece
-    staging._pieces = Staging(RULES, staging.lanes, small)._pieces
+    small = StagingBounds(pinned_bytes=4 * 28 * 4 * 3)  # three tokens a piece
+    staging._outgoing = Staging(RULES, staging.lanes, small)._outgoing
     images = [image(number) for number in range(6)]
     first, second = pipeline.launch(images)
 
@@ -276,7 +276,7 @@ def test_a_failed_fetch_leaves_the_pinned_memory_usable(monkeypatch: pytest.Monk
 def test_what_does_not_fit_the_pinned_memory_is_copied_without_it_and_counted() -> None:
     device = Device(5)
     lanes = device.as_lanes()
-    bounds = StagingBounds(pinned=4 * 6_000, kept=1_000)
+    bounds = StagingBounds(pinned_bytes=4 * 6_000, max_kept_bytes=1_000)
     tower, staging = Tower(lanes), Staging(RULES, lanes, bounds)
     pipeline = Pipeline(staging, tower.plan, tower.run, dtype=torch.float32)
     rng = np.random.default_rng(0)
@@ -285,25 +285,25 @@ def test_what_does_not_fit_the_pinned_memory_is_copied_without_it_and_counted() 
         assert all(torch.equal(a, expected(images[i])) for i, a in zip(indices, tokens, strict=True))
     assert staging.counts.bytes_unpinned >= 60 * 3 * (50 + 70)
     assert staging.counts.oversized == 2
-    assert device.pinned_bytes == bounds.pinned
+    assert device.pinned_bytes == bounds.pinned_bytes
 
 
 def test_embeddings_larger_than_a_piece_of_pinned_memory_come_in_pieces() -> None:
     device = Device(6)
     lanes = device.as_lanes()
     tower = Tower(lanes)
-    staging = Staging(RULES, lanes, StagingBounds(pinned=4 * 28 * 4 * 2))  # two tokens
+    staging = Staging(RULES, lanes, StagingBounds(pinned_bytes=4 * 28 * 4 * 2))  # two tokens
     pipeline = Pipeline(staging, tower.plan, tower.run, dtype=torch.float32)
     images = [image(number) for number in range(9)]
     for indices, tokens in fetched(pipeline.launch(images), 2):
         assert all(torch.equal(a, expected(images[i])) for i, a in zip(indices, tokens, strict=True))
-    tiny = Staging(RULES, lanes, StagingBounds(pinned=4 * 100))
-    with pytest.raises(ValueError, match="a token has 112 bytes, a piece of pinned memory 100"):
+    tiny = Staging(RULES, lanes, StagingBounds(pinned_bytes=4 * 100))
+    with pytest.raises(ValueError, match="a token has 112 bytes; a pinned buffer holds 100"):
         tiny.fetch(torch.zeros(2, 28), [2], lanes.compute.mark())
 
 
 def test_on_the_cpu_it_is_plain_calls() -> None:
-    lanes = lanes_of(CPU)
+    lanes = lanes_for(CPU)
     staging = Staging(RULES, lanes, BOUNDS)
 
     def run(patches: torch.Tensor, grids: Sequence[Grid], budget: int | None) -> torch.Tensor:
@@ -312,7 +312,7 @@ def test_on_the_cpu_it_is_plain_calls() -> None:
     pipeline = Pipeline(staging, Tower(lanes).plan, run, dtype=torch.float32)
     images = [image(number) for number in range(7)]
     for launched in pipeline.launch(images):
-        assert launched.ready.passed()
+        assert launched.ready.is_done()
         on_device = launched.on_device()
         for index, host, device in zip(launched.batch.indices, launched.fetch(), on_device, strict=True):
             assert torch.equal(host, expected(images[index]))

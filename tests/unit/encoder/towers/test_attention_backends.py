@@ -7,7 +7,7 @@ import torch
 
 from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.towers.attention import attention
-from encoder.towers.backends import BackendUnavailableError, load, unfit
+from encoder.towers.backends import BackendUnavailableError, load, unsupported_reason
 
 BFLOAT16 = torch.bfloat16
 
@@ -58,7 +58,7 @@ def test_dense_attention_is_no_backend_that_reads_borders() -> None:
 def test_what_a_backend_is_fit_for(
     backend: AttentionBackend, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, reason: str | None
 ) -> None:
-    assert unfit(backend, capability, dtype, head_dim) == reason
+    assert unsupported_reason(backend, capability, dtype, head_dim) == reason
 
 
 def test_a_plan_chooses_by_the_bound_on_the_length() -> None:

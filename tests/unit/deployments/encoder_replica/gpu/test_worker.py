@@ -29,7 +29,7 @@ from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.pipeline import Launched
-from encoder.staging.staging import Room
+from encoder.staging.staging import HostAllocator
 from tests.unit.deployments.samples import IDENTITY, png
 
 WAIT_S = 10
@@ -85,7 +85,7 @@ class FakeEncoder:
     def wait_for_room(self) -> None:
         self.rooms += 1
 
-    def worth_launching(self, num_tokens: Sequence[int], waiting: int) -> int:
+    def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         self.waiting.append(waiting)
         return max(1, sum(total <= self.worth for total in accumulate(num_tokens)))
 
@@ -112,9 +112,9 @@ class FakeLaunched:
     encoder: FakeEncoder
     batch: Batch
     values: list[int]
-    ran: RunRecord | None = None
+    run_record: RunRecord | None = None
 
-    def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
+    def fetch(self, allocate: HostAllocator | None = None) -> list[torch.Tensor]:
         self.encoder.fetch_threads.add(threading.get_ident())
         assert self.encoder.fetch_gate.wait(WAIT_S)
         for value in self.values:
@@ -452,8 +452,8 @@ def test_a_fetch_that_ends_its_thread_is_told_to_those_who_wait() -> None:
 class Short(FakeLaunched):
     """Gives too few embeddings."""
 
-    def fetch(self, room: Room | None = None) -> list[torch.Tensor]:
-        return super().fetch(room)[1:]
+    def fetch(self, allocate: HostAllocator | None = None) -> list[torch.Tensor]:
+        return super().fetch(allocate)[1:]
 
 
 class Untold(FakeLaunched):
