@@ -13,14 +13,14 @@ ENCODER_SHARE = 0.2
 """Encoder's fraction of a shared GPU, chosen by memory: fractions bound Ray's placement, not the use of compute."""
 
 
-def config(model: str, layout: Layout, *, llm_gpus: int) -> str:
+def serve_config(model: str, layout: Layout, *, llm_gpus: int) -> str:
     """Returns the serve_config.yaml of a split or shared layout.
 
     Raises ValueError for an aggregated one.
     """
-    if layout.way is Placement.AGGREGATED:
+    if layout.placement is Placement.AGGREGATED:
         raise ValueError("vLLM's own tower has no configuration here: encoders are what the application is")
-    shared = layout.way is Placement.SHARED
+    shared = layout.placement is Placement.SHARED
     llm: dict[str, object] = {"num_gpus": round(1 - ENCODER_SHARE, 2) if shared else llm_gpus}
     if llm_gpus > 1:
         llm["engine_args"] = {"tensor_parallel_size": llm_gpus}
@@ -35,7 +35,7 @@ def config(model: str, layout: Layout, *, llm_gpus: int) -> str:
         "import_path": names.IMPORT_PATH,
         "args": args,
         "deployments": [
-            {"name": names.INGRESS, "num_replicas": layout.readers},
+            {"name": names.INGRESS, "num_replicas": layout.cpu_processes},
             {"name": names.ENCODER, "num_replicas": layout.encoders},
             {"name": names.LLM, "num_replicas": layout.llms},
         ],
@@ -55,6 +55,6 @@ def vllm_command(model: str, layout: Layout, *, llm_gpus: int) -> str:
         words += ["--tensor-parallel-size", str(llm_gpus)]
     if layout.llms > 1:
         words += ["--data-parallel-size", str(layout.llms)]
-    if layout.readers > layout.llms:  # vLLM's default is one per replica
-        words += ["--api-server-count", str(layout.readers)]
+    if layout.cpu_processes > layout.llms:  # vLLM's default is one per replica
+        words += ["--api-server-count", str(layout.cpu_processes)]
     return shlex.join(words)

@@ -19,14 +19,14 @@ from enum import Enum
 
 from encoder.packing.cost_based import CostTable, ImageCost, plan
 from encoder.packing.greedy import Batch
-from planner.queues import played, shared
+from planner.queues import simulate_batch_queue, simulate_processor_sharing
 from planner.traces import Request
 
 STEP_TOKENS = 8192
 """Token budget of one prefill step of a language model; a longer prompt runs alone."""
-MOST_BUSY = 0.9
+MAX_UTILISATION = 0.9
 """Maximum utilisation of encoders and language models; above it any disturbance makes queues grow."""
-READERS_BUSY = 0.5
+TARGET_CPU_UTILISATION = 0.5
 """Target utilisation of CPU processes, which determines their number: they cost no GPU."""
 
 
@@ -79,25 +79,25 @@ class Speeds:
     """Measured inputs of the model."""
 
     language: Language
-    ours: Tower
-    vllms: Tower
-    hop_s: float
+    vitray_tower: Tower
+    vllm_tower: Tower
+    transfer_overhead_s: float
     """Time to first token that vitray's encoders (shared or split) add to encoding and queueing."""
-    entry_s: float = 0.0
+    llm_overhead_s: float = 0.0
     """Time to first token that the language model adds to prefill, in every layout."""
-    ours_reading_s: float = 0.0
+    image_load_s_per_token: float = 0.0
     """CPU time per visual token of vitray's ingress, before any GPU work."""
-    vllms_reading_s: float = 0.0
+    vllm_image_load_s_per_token: float = 0.0
     """CPU time per visual token of vLLM's API server."""
-    reads_early: bool = False
+    early_prefill: bool = False
     """Whether split layouts use early prefill (`llm.early_prefill_min_tokens`)."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Service-level objective: `share` of the requests gets its first token within `first_token_s`."""
+    """Service-level objective: `share` of the requests gets its first token within `ttft_s`."""
 
-    first_token_s: float
+    ttft_s: float
     share: float = 0.95
 
 
@@ -105,11 +105,11 @@ class Target:
 class Layout:
     """Number of replicas of each kind."""
 
-    way: Placement
+    placement: Placement
     encoders: int
     """0 if vLLM encodes; the number of language models if they share GPUs."""
     llms: int
-    readers: int = 1
+    cpu_processes: int = 1
     """CPU processes that parse requests: replicas of the ingress, or vLLM's API servers."""
 
 
@@ -119,146 +119,156 @@ class Prediction:
 
     layout: Layout
     gpus: int
-    first_token_s: float
+    ttft_s: float
     """Time to first token at the percentile `Target.share`; infinite for an overloaded layout."""
-    encoder_busy: float
+    encoder_utilisation: float
     """Utilisation of the encoders; 0 unless the layout is split."""
-    llm_busy: float
-    meets: bool
+    llm_utilisation: float
+    meets_target: bool
 
 
-def cheapest(
-    requests: Sequence[Request], speeds: Speeds, target: Target, *, way: Placement, max_gpus: int
+def find_cheapest_layout(
+    requests: Sequence[Request], speeds: Speeds, target: Target, *, placement: Placement, max_gpus: int
 ) -> Prediction | None:
     """Returns the layout with the fewest GPUs that meets the target, of equals the one with the earliest first token;
     None if none within `max_gpus` does.
 
     Raises:
-        ValueError: `way` is SHARED and a language model takes several GPUs.
+        ValueError: `placement` is SHARED and a language model takes several GPUs.
     """
-    if way is Placement.SHARED and speeds.language.gpus > 1:
+    if placement is Placement.SHARED and speeds.language.gpus > 1:
         raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; a shared one has room for 1")
-    readers = _readers(requests, speeds, way)
-    plenty = Layout(way, max_gpus if way is Placement.SPLIT else 0, max_gpus, max(max_gpus, readers))
-    if not predict(requests, speeds, target, plenty).meets:
+    cpu_processes = _num_cpu_processes(requests, speeds, placement)
+    largest = Layout(placement, max_gpus if placement is Placement.SPLIT else 0, max_gpus, max(max_gpus, cpu_processes))
+    if not predict(requests, speeds, target, largest).meets_target:
         return None  # more replicas would not help
     for gpus in range(1, max_gpus + 1):
-        layouts = _layouts(way, gpus, speeds.language.gpus, readers)
+        layouts = _layouts(placement, gpus, speeds.language.gpus, cpu_processes)
         found = [predict(requests, speeds, target, layout) for layout in layouts]
-        if good := [prediction for prediction in found if prediction.meets]:
-            return min(good, key=lambda prediction: prediction.first_token_s)
+        if feasible := [prediction for prediction in found if prediction.meets_target]:
+            return min(feasible, key=lambda prediction: prediction.ttft_s)
     return None
 
 
-def best(found: Sequence[Prediction]) -> Prediction:
+def choose_layout(found: Sequence[Prediction]) -> Prediction:
     """Returns the prediction with the fewest GPUs, of equals the simplest layout: aggregated, shared, split."""
     order = list(Placement)
-    return min(found, key=lambda prediction: (prediction.gpus, order.index(prediction.layout.way)))
+    return min(found, key=lambda prediction: (prediction.gpus, order.index(prediction.layout.placement)))
 
 
 def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout: Layout) -> Prediction:
     """Simulates the trace, unless language models exceed MOST_BUSY: such a layout misses the target."""
     language, llms = speeds.language, layout.llms
-    lasts_s = requests[-1].at_s - requests[0].at_s
-    writing = sum(request.output_tokens for request in requests) / (language.decode_tokens_per_s * llms * lasts_s)
-    reading = sum(request.num_tokens for request in requests) / (language.prefill_tokens_per_s * llms * lasts_s)
-    gpus = llms * language.gpus + (layout.encoders if layout.way is Placement.SPLIT else 0)
-    lost = Prediction(layout, gpus, float("inf"), 0.0, writing + reading, False)
-    if writing + reading > MOST_BUSY:
-        return lost
-    waits, encoders_s, llms_s = first_tokens(requests, speeds, layout, writing)
-    waits.sort()
-    encoder_busy = encoders_s / (layout.encoders * lasts_s) if layout.way is Placement.SPLIT else 0.0
-    llm_busy = writing + llms_s * (1 - writing) / (llms * lasts_s)
-    first_token_s = waits[math.ceil(target.share * len(waits) - 1e-9) - 1]
-    meets = first_token_s <= target.first_token_s and max(encoder_busy, llm_busy) <= MOST_BUSY
-    return Prediction(layout, gpus, first_token_s, encoder_busy, llm_busy, meets)
+    duration_s = requests[-1].at_s - requests[0].at_s
+    decode_share = sum(request.output_tokens for request in requests) / (
+        language.decode_tokens_per_s * llms * duration_s
+    )
+    prefill_share = sum(request.num_tokens for request in requests) / (
+        language.prefill_tokens_per_s * llms * duration_s
+    )
+    gpus = llms * language.gpus + (layout.encoders if layout.placement is Placement.SPLIT else 0)
+    overloaded = Prediction(layout, gpus, float("inf"), 0.0, decode_share + prefill_share, False)
+    if decode_share + prefill_share > MAX_UTILISATION:
+        return overloaded
+    ttfts, encoders_s, llms_s = simulate_ttft(requests, speeds, layout, decode_share)
+    ttfts.sort()
+    encoder_utilisation = encoders_s / (layout.encoders * duration_s) if layout.placement is Placement.SPLIT else 0.0
+    llm_utilisation = decode_share + llms_s * (1 - decode_share) / (llms * duration_s)
+    ttft_s = ttfts[math.ceil(target.share * len(ttfts) - 1e-9) - 1]
+    meets_target = ttft_s <= target.ttft_s and max(encoder_utilisation, llm_utilisation) <= MAX_UTILISATION
+    return Prediction(layout, gpus, ttft_s, encoder_utilisation, llm_utilisation, meets_target)
 
 
-def first_tokens(
-    requests: Sequence[Request], speeds: Speeds, layout: Layout, writing: float = 0.0
+def simulate_ttft(
+    requests: Sequence[Request], speeds: Speeds, layout: Layout, decode_share: float = 0.0
 ) -> tuple[list[float], float, float]:
     """Returns each request's time to first token, in their order, and the total busy time of all encoders and of all
-    language models, in seconds. `writing`: share of a language model's time that decoding takes.
+    language models, in seconds. `decode_share`: share of a language model's time that decoding takes.
     """
     language = speeds.language
-    tower, over = _tower(speeds, layout.way)
+    tower, num_gpus = _tower(speeds, layout.placement)
 
     def step_s(batch: Sequence[Request]) -> float:
         tokens = sum(request.num_tokens for request in batch)
-        images = [image for request in batch for image in request.images if layout.way is not Placement.SPLIT]
-        encoding = tower.seconds(images) / over
-        return (encoding + tokens / language.prefill_tokens_per_s) / (1 - writing)
+        images = [image for request in batch for image in request.images if layout.placement is not Placement.SPLIT]
+        encoding = tower.seconds(images) / num_gpus
+        return (encoding + tokens / language.prefill_tokens_per_s) / (1 - decode_share)
 
-    reading_s = _reading_s(speeds, layout.way)
-    work_s = [reading_s * sum(image.num_tokens for image in request.images) for request in requests]
-    ready, encoders_s = shared([request.at_s for request in requests], work_s, layout.readers), 0.0
+    load_s = _image_load_s_per_token(speeds, layout.placement)
+    work_s = [load_s * sum(image.num_tokens for image in request.images) for request in requests]
+    ready = simulate_processor_sharing([request.at_s for request in requests], work_s, layout.cpu_processes)
+    encoders_s = 0.0
     order = sorted(range(len(requests)), key=ready.__getitem__)
-    if layout.way is Placement.SPLIT:
+    if layout.placement is Placement.SPLIT:
         images = [(number, image) for number in order for image in requests[number].images]
-        done, encoders_s = played(
+        done, encoders_s = simulate_batch_queue(
             [image for _, image in images],
             [ready[number] for number, _ in images],
             layout.encoders,
             tower.seconds,
-            lambda batch: len(batch) <= tower.max_images and _worth_a_launch(batch, speeds),
+            lambda batch: len(batch) <= tower.max_images and _launch_together(batch, speeds),
         )
         before = [0.0] * len(requests)  # prefill time of the request's earlier images, in seconds
         for (number, image), at_s in zip(images, done, strict=True):
             ready[number] = max(ready[number], at_s - before[number])
-            if speeds.reads_early:
-                before[number] += image.num_tokens / (language.prefill_tokens_per_s * (1 - writing))
+            if speeds.early_prefill:
+                before[number] += image.num_tokens / (language.prefill_tokens_per_s * (1 - decode_share))
         order.sort(key=ready.__getitem__)
-    done, llms_s = played(
+    done, llms_s = simulate_batch_queue(
         [requests[number] for number in order],
         [ready[number] for number in order],
         layout.llms,
         step_s,
         lambda batch: sum(request.num_tokens for request in batch) <= STEP_TOKENS,
     )
-    waits = [0.0] * len(requests)
+    ttfts = [0.0] * len(requests)
     for number, at_s in zip(order, done, strict=True):
         request = requests[number]
-        hop_s = speeds.hop_s if request.images and layout.way is not Placement.AGGREGATED else 0.0
-        waits[number] = at_s - request.at_s + hop_s + speeds.entry_s
-    return waits, encoders_s, llms_s
+        transferred = request.images and layout.placement is not Placement.AGGREGATED
+        overhead_s = speeds.llm_overhead_s + (speeds.transfer_overhead_s if transferred else 0.0)
+        ttfts[number] = at_s - request.at_s + overhead_s
+    return ttfts, encoders_s, llms_s
 
 
-def longest_stall_s(requests: Sequence[Request], speeds: Speeds, way: Placement) -> float:
+def longest_stall_s(requests: Sequence[Request], speeds: Speeds, placement: Placement) -> float:
     """Returns the longest time for which encoding one request's images stalls decoding on the same GPU."""
-    if way is Placement.SPLIT:
+    if placement is Placement.SPLIT:
         return 0.0
-    tower, over = _tower(speeds, way)
-    return max((tower.longest_batch_s(request.images) / over for request in requests if request.images), default=0.0)
+    tower, num_gpus = _tower(speeds, placement)
+    return max(
+        (tower.longest_batch_s(request.images) / num_gpus for request in requests if request.images), default=0.0
+    )
 
 
-def _tower(speeds: Speeds, way: Placement) -> tuple[Tower, int]:
+def _tower(speeds: Speeds, placement: Placement) -> tuple[Tower, int]:
     """Returns the encoding tower and its number of GPUs; vLLM's is assumed to scale perfectly, in its favour."""
-    return (speeds.vllms, speeds.language.gpus) if way is Placement.AGGREGATED else (speeds.ours, 1)
+    return (speeds.vllm_tower, speeds.language.gpus) if placement is Placement.AGGREGATED else (speeds.vitray_tower, 1)
 
 
-def _worth_a_launch(batch: Sequence[ImageCost], speeds: Speeds) -> bool:
+def _launch_together(batch: Sequence[ImageCost], speeds: Speeds) -> bool:
     """Returns whether encoders launch this batch together: early prefill bounds it to `worthwhile_tokens`."""
-    enough = speeds.ours.table.worthwhile_tokens if speeds.reads_early else None
+    enough = speeds.vitray_tower.table.worthwhile_tokens if speeds.early_prefill else None
     return enough is None or sum(image.num_tokens for image in batch) <= enough
 
 
-def _reading_s(speeds: Speeds, way: Placement) -> float:
-    return speeds.vllms_reading_s if way is Placement.AGGREGATED else speeds.ours_reading_s
+def _image_load_s_per_token(speeds: Speeds, placement: Placement) -> float:
+    return speeds.vllm_image_load_s_per_token if placement is Placement.AGGREGATED else speeds.image_load_s_per_token
 
 
-def _readers(requests: Sequence[Request], speeds: Speeds, way: Placement) -> int:
+def _num_cpu_processes(requests: Sequence[Request], speeds: Speeds, placement: Placement) -> int:
     """Returns the number of CPU processes that the trace needs."""
     tokens = sum(image.num_tokens for request in requests for image in request.images)
-    lasts_s = requests[-1].at_s - requests[0].at_s
-    return max(1, math.ceil(tokens * _reading_s(speeds, way) / (READERS_BUSY * lasts_s)))
+    duration_s = requests[-1].at_s - requests[0].at_s
+    return max(
+        1, math.ceil(tokens * _image_load_s_per_token(speeds, placement) / (TARGET_CPU_UTILISATION * duration_s))
+    )
 
 
-def _layouts(way: Placement, gpus: int, llm_gpus: int, readers: int) -> Iterator[Layout]:
+def _layouts(placement: Placement, gpus: int, llm_gpus: int, cpu_processes: int) -> Iterator[Layout]:
     """Yields all layouts of exactly `gpus` GPUs, with at least one CPU process per language model."""
-    if way is Placement.SPLIT:
+    if placement is Placement.SPLIT:
         for llms in range(1, (gpus - 1) // llm_gpus + 1):
-            yield Layout(way, gpus - llms * llm_gpus, llms, max(llms, readers))
+            yield Layout(placement, gpus - llms * llm_gpus, llms, max(llms, cpu_processes))
     elif gpus % llm_gpus == 0:
         llms = gpus // llm_gpus
-        yield Layout(way, llms if way is Placement.SHARED else 0, llms, max(llms, readers))
+        yield Layout(placement, llms if placement is Placement.SHARED else 0, llms, max(llms, cpu_processes))

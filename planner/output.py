@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.configuration import ENCODER_SHARE
-from planner.model import MOST_BUSY, STEP_TOKENS, Placement, Prediction, Speeds, Target, longest_stall_s
+from planner.model import MAX_UTILISATION, STEP_TOKENS, Placement, Prediction, Speeds, Target, longest_stall_s
 from planner.traces import Request
 
 _PARTS = {
@@ -27,11 +27,11 @@ def text(
 
     `met`: the cheapest layout of each way, or why there is none. `sources`: sources of the numbers by kind.
     """
-    lasts_s = requests[-1].at_s - requests[0].at_s
+    duration_s = requests[-1].at_s - requests[0].at_s
     images = sum(len(request.images) for request in requests)
     lines = [
-        f"{name}: {len(requests)} requests in {lasts_s:.0f} s, {images} pictures to encode; "
-        f"wanted: first token within {target.first_token_s:g} s for {target.share:.0%}",
+        f"{name}: {len(requests)} requests in {duration_s:.0f} s, {images} pictures to encode; "
+        f"wanted: first token within {target.ttft_s:g} s for {target.share:.0%}",
         "",
         f"{'way':11} GPUs  encoders  LLMs  first token  encoders busy  LLMs busy",
     ]
@@ -41,22 +41,26 @@ def text(
             continue
         lines.append(
             f"{way.value:11} {found.gpus:4}  {found.layout.encoders or '–':>8}  {found.layout.llms:4}  "
-            f"{found.first_token_s:9.2f} s  {_share(found.encoder_busy):>13}  {found.llm_busy:9.0%}  ({_PARTS[way]})"
+            f"{found.ttft_s:9.2f} s  {_share(found.encoder_utilisation):>13}  {found.llm_utilisation:9.0%}  "
+            f"({_PARTS[way]})"
         )
-    ours, vllms = (sum(tower.seconds(request.images) for request in requests) for tower in (speeds.ours, speeds.vllms))
+    ours, vllms = (
+        sum(tower.seconds(request.images) for request in requests) for tower in (speeds.vitray_tower, speeds.vllm_tower)
+    )
     stall_s = longest_stall_s(requests, speeds, Placement.AGGREGATED)
     lines += [
         "",
         f"encoding, each request alone: {ours:.1f} GPU-seconds by our encoder, {vllms:.1f} by vLLM's tower; a batch "
         f"there stops the answers of the same replica for up to {stall_s * 1e3:.0f} ms",
         *(f"{kind}: {'; '.join(found)}" for kind, found in sources.items()),
-        f"assumed: hop of {speeds.hop_s * 1e3:.0f} ms for every request with pictures, and "
-        f"{speeds.entry_s * 1e3:.0f} ms of the language model's own for every one; 1000 visual tokens take a CPU "
-        f"{speeds.ours_reading_s * 1e6:.0f} ms to read, one of vLLM's {speeds.vllms_reading_s * 1e6:.0f}; no more than "
-        f"{MOST_BUSY:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no encoding in "
-        "any way, and every prompt is read whole (no prefix cache), "
-        f"{'as its images come' if speeds.reads_early else 'once all of its images have come'} from encoders of their "
-        "own; attention costs vLLM's tower what it costs ours; "
+        f"assumed: hop of {speeds.transfer_overhead_s * 1e3:.0f} ms for every request with pictures, and "
+        f"{speeds.llm_overhead_s * 1e3:.0f} ms of the language model's own for every one; 1000 visual tokens take a "
+        f"CPU {speeds.image_load_s_per_token * 1e6:.0f} ms to read, one of vLLM's "
+        f"{speeds.vllm_image_load_s_per_token * 1e6:.0f}; no more than "
+        f"{MAX_UTILISATION:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no "
+        "encoding in any way, and every prompt is read whole (no prefix cache), "
+        f"{'as its images come' if speeds.early_prefill else 'once all of its images have come'} from encoders of "
+        "their own; attention costs vLLM's tower what it costs ours; "
         "its tower spreads freely over a replica's GPUs; of a shared GPU the encoder has "
         f"{ENCODER_SHARE:g} of the memory, and the two never compute at once",
         "not looked at: memory, the rate of tokens after the first; see --help",
@@ -68,7 +72,7 @@ def verdict(chosen: Prediction, met: Mapping[Placement, Prediction | str]) -> st
     """Returns the recommendation, one or two sentences."""
     alone = met[Placement.AGGREGATED]
     split = [found for way, found in met.items() if way is not Placement.AGGREGATED and not isinstance(found, str)]
-    if chosen.layout.way is Placement.AGGREGATED:
+    if chosen.layout.placement is Placement.AGGREGATED:
         against = min((found.gpus for found in split), default=None)
         why = (
             "nothing else keeps the promise"
@@ -82,7 +86,7 @@ def verdict(chosen: Prediction, met: Mapping[Placement, Prediction | str]) -> st
         saved = f"vLLM alone takes {_gpus(alone.gpus)}, {alone.gpus - chosen.gpus} more"
     how = (
         f"an encoder beside each of {chosen.layout.llms} language model(s), on the same GPU"
-        if chosen.layout.way is Placement.SHARED
+        if chosen.layout.placement is Placement.SHARED
         else f"{chosen.layout.encoders} encoder(s) to {chosen.layout.llms} language model(s)"
     )
     return f"\nSplit: {how}, {_gpus(chosen.gpus)} in all; {saved}. The configuration:"

@@ -18,30 +18,30 @@ from planner.model import Tower
 from planner.recorded_costs import read_costs, read_vllm_costs
 from planner.traces import RULES, image_cost
 
-RECORD = "serving_transfer_h200.json"
-OURS, ALONE = "cudagraph + layer fusion", "vLLM alone, encoder graphs"
+RESULT_FILE = "serving_transfer_h200.json"
+OURS, VLLM_ALONE = "cudagraph + layer fusion", "vLLM alone, encoder graphs"
 """Names of rows in the result."""
 _ARCH = "qwen3_vl"
-_BETWEEN = ("preprocess", "queue", "transfer")
+_PARALLEL_STAGES = ("preprocess", "queue", "transfer")
 """Stages besides encoding that concurrent requests pass in parallel."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Overheads in seconds, as in `planner.model.Speeds`; `*_reading_s` are per visual token."""
+    """Overheads in seconds, as in `planner.model.Speeds`."""
 
-    hop_s: float
-    entry_s: float
-    ours_reading_s: float
-    vllms_reading_s: float
+    transfer_overhead_s: float
+    llm_overhead_s: float
+    image_load_s_per_token: float
+    vllm_image_load_s_per_token: float
 
 
-def images_of(row: dict[str, Any]) -> list[ImageCost]:
+def image_costs(row: dict[str, Any]) -> list[ImageCost]:
     """Returns the costs of the images of a row's requests."""
     return [image_cost({"w": width, "h": height}, RULES[_ARCH]) for width, height in row["images"]]
 
 
-def towers(results: Path) -> tuple[Tower, Tower]:
+def read_towers(results: Path) -> tuple[Tower, Tower]:
     """Returns vitray's and vLLM's tower from the folder `results`. Raises OSError, ValueError, KeyError."""
     times = read_costs(results / f"encoder_h200_{_ARCH}.json", _ARCH)
     work_ms = times.table(()).work_ms
@@ -49,20 +49,23 @@ def towers(results: Path) -> tuple[Tower, Tower]:
     return Tower(times.table(default_budgets())), Tower(vllms.table(()), max_images=1024)
 
 
-def measured(results: Path) -> Overheads:
+def read_overheads(results: Path) -> Overheads:
     """Returns the overheads from the result's sequential requests. Raises ValueError if the folder lacks the result."""
     try:
-        _, vllms = towers(results)
-        rows = json.loads((results / RECORD).read_text())["rows"]
-        ours, alone = rows[OURS], rows[ALONE]
+        _, vllms = read_towers(results)
+        rows = json.loads((results / RESULT_FILE).read_text())["rows"]
+        ours, alone = rows[OURS], rows[VLLM_ALONE]
         stages_ms: dict[str, float] = ours["stages_ms"]
         entry_ms = stages_ms["first-token"]
-        between_ms = sum(stages_ms[name] for name in _BETWEEN)
+        between_ms = sum(stages_ms[name] for name in _PARALLEL_STAGES)
         ours_ms = ours["latency_ttft_ms"]["mean"] - between_ms - stages_ms["encode"] - entry_ms
-        vllms_ms = alone["latency_ttft_ms"]["mean"] - 1e3 * vllms.seconds(images_of(alone)) - entry_ms
-        tokens = _tokens(images_of(ours)), _tokens(images_of(alone))
+        vllms_ms = alone["latency_ttft_ms"]["mean"] - 1e3 * vllms.seconds(image_costs(alone)) - entry_ms
+        tokens = _tokens(image_costs(ours)), _tokens(image_costs(alone))
     except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"{RECORD} is not there with both ways, as benchmarks/bench_serving.py writes it") from error
+        raise ValueError(
+            f"{RESULT_FILE} is missing or lacks a row of {OURS!r} or {VLLM_ALONE!r}: "
+            "write it with benchmarks/bench_serving.py"
+        ) from error
     return Overheads(
         between_ms / 1e3, entry_ms / 1e3, max(0.0, ours_ms) / 1e3 / tokens[0], max(0.0, vllms_ms) / 1e3 / tokens[1]
     )

@@ -11,7 +11,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def shared(ready_s: Sequence[float], work_s: Sequence[float], servers: int) -> list[float]:
+def simulate_processor_sharing(ready_s: Sequence[float], work_s: Sequence[float], servers: int) -> list[float]:
     """Returns each job's completion time under processor sharing: present jobs share the servers equally, each at most
     one server.
 
@@ -24,31 +24,32 @@ def shared(ready_s: Sequence[float], work_s: Sequence[float], servers: int) -> l
         servers: number of processes, at least 1.
     """
     done = [0.0] * len(ready_s)
-    # `got`: service of a job present from the start; a job ends when `got` has grown by its work since its arrival.
-    got, now = 0.0, 0.0
-    inside: list[tuple[float, int]] = []
+    # `served_s`: service of a job present from the start. A job ends when `served_s` has grown by its work since its
+    # arrival.
+    served_s, now_s = 0.0, 0.0
+    active: list[tuple[float, int]] = []
 
-    def until(time_s: float) -> None:
-        nonlocal got, now
-        while inside:
-            rate = min(1.0, servers / len(inside))
-            ends = now + max(0.0, inside[0][0] - got) / rate
-            if ends > time_s:
+    def advance_to(time_s: float) -> None:
+        nonlocal served_s, now_s
+        while active:
+            rate = min(1.0, servers / len(active))
+            end_s = now_s + max(0.0, active[0][0] - served_s) / rate
+            if end_s > time_s:
                 break
-            got, job = heapq.heappop(inside)
-            now = done[job] = ends
-        if inside:
-            got += (time_s - now) * min(1.0, servers / len(inside))
-        now = max(now, time_s)
+            served_s, job = heapq.heappop(active)
+            now_s = done[job] = end_s
+        if active:
+            served_s += (time_s - now_s) * min(1.0, servers / len(active))
+        now_s = max(now_s, time_s)
 
-    for job, (came, work) in enumerate(zip(ready_s, work_s, strict=True)):
-        until(came)
-        heapq.heappush(inside, (got + work, job))
-    until(float("inf"))
+    for job, (arrival_s, work) in enumerate(zip(ready_s, work_s, strict=True)):
+        advance_to(arrival_s)
+        heapq.heappush(active, (served_s + work, job))
+    advance_to(float("inf"))
     return done
 
 
-def played(
+def simulate_batch_queue(
     items: Sequence[Item],
     ready_s: Sequence[float],
     servers: int,
@@ -62,19 +63,19 @@ def played(
         seconds: service time of a batch.
         fits: whether the items may form one batch; a single item always may.
     """
-    free = [float("-inf")] * servers
+    free_at_s = [float("-inf")] * servers
     done: list[float] = []
     busy_s = 0.0
     while len(done) < len(items):
         first = len(done)
-        begins = max(heapq.heappop(free), ready_s[first])
-        idle = 1 + sum(at_s <= begins for at_s in free)
-        waiting = bisect_right(ready_s, begins, lo=first) - first
+        begin_s = max(heapq.heappop(free_at_s), ready_s[first])
+        idle = 1 + sum(at_s <= begin_s for at_s in free_at_s)
+        waiting = bisect_right(ready_s, begin_s, lo=first) - first
         last = first + 1
         while last < first + math.ceil(waiting / idle) and fits(items[first : last + 1]):
             last += 1
-        takes = seconds(items[first:last])
-        done += [begins + takes] * (last - first)
-        busy_s += takes
-        heapq.heappush(free, begins + takes)
+        duration_s = seconds(items[first:last])
+        done += [begin_s + duration_s] * (last - first)
+        busy_s += duration_s
+        heapq.heappush(free_at_s, begin_s + duration_s)
     return done, busy_s

@@ -17,7 +17,7 @@ import numpy as np
 
 from encoder.packing.cost_based import CostTable
 
-_FAR = 65_536
+_MAX_EAGER_TOKENS = 65_536
 """Largest size in tokens of the eager times; larger ones are proportional."""
 
 
@@ -42,7 +42,7 @@ class Costs:
     """Pairs of tokens and the milliseconds that a replay saves over an eager run, ascending by tokens."""
 
     @classmethod
-    def of(cls, measured: Sequence[Measured], *, known_work_ms: float | None = None) -> Costs:
+    def fit(cls, measured: Sequence[Measured], *, known_work_ms: float | None = None) -> Costs:
         """Fits the model by least squares of relative errors.
 
         `known_work_ms`: time of a unit of work if measured elsewhere, since few batches cannot separate it from tokens.
@@ -64,17 +64,17 @@ class Costs:
 
     def table(self, budgets: Sequence[int]) -> CostTable:
         """Returns the table for `budgets`, in any order."""
-        eager = sorted({1, *(tokens for tokens, _ in self.saved), _FAR})
+        eager = sorted({1, *(tokens for tokens, _ in self.saved), _MAX_EAGER_TOKENS})
         return CostTable(
-            replay_ms=tuple((budget, self._replay(budget)) for budget in sorted(set(budgets))),
-            eager_ms=tuple((tokens, self._replay(tokens) + self._saved(tokens)) for tokens in eager),
+            replay_ms=tuple((budget, self._replay_ms(budget)) for budget in sorted(set(budgets))),
+            eager_ms=tuple((tokens, self._replay_ms(tokens) + self._saved_ms(tokens)) for tokens in eager),
             work_ms=self.work_ms,
         )
 
-    def _replay(self, tokens: int) -> float:
+    def _replay_ms(self, tokens: int) -> float:
         return self.base_ms + self.token_ms * tokens
 
-    def _saved(self, tokens: int) -> float:
+    def _saved_ms(self, tokens: int) -> float:
         at = bisect_right(self.saved, (tokens, float("inf")))
         if at == 0 or at == len(self.saved):
             return self.saved[max(0, at - 1)][1]
@@ -104,9 +104,9 @@ def read_costs(path: Path, arch: str) -> Costs | MeasuredTable:
     Raises:
         ValueError, KeyError: the file is neither, or lacks the tower `arch`.
     """
-    found = _of_tower(path, arch)
+    found = _read_tower(path, arch)
     if isinstance(found, list):
-        return _listed(found)
+        return _fit_listed(found)
     tables = {row["name"]: (row.get("facts") or {}).get("cost_table") for row in found["rows"]}
     for name in ("fusion", "cudagraph"):
         if table := tables.get(name):
@@ -124,29 +124,29 @@ def read_vllm_costs(path: Path, arch: str, *, work_ms: float) -> Costs:
     Raises:
         ValueError, KeyError: the file is neither, or lacks times of vLLM's tower.
     """
-    found = _of_tower(path, arch)
+    found = _read_tower(path, arch)
     if isinstance(found, list):
-        return _listed(found, known_work_ms=work_ms)
-    ways = [row["cells"] for row in found["rows"] if row["name"].startswith("vllm ")]
+        return _fit_listed(found, known_work_ms=work_ms)
+    configurations = [row["cells"] for row in found["rows"] if row["name"].startswith("vllm ")]
     batches = []
     for shape in found["shapes"]:
-        times = [cells[shape["name"]]["ms"] for cells in ways if shape["name"] in cells]
+        times = [cells[shape["name"]]["ms"] for cells in configurations if shape["name"] in cells]
         if times and "work" in shape:
             batches.append(Measured(shape["tokens"], shape["work"], min(times), min(times)))
     if not batches:
         raise ValueError(f"{path.name} has no times of vLLM's tower of {arch}")
-    return Costs.of(batches, known_work_ms=work_ms)
+    return Costs.fit(batches, known_work_ms=work_ms)
 
 
-def _of_tower(path: Path, arch: str) -> list[dict[str, Any]] | dict[str, Any]:
+def _read_tower(path: Path, arch: str) -> list[dict[str, Any]] | dict[str, Any]:
     archs: dict[str, list[dict[str, Any]] | dict[str, Any]] = json.loads(path.read_text())["archs"]
     if arch not in archs:
         raise ValueError(f"{path.name} has no {arch}, only {', '.join(archs)}")
     return archs[arch]
 
 
-def _listed(batches: list[dict[str, Any]], *, known_work_ms: float | None = None) -> Costs:
+def _fit_listed(batches: list[dict[str, Any]], *, known_work_ms: float | None = None) -> Costs:
     names = [field.name for field in fields(Measured)]
-    return Costs.of(
+    return Costs.fit(
         [Measured(**{name: batch[name] for name in names}) for batch in batches], known_work_ms=known_work_ms
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.reports.tables import table_row, table_rule
 from planner import overheads
-from planner.model import Language, Layout, Placement, Speeds, first_tokens
-from planner.overheads import ALONE, OURS, RECORD, images_of
+from planner.model import Language, Layout, Placement, Speeds, simulate_ttft
+from planner.overheads import OURS, RESULT_FILE, VLLM_ALONE, image_costs
 from planner.traces import Request
 
 AT_ONCE = 10
@@ -34,30 +34,32 @@ class Compared:
 
 def burst_ms(speeds: Speeds, row: dict[str, Any], way: Placement) -> list[float]:
     """Returns milliseconds to the first token of each of ten simultaneous requests."""
-    images = tuple(images_of(row))
+    images = tuple(image_costs(row))
     tokens = sum(image.num_tokens for image in images) + row["words"]
     requests = [Request(0.0, images, tokens, row["output_tokens"])] * AT_ONCE
     layout = Layout(way, 0 if way is Placement.AGGREGATED else 1, 1)
-    waits, _, _ = first_tokens(requests, speeds, layout)
+    waits, _, _ = simulate_ttft(requests, speeds, layout)
     return [1e3 * wait for wait in waits]
 
 
 def comparison(results: Path) -> list[Compared]:
     """Compares the set-ups in the record of transfers: shares of one GPU, four new pictures per request."""
-    rows = json.loads((results / RECORD).read_text())["rows"]
-    ours_tower, vllms_tower = overheads.towers(results)
-    around = overheads.measured(results)
+    rows = json.loads((results / RESULT_FILE).read_text())["rows"]
+    ours_tower, vllms_tower = overheads.read_towers(results)
+    around = overheads.read_overheads(results)
     # The time that the small language model adds to every first token includes its prefill.
     speeds = Speeds(
-        Language(_UNBOUND, _UNBOUND), ours_tower, vllms_tower, around.hop_s, around.entry_s,
-        around.ours_reading_s, around.vllms_reading_s,
+        Language(_UNBOUND, _UNBOUND), ours_tower, vllms_tower, around.transfer_overhead_s, around.llm_overhead_s,
+        around.image_load_s_per_token, around.vllm_image_load_s_per_token,
     )  # fmt: skip
-    ours, alone = rows[OURS], rows[ALONE]
+    ours, alone = rows[OURS], rows[VLLM_ALONE]
     # The encoder had its own share of the GPU: two queues in series.
     by_ours, by_vllm = burst_ms(speeds, ours, Placement.SPLIT), burst_ms(speeds, alone, Placement.AGGREGATED)
     found = [
         Compared(
-            "our encoder, one request: encoding", 1e3 * ours_tower.seconds(images_of(ours)), ours["stages_ms"]["encode"]
+            "our encoder, one request: encoding",
+            1e3 * ours_tower.seconds(image_costs(ours)),
+            ours["stages_ms"]["encode"],
         )
     ]
     for name, predicted, row in (("vLLM alone", by_vllm, alone), ("ours", by_ours, ours)):
@@ -73,9 +75,9 @@ def comparison(results: Path) -> list[Compared]:
 
 def markdown(results: Path) -> str:
     """Returns the table for docs/measurements.md."""
-    if not (results / RECORD).is_file():
+    if not (results / RESULT_FILE).is_file():
         return ""
-    record = json.loads((results / RECORD).read_text())["rows"][OURS]
+    record = json.loads((results / RESULT_FILE).read_text())["rows"][OURS]
     lines = [
         f"What `vitray plan` predicts for requests of four new pictures of 448² ({record['gpu']}, commit "
         f"{record['commit']}, {record['date'][:10]}), from the towers' recorded times and from requests one by one; "

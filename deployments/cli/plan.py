@@ -117,7 +117,17 @@ def plan(
     from encoder.graphs.budgets import default_budgets
     from planner import configuration, overheads
     from planner import output as plan_report
-    from planner.model import Language, Placement, Prediction, Speeds, Target, Tower, best, cheapest, longest_stall_s
+    from planner.model import (
+        Language,
+        Placement,
+        Prediction,
+        Speeds,
+        Target,
+        Tower,
+        choose_layout,
+        find_cheapest_layout,
+        longest_stall_s,
+    )
     from planner.recorded_costs import read_costs, read_vllm_costs
     from planner.traces import RULES, TraceError, read_requests
 
@@ -132,19 +142,21 @@ def plan(
     work_ms = times.table(()).work_ms
     vllms = _read("--vllm-costs", vllm_from, partial(read_vllm_costs, work_ms=work_ms), arch)
     try:
-        around = overheads.measured(RESULTS)
+        around = overheads.read_overheads(RESULTS)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
 
     speeds = Speeds(
         Language(prefill_tokens_per_s, decode_tokens_per_s, llm_gpus),
-        ours=Tower(times.table(default_budgets())),
-        vllms=Tower(vllms.table(()), max_images=1024),
-        hop_s=around.hop_s if hop_ms is None else hop_ms / 1e3,
-        entry_s=around.entry_s,
-        ours_reading_s=around.ours_reading_s if reading_ms is None else reading_ms / 1e6,
-        vllms_reading_s=around.vllms_reading_s if vllm_reading_ms is None else vllm_reading_ms / 1e6,
-        reads_early=read_early,
+        vitray_tower=Tower(times.table(default_budgets())),
+        vllm_tower=Tower(vllms.table(()), max_images=1024),
+        transfer_overhead_s=around.transfer_overhead_s if hop_ms is None else hop_ms / 1e3,
+        llm_overhead_s=around.llm_overhead_s,
+        image_load_s_per_token=around.image_load_s_per_token if reading_ms is None else reading_ms / 1e6,
+        vllm_image_load_s_per_token=around.vllm_image_load_s_per_token
+        if vllm_reading_ms is None
+        else vllm_reading_ms / 1e6,
+        early_prefill=read_early,
     )
     target = Target(slo, slo_share)
     met: dict[Placement, Prediction | str] = {}
@@ -155,13 +167,13 @@ def plan(
         elif slo_stall is not None and stall_s > slo_stall:
             met[way] = f"pictures stop answers for {stall_s:.2f} s, over --slo-stall"
         else:
-            found_way = cheapest(requests, speeds, target, way=way, max_gpus=max_gpus)
+            found_way = find_cheapest_layout(requests, speeds, target, placement=way, max_gpus=max_gpus)
             met[way] = found_way or "not within --max-gpus"
     sources = {
         "measured": [
             f"our encoder: {ours_from.name}",
             f"vLLM's tower: {vllm_from.name}",
-            f"hop, reading, first step: {overheads.RECORD}, 4 pictures of 448×448, as far as not given",
+            f"hop, reading, first step: {overheads.RESULT_FILE}, 4 pictures of 448×448, as far as not given",
         ],
         "given": [
             f"prefill {prefill_tokens_per_s:g}, decode {decode_tokens_per_s:g} tokens/s a replica of {llm_gpus} GPU(s)",
@@ -179,12 +191,12 @@ def plan(
             f"no way keeps {slo:g} s for {slo_share:.0%} with --max-gpus {max_gpus}: more of them, a later --slo, "
             "or faster language models"
         )
-    chosen = best(good)
+    chosen = choose_layout(good)
     click.echo(plan_report.verdict(chosen, met), err=True)
-    if chosen.layout.way is Placement.AGGREGATED:
+    if chosen.layout.placement is Placement.AGGREGATED:
         click.echo(configuration.vllm_command(model, chosen.layout, llm_gpus=llm_gpus))
     else:
-        click.echo(configuration.config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)
+        click.echo(configuration.serve_config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)
 
 
 def _tower(model: str, *, own_costs: bool) -> tuple[str, ImageRules]:

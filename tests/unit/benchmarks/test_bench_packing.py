@@ -86,7 +86,7 @@ def test_costs_give_back_what_they_were_made_of() -> None:
         replay = 0.5 + 0.01 * tokens + 0.2 * work
         return Measured(tokens, work, replay, replay + saved)
 
-    costs = Costs.of([batch(50, 0.1, 4.0), batch(800, 3.0, 1.0), batch(800, 9.0, 1.0), batch(4000, 20.0, 0.2)])
+    costs = Costs.fit([batch(50, 0.1, 4.0), batch(800, 3.0, 1.0), batch(800, 9.0, 1.0), batch(4000, 20.0, 0.2)])
     assert (costs.base_ms, costs.token_ms, costs.work_ms) == pytest.approx((0.5, 0.01, 0.2))
     table = costs.table([4000, 50])
     assert table.budgets == (50, 4000)
@@ -97,9 +97,9 @@ def test_costs_give_back_what_they_were_made_of() -> None:
 
 def test_costs_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 3"):
-        Costs.of([Measured(1, 1, 1, 1)])
+        Costs.fit([Measured(1, 1, 1, 1)])
     with pytest.raises(ValueError, match="would take"):
-        Costs.of([Measured(100, 0.1, 9.0, 9.0), Measured(900, 0.2, 5.0, 5.0), Measured(2000, 0.1, 1.0, 1.0)])
+        Costs.fit([Measured(100, 0.1, 9.0, 9.0), Measured(900, 0.2, 5.0, 5.0), Measured(2000, 0.1, 1.0, 1.0)])
 
 
 def test_a_runners_own_table_is_read_from_a_ladder(tmp_path: Path) -> None:

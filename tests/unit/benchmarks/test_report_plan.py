@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.reports import plan as report_plan
 from planner import overheads
-from planner.overheads import ALONE, OURS, RECORD
+from planner.overheads import OURS, RESULT_FILE, VLLM_ALONE
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 FAR = 0.25
@@ -19,8 +19,8 @@ FAR = 0.25
 
 def test_predictions_are_near_what_was_measured() -> None:
     found = {one.what: one for one in report_plan.comparison(RESULTS)}
-    rows = json.loads((RESULTS / RECORD).read_text())["rows"]
-    for name, row in (("vLLM alone", ALONE), ("ours", OURS)):
+    rows = json.loads((RESULTS / RESULT_FILE).read_text())["rows"]
+    for name, row in (("vLLM alone", VLLM_ALONE), ("ours", OURS)):
         one = found[f"{name}, ten at once: first token, mean"]
         assert one.measured == rows[row]["serving"]["ttft_ms"]["mean"]
     assert all(abs(one.error) <= FAR for one in found.values()), found
@@ -29,7 +29,7 @@ def test_predictions_are_near_what_was_measured() -> None:
 def test_ten_at_once_are_predicted_from_one_by_one_alone(tmp_path: Path) -> None:
     """What was measured of the open loop is no part of the prediction; what was measured of single requests is."""
     shutil.copytree(RESULTS, tmp_path / "results")
-    file = tmp_path / "results" / RECORD
+    file = tmp_path / "results" / RESULT_FILE
     record = json.loads(file.read_text())
     record["rows"][OURS]["serving"]["ttft_ms"] = {"mean": 1.0, "median": 1.0, "p99": 1.0}
     file.write_text(json.dumps(record))
@@ -44,5 +44,5 @@ def test_ten_at_once_are_predicted_from_one_by_one_alone(tmp_path: Path) -> None
 
 def test_without_the_record_it_says_so(tmp_path: Path) -> None:
     assert report_plan.markdown(tmp_path) == ""
-    with pytest.raises(ValueError, match=RECORD):
-        overheads.measured(tmp_path)
+    with pytest.raises(ValueError, match=RESULT_FILE):
+        overheads.read_overheads(tmp_path)

@@ -95,14 +95,14 @@ def test_encoders_pay_where_another_language_model_would_cost_more(pages: Path) 
 )
 def test_every_configuration_is_one(layout: Layout, llm_gpus: int, tmp_path: Path) -> None:
     file = tmp_path / "printed.yaml"
-    file.write_text(configuration.config(MODEL, layout, llm_gpus=llm_gpus))
+    file.write_text(configuration.serve_config(MODEL, layout, llm_gpus=llm_gpus))
     read = config_check.read_config(file)
     assert config_check.problems(read) == []
     ((_, application),) = config_check.our_applications(read)
     args = AppConfig.model_validate(application["args"])
     assert args.llm.engine_args.get("tensor_parallel_size", 1) == llm_gpus
     assert (args.encoder_replica.num_gpus, args.llm.num_gpus) == (
-        (0.2, 0.8) if layout.way is Placement.SHARED else (1, llm_gpus)
+        (0.2, 0.8) if layout.placement is Placement.SHARED else (1, llm_gpus)
     )
 
 
@@ -112,17 +112,19 @@ def test_vllms_own_tower_has_a_command_and_no_configuration() -> None:
         "vllm serve 'my model' --tensor-parallel-size 2 --data-parallel-size 3"
     )
     with pytest.raises(ValueError, match="no configuration"):
-        configuration.config(MODEL, layout, llm_gpus=1)
+        configuration.serve_config(MODEL, layout, llm_gpus=1)
 
 
 def test_processes_that_read_requests_are_printed() -> None:
     """Of vLLM's there is one for each replica by itself."""
-    more = Layout(Placement.AGGREGATED, 0, 3, readers=5)
+    more = Layout(Placement.AGGREGATED, 0, 3, cpu_processes=5)
     assert configuration.vllm_command(MODEL, more, llm_gpus=1).endswith("--data-parallel-size 3 --api-server-count 5")
     assert "--api-server-count" not in configuration.vllm_command(
         MODEL, Layout(Placement.AGGREGATED, 0, 5, 5), llm_gpus=1
     )
-    printed = yaml.safe_load(configuration.config(MODEL, Layout(Placement.SPLIT, 1, 2, readers=4), llm_gpus=1))
+    printed = yaml.safe_load(
+        configuration.serve_config(MODEL, Layout(Placement.SPLIT, 1, 2, cpu_processes=4), llm_gpus=1)
+    )
     assert printed["applications"][0]["deployments"][0] == {"name": "Ingress", "num_replicas": 4}
 
 

@@ -265,7 +265,7 @@ def test_a_failed_fetch_leaves_the_pinned_memory_usable(monkeypatch: pytest.Monk
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("encoder.staging.staging._unload", full)
+        patched.setattr("encoder.staging.staging._copy_to_images", full)
         with pytest.raises(MemoryError):
             first.fetch()
     for tokens in (second.fetch(), first.fetch()):
