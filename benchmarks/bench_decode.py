@@ -34,7 +34,7 @@ from encoder.encoder import Encoder
 from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded, decode
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import ImageRules, grid_of, num_tokens
+from encoder.images.size import ImageRules, image_grid, num_tokens
 from encoder.runner import TowerRunner
 from encoder.staging.pipeline import Launched
 from encoder.staging.staging import Staging
@@ -86,7 +86,7 @@ def make_encoder(arch: str, asked: Options) -> Encoder:
     )
     config = EncoderConfig(fused_kernels="auto", cudagraph_mm_encoder="auto")
     tower = random_tower(vision, seed=asked.seed, dtype=dtype, device=asked.device)
-    runner = TowerRunner.of(choose_forward(tower, config), config, progress=False)
+    runner = TowerRunner.build(choose_forward(tower, config), config, progress=False)
     del tower
     encoder = Encoder(runner, EncoderIdentity("random", vision, str(dtype), rules), config)
     encoder.warm_up()
@@ -125,19 +125,19 @@ def measure(arch: str, asked: Options, files: Sequence[bytes]) -> dict[str, obje
         max_pixels=MAX_PIXELS,
         timeout_s=120,
         shared_bytes=asked.shared_bytes,
-        resize=not encoder.resizes,
+        resize=not encoder.resizes_on_device,
     )
-    if encoder.resizes:
+    if encoder.resizes_on_device:
         pin_shared(pool.arena.address, pool.arena.num_bytes)
     try:
         decoders, whole = asyncio.run(file_rates(pool, worker, files, asked))
     finally:
         pool.stop()
         worker.stop(wait=True)  # a thread that ends together with the process may abort the process
-        if encoder.resizes:
+        if encoder.resizes_on_device:
             unpin_shared(pool.arena.address)
     return {
-        "tokens_per_image": num_tokens(grid_of(asked.side, asked.side, rules), rules.merge_size),
+        "tokens_per_image": num_tokens(image_grid(asked.side, asked.side, rules), rules.merge_size),
         "tower_images_per_s": tower,
         "device_images_per_s": device,
         "decoders_images_per_s": decoders,
@@ -160,7 +160,7 @@ def tower_rate(encoder: Encoder, decoded: Sequence[Decoded], asked: Options) -> 
     grids = [decoded[number].grid_thw for number in chosen]
     batches = [
         (torch.cat([patches[chosen[i]] for i in batch.indices]), [grids[i] for i in batch.indices], batch.budget)
-        for batch in runner.plan(grids[: asked.in_flight])
+        for batch in runner.plan_batches(grids[: asked.in_flight])
     ]
     rounds = max(1, asked.images // asked.in_flight)
 

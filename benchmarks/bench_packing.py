@@ -24,7 +24,7 @@ from benchmarks.trace.costs import read_image_costs, windows
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
 from encoder.graphs.budgets import resolve_budgets
-from encoder.packing.cost_based import ImageCost, plan
+from encoder.packing.cost_based import ImageCost, plan_batches
 from encoder.packing.greedy import Batch, pack
 from planner.recorded_costs import Costs, MeasuredTable, read_costs
 from planner.traces import RULES
@@ -72,7 +72,7 @@ def packed_by(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs | 
         if config.packing == "greedy":
             made: Sequence[Batch] = pack([image.num_tokens for image in window], budgets=budgets, max_images=size)
         else:
-            made = plan(window, table=table, max_images=size, max_tokens=max(budgets))
+            made = plan_batches(window, table=table, max_images=size, max_tokens=max(budgets))
         packed.append((window, made))
     return outcome(costs, budgets, packed)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Also where CUDA itself says so, not torch's allocator."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
     )
 
 
-def cuda_error(error: BaseException) -> bool:
+def is_cuda_error(error: BaseException) -> bool:
     """One after which the process has lost its device."""
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         return False
     return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))

@@ -22,7 +22,7 @@ from encoder.checkpoint.vision_config import VisionConfig
 from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import ImageRules, PixelBounds, resized
+from encoder.images.size import ImageRules, PixelBounds, resized_size
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts
 from encoder.pixels.preprocess import Pixels, Preprocessor
@@ -66,7 +66,7 @@ class Encoder:
         self._verbose = config.encoder_cudagraph_verbose
         bounds = StagingBounds(pinned_bytes=config.staging_pinned_bytes)
         staging = Staging(identity.rules, lanes_for(runner.forward.device), bounds)
-        self._pipeline = Pipeline(staging, runner.plan, runner.run, dtype=runner.forward.dtype)
+        self._pipeline = Pipeline(staging, runner.plan_batches, runner.run, dtype=runner.forward.dtype)
         self._owner: int | None = None
 
     @classmethod
@@ -93,8 +93,8 @@ class Encoder:
         forward = choose_forward(tower, config, rules)
         del tower  # frees the weights that the forward has repacked
         identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules, forward.name)
-        runner = TowerRunner.of(forward, config, progress=progress, fingerprint=identity.fingerprint)
-        sizes = [resized(width, height, rules, None) for width, height in config.warm_image_sizes]
+        runner = TowerRunner.build(forward, config, progress=progress, fingerprint=identity.fingerprint)
+        sizes = [resized_size(width, height, rules, None) for width, height in config.warm_image_sizes]
         runner.warm([(1, height // rules.patch_size, width // rules.patch_size) for width, height in sizes])
         return cls(runner, identity, config)
 
@@ -104,7 +104,7 @@ class Encoder:
         Raises:
             encoder.images.size.ImageError: an image cannot be read or is out of bounds; no image was encoded.
         """
-        prepare = self.preprocessor.decoded if self.resizes else self.preprocessor.pixels
+        prepare = self.preprocessor.decode if self.resizes_on_device else self.preprocessor.preprocess
         pixels = [prepare(image, bounds) for image in images]
         tokens: dict[int, torch.Tensor] = {}
         for batch, outputs in self.encode_batches(pixels):
@@ -163,7 +163,7 @@ class Encoder:
         return self._pipeline.staging.counts
 
     @property
-    def resizes(self) -> bool:
+    def resizes_on_device(self) -> bool:
         """Whether the encoder should get decoded images and resize them on the device (a GPU)."""
         return self.runner.forward.device.type == "cuda"
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.fp8.tower import check_fp8, narrowed
+from encoder.fp8.tower import build_fp8_tower, check_fp8
 from encoder.fp8.validation import Agreement
 from encoder.metadata.device_tables import GridTables, Layout
-from encoder.metadata.expand import Expand, expand, metadata
+from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
-from encoder.metadata.segments import AttentionBackend
+from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
 from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
@@ -70,7 +70,7 @@ class TowerForward:
     """Like `tolerance`, for two runs with equal row counts, on which 8-bit results depend; None without 8 bits."""
 
     @property
-    def compiles(self) -> bool:
+    def may_compile(self) -> bool:
         """Whether the first call of a shape may compile, which must not happen during a capture."""
         return self.name == "compiled"
 
@@ -82,7 +82,7 @@ class TowerForward:
     def metadata(
         self,
         arena: Tensor,
-        described: Tensor,
+        description: Tensor,
         *,
         tokens: int,
         frames: int,
@@ -90,17 +90,24 @@ class TowerForward:
         max_seqlen: int,
         image_tokens: tuple[int, ...],
     ) -> TowerMetadata:
-        """Expands a batch's description to metadata on the device; sizes are capacities. No synchronisation."""
-        expanded = self.expand(arena, described, self.config, tokens, windows)
-        return metadata(
-            expanded,
-            described,
-            self.config,
-            tokens=tokens,
-            frames=frames,
-            max_seqlen=max_seqlen,
+        """Expands a batch's description to metadata on the device; sizes are capacities. No synchronisation.
+
+        `frames`: segments of full attention, at most the description's slots.
+        """
+        config, backend = self.config, self.backend
+        expanded = self.expand(arena, description, config, tokens, windows)
+        borders = expanded.windows
+        return TowerMetadata(
+            num_patches=tokens * config.merge_unit,
+            num_tokens=tokens,
             image_tokens=image_tokens,
-            backend=self.backend,
+            rope_positions=expanded.rope,
+            frames=Segments(backend, description[3, : frames + 1], max_seqlen),
+            windows=None if borders is None else Segments(backend, borders, config.window_patches),
+            position_indices=expanded.taps,
+            position_weights=expanded.weights,
+            window_order=expanded.order,
+            window_inverse=expanded.inverse,
         )
 
     def run_grids(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -114,7 +121,7 @@ class TowerForward:
         """Expands the metadata of a batch without padding."""
         return self.metadata(
             tables.arena,
-            layout.described(layout.slots, tables.device),
+            layout.device_description(layout.slots, tables.device),
             tokens=layout.num_tokens,
             frames=layout.num_frames,
             windows=layout.num_windows,
@@ -224,7 +231,7 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
     check(forward.run_grids, forward.tolerance)
     if not config.fp8:
         return forward
-    fused, agreement = narrowed(tower, fused, config, rules)
+    fused, agreement = build_fp8_tower(tower, fused, config, rules)
     # A graph and an eager run may round in different places, and 8-bit GEMMs amplify the difference.
     tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.largest_error), MAX_TOLERANCE)
     forward = replace(

@@ -25,7 +25,7 @@ from encoder.metadata.builder import MetadataBuilder
 from encoder.metadata.device_tables import GridTables
 from encoder.metadata.geometry import Grid, check_grid
 from encoder.metadata.segments import AttentionBackend
-from encoder.packing.cost_based import CostTable, plan
+from encoder.packing.cost_based import CostTable, plan_batches
 from encoder.packing.costs import image_cost
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
@@ -59,7 +59,7 @@ class TowerRunner:
         self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=capturer is not None)
 
     @classmethod
-    def of(
+    def build(
         cls, forward: TowerForward, config: EncoderConfig, *, progress: bool = True, fingerprint: str = ""
     ) -> TowerRunner:
         """Makes a runner and captures the graphs that the settings require at start-up.
@@ -110,7 +110,7 @@ class TowerRunner:
     @property
     def worthwhile_tokens(self) -> int | None:
         """Tokens per batch beyond which throughput hardly grows; None without measurements or cost-based packing."""
-        table = self._capturer.costs.choosing() if self._capturer is not None else None
+        table = self._capturer.costs.packing_table() if self._capturer is not None else None
         return table.worthwhile_tokens if table is not None and self._config.packing == "cost" else None
 
     @property
@@ -118,7 +118,7 @@ class TowerRunner:
         """The largest budget in tokens."""
         return max(self._budgets)
 
-    def plan(self, grids: Sequence[Grid]) -> list[Batch]:
+    def plan_batches(self, grids: Sequence[Grid]) -> list[Batch]:
         """Packs every image into exactly one batch with a budget; None is an eager run.
 
         Raises ValueError for an invalid grid.
@@ -127,9 +127,9 @@ class TowerRunner:
             check_grid(grid, self.forward.config.spatial_merge_size)
         images = [image_cost(grid, self.forward.config.merge_unit) for grid in grids]
         max_images = self._config.encoder_cudagraph_max_images_per_batch
-        table = self._capturer.costs.choosing() if self._capturer is not None else None
+        table = self._capturer.costs.packing_table() if self._capturer is not None else None
         if self._config.packing == "cost" and table is not None:
-            return plan(images, table=table, max_images=max_images, max_tokens=max(self._budgets))
+            return plan_batches(images, table=table, max_images=max_images, max_tokens=max(self._budgets))
         # With "startup" no graph is captured later, so only captured budgets are useful.
         captured = table.budgets if table is not None and self._config.graph_capture == "startup" else ()
         budgets = captured or self._budgets

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from encoder.packing.cost_based import CostTable, ImageCost, plan
+from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch
 from planner.queues import simulate_batch_queue, simulate_processor_sharing
 from planner.traces import Request
@@ -71,7 +71,7 @@ class Tower:
         )
 
     def _batches(self, images: Sequence[ImageCost]) -> list[Batch]:
-        return plan(images, table=self.table, max_images=self.max_images, max_tokens=self.max_tokens)
+        return plan_batches(images, table=self.table, max_images=self.max_images, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)

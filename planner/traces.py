@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from encoder.checkpoint.image_rules import ImageRules
-from encoder.images.size import grid_of, num_tokens
+from encoder.images.size import image_grid, num_tokens
 from encoder.packing.cost_based import PAIRS_PER_UNIT, ImageCost
 
 RULES: Mapping[str, ImageRules] = {
@@ -101,6 +101,6 @@ def new_images(
 
 def image_cost(image: Mapping[str, int], rules: ImageRules) -> ImageCost:
     """Returns the cost of an image of a trace. Raises KeyError without `w` or `h`, ValueError for an invalid size."""
-    grid = grid_of(int(image["w"]), int(image["h"]), rules)
+    grid = image_grid(int(image["w"]), int(image["h"]), rules)
     pairs = grid[0] * (grid[1] * grid[2]) ** 2
     return ImageCost(num_tokens(grid, rules.merge_size), pairs / PAIRS_PER_UNIT)

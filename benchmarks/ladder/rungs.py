@@ -75,7 +75,7 @@ def make_rung(name: str, tower: VisionTower) -> Rung:
     config = EncoderConfig(warm_image_sizes=(), **switches_of(name))  # type: ignore[arg-type]
     began = time.perf_counter()
     try:
-        runner = TowerRunner.of(choose_forward(tower, config), config, progress=False)
+        runner = TowerRunner.build(choose_forward(tower, config), config, progress=False)
     except (ValueError, BackendUnavailableError) as error:
         raise RungUnavailableError(str(error)) from error
     build_s = time.perf_counter() - began
@@ -100,7 +100,7 @@ def run_batches(runner: TowerRunner, patches: Tensor, grids: Sequence[Grid]) -> 
     """Plans and runs batches as the encoder does; returns the images' tokens in the order of `grids`."""
     unit = runner.forward.config.merge_unit
     counts = [t * h * w for t, h, w in grids]
-    batches = runner.plan(grids)
+    batches = runner.plan_batches(grids)
     rows = patches.split(counts) if len(batches) > 1 else ()
     found: dict[int, Tensor] = {}
     for batch in batches:

@@ -11,7 +11,7 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.forwards import TowerForward, choose_forward
 from encoder.fp8.calibration_images import trial_batch
-from encoder.fp8.validation import Agreement, agreement
+from encoder.fp8.validation import Agreement, compare_embeddings
 from encoder.metadata.builder import MetadataBuilder
 from encoder.towers.backends import BackendUnavailableError
 from encoder.towers.weights import load_tower
@@ -33,7 +33,7 @@ def trained_agreement(device: torch.device) -> dict[str, object]:
 
     def of(forward: TowerForward) -> Agreement:
         metadata = MetadataBuilder(forward.config).build(grids, device=device, backend=forward.backend)
-        return agreement(forward.run(patches, metadata), expected, counts, forward.config.out_hidden_size)
+        return compare_embeddings(forward.run(patches, metadata), expected, counts, forward.config.out_hidden_size)
 
     found: dict[str, object] = {"model": MODEL, "images": len(grids), "patches": patches.shape[0]}
     try:

@@ -68,14 +68,14 @@ class SetSpeedEncoder(Encoder):
     _done_at: ClassVar[deque[float]] = deque()
 
     @property
-    def resizes(self) -> bool:
+    def resizes_on_device(self) -> bool:
         """True as on a GPU, so that decoders only decode."""
         return True
 
     def launch_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         grids = [image.grid_thw for image in pixels]
         merge, width = self.identity.rules.merge_size, self.identity.vision.width
-        for batch in sorted(self.runner.plan(grids), key=lambda planned: min(planned.indices)):
+        for batch in sorted(self.runner.plan_batches(grids), key=lambda planned: min(planned.indices)):
             counts = tuple(num_tokens(grids[index], merge) for index in batch.indices)
             self.wait_for_room()
             begins = max([time.monotonic(), *self._done_at])

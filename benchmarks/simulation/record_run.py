@@ -34,7 +34,7 @@ from benchmarks.record import ROOT, provenance, write
 from benchmarks.serving.own_serve import own_serve
 from benchmarks.trace.client import session
 from encoder.checkpoint.image_rules import ImageRules
-from encoder.images.size import grid_of, num_tokens
+from encoder.images.size import image_grid, num_tokens
 
 NAME = "recorded"
 MODEL = ROOT / "models" / "scenes-8m"
@@ -114,7 +114,7 @@ def body(sizes: Sequence[tuple[int, int]], number: int) -> dict[str, Any]:
 
 
 def tokens_of(sizes: Sequence[tuple[int, int]], rules: ImageRules) -> list[int]:
-    return [num_tokens(grid_of(width, height, rules), rules.merge_size) for width, height in sizes]
+    return [num_tokens(image_grid(width, height, rules), rules.merge_size) for width, height in sizes]
 
 
 async def ask(http: aiohttp.ClientSession, url: str, asked: Options, number: int, began: float) -> None:

@@ -55,8 +55,7 @@ def encode(
     from deployments.cli import encode_ray_data
     from deployments.cli.encode_ray_data import Job
     from encoder.checkpoint.files import resolve_checkpoint
-    from encoder.offline.encode_folder import encode_folder
-    from encoder.offline.encode_folder import pictures as found_pictures
+    from encoder.offline.encode_folder import encode_folder, list_images
     from encoder.offline.store import EmbeddingFiles, EmbeddingFilesError
 
     several = _processes(processes, device)
@@ -71,7 +70,7 @@ def encode(
         about = None if encoder is None else encode_ray_data.about(encoder, job)
         with (
             EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=job.bytes_per_file) as files,
-            tqdm(total=len(found_pictures(pictures)), unit="picture", disable=None) as bar,
+            tqdm(total=len(list_images(pictures)), unit="picture", disable=None) as bar,
         ):
             if encoder is None:
                 outcome = encode_ray_data.encode_folder(job, files, processes=several, progress=bar.update)
@@ -79,7 +78,7 @@ def encode(
                 outcome = encode_folder(
                     encoder, pictures, files, bounds=job.bounds, threads=threads, progress=bar.update
                 )
-        lines = [json.dumps({"path": path, "reason": reason}) for path, reason in outcome.bad]
+        lines = [json.dumps({"path": path, "reason": reason}) for path, reason in outcome.failed]
         (out / BAD).write_text("".join(f"{line}\n" for line in lines))
     except (EmbeddingFilesError, ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
@@ -89,16 +88,16 @@ def encode(
         ) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
-    for path, reason in outcome.bad[:_LISTED]:
+    for path, reason in outcome.failed[:_LISTED]:
         click.echo(f"bad: {path}: {reason}", err=True)
-    if len(outcome.bad) > _LISTED:
-        click.echo(f"and {len(outcome.bad) - _LISTED} more in {out / BAD}", err=True)
-    total = outcome.encoded + outcome.known + outcome.skipped
+    if len(outcome.failed) > _LISTED:
+        click.echo(f"and {len(outcome.failed) - _LISTED} more in {out / BAD}", err=True)
+    total = outcome.encoded + outcome.duplicates + outcome.skipped
     click.echo(
-        f"{total} embeddings in {out}: {outcome.encoded} encoded, {outcome.known} of the same bytes as another, "
-        f"{outcome.skipped} there already; {len(outcome.bad)} bad pictures"
+        f"{total} embeddings in {out}: {outcome.encoded} encoded, {outcome.duplicates} of the same bytes as another, "
+        f"{outcome.skipped} there already; {len(outcome.failed)} bad pictures"
     )
-    if not total and not outcome.bad:
+    if not total and not outcome.failed:
         raise click.ClickException(f"{pictures} holds no pictures")
 
 

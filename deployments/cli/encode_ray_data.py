@@ -17,9 +17,9 @@ from typing import Any
 from configs.encoder_config import EncoderConfig
 from encoder import Encoder
 from encoder.checkpoint.image_rules import PixelBounds
-from encoder.offline.encode_folder import Outcome, encode_paths, missing
+from encoder.offline.encode_folder import Outcome, encode_paths, find_missing
 from encoder.offline.partial_store import EmbeddingPart
-from encoder.offline.store import EmbeddingFiles, EmbeddingFilesError, Entry, another_encoder, same_encoder
+from encoder.offline.store import EmbeddingFiles, EmbeddingFilesError, Entry, another_encoder_error, same_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = 64
@@ -79,7 +79,7 @@ class EncodeShares:
     def _done(self, share: dict[str, Any]) -> dict[str, object]:
         job = self._job
         if job.about is not None and not same_encoder(job.about, self._about):
-            return {"error": another_encoder(Path(job.out))}
+            return {"error": another_encoder_error(Path(job.out))}
         part = EmbeddingPart(Path(job.out), share["number"], bytes_per_file=job.bytes_per_file)
         try:
             with part:
@@ -89,7 +89,7 @@ class EncodeShares:
         except (EmbeddingFilesError, OSError) as error:
             return {"error": str(error)}
         entries = [asdict(entry) for entry in part.entries]
-        return {"about": self._about, "entries": entries, "encoded": outcome.encoded, "bad": outcome.bad}
+        return {"about": self._about, "entries": entries, "encoded": outcome.encoded, "bad": outcome.failed}
 
 
 def shares(paths: Sequence[str], processes: int, first_number: int) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ def encode_folder(
             EmbeddingFilesError: embeddings cannot be written, or the folder belongs to another encoder.
             RuntimeError: Ray Data is not installed, or failed.
     """
-    wanted, skipped = missing(Path(job.pictures), files)
+    wanted, skipped = find_missing(Path(job.pictures), files)
     outcome = Outcome(skipped=skipped)
     progress(skipped)
     if not wanted:
@@ -117,14 +117,14 @@ def encode_folder(
     for done in _by_ray(replace(job, about=files.about), shares(wanted, processes, files.next_number), processes):
         if "error" in done:
             raise EmbeddingFilesError(done["error"])
-        files.settle(done["about"])
+        files.claim(done["about"])
         entries = [Entry(**{**entry, "grid_thw": tuple(entry["grid_thw"])}) for entry in done["entries"]]
-        files.take(entries)
+        files.add_entries(entries)
         outcome.encoded += done["encoded"]
-        outcome.known += len(entries) - done["encoded"]
-        outcome.bad += [(path, reason) for path, reason in done["bad"]]
+        outcome.duplicates += len(entries) - done["encoded"]
+        outcome.failed += [(path, reason) for path, reason in done["bad"]]
         progress(len(entries) + len(done["bad"]))
-    outcome.bad.sort()
+    outcome.failed.sort()
     return outcome
 
 

@@ -118,11 +118,11 @@ class EncoderReplica:
             max_pixels=config.ingress.max_image_pixels,
             timeout_s=limits.decode_timeout_s,
             shared_bytes=limits.pixel_shm_bytes,
-            resize=not self._worker.resizes,
+            resize=not self._worker.resizes_on_device,
             piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
             memory_bytes=limits.decode_memory_bytes,
         )
-        if self._worker.resizes:
+        if self._worker.resizes_on_device:
             for arena in (self._decoders.arena, *([] if self._server is None else [self._server.store.arena])):
                 try:
                     pin_shared(arena.address, arena.num_bytes)

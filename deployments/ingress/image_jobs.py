@@ -17,7 +17,7 @@ from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, unco
 from deployments.ingress.http.chat_request import ChatRequest, ImagePart
 from deployments.ingress.http.data_url import refusals
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, grid_of, header, num_tokens
+from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, image_grid, num_tokens, read_header
 
 BYTES_A_TOKEN = 4
 """Estimated bytes of a request's body per text token."""
@@ -168,9 +168,9 @@ def _size(
 ) -> tuple[tuple[int, int], Grid]:
     """Returns the image's width and height in pixels and its patch grid, from its header alone."""
     try:
-        found = header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
+        found = read_header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
         _check_sides(found, limits)
-        return (found.width, found.height), grid_of(found.width, found.height, identity.rules, bounds)
+        return (found.width, found.height), image_grid(found.width, found.height, identity.rules, bounds)
     except ImageError as error:
         raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
 

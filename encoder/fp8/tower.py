@@ -34,7 +34,7 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(f"fp8 is true, and the tower is in {dtype}: it needs dtype to be bfloat16")
 
 
-def narrowed(
+def build_fp8_tower(
     tower: VisionTower, wide: FusedTower, config: EncoderConfig, rules: ImageRules | None
 ) -> tuple[FusedTower, Agreement]:
     """Returns `wide`, made of `tower`, with the first of `SHARES` in 8 bits that agrees with it, and the agreement.

@@ -70,7 +70,7 @@ class Agreement:
     """The share in 8 bits, as text."""
 
 
-def agreement(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Agreement:
+def compare_embeddings(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Agreement:
     """Compares embeddings `[num_tokens, width]`; NaN agrees with nothing. Synchronises."""
     ours, theirs = (x.double().unflatten(1, (-1, out_hidden_size)) for x in (found, expected))
     pairs = list(zip(ours.split(list(image_tokens)), theirs.split(list(image_tokens)), strict=True))
@@ -120,8 +120,8 @@ def try_fp8(
         together = run(patches, grids)
         rows = patches.split([t * h * w for t, h, w in grids])
         alone = torch.cat([run(one, [grid]) for one, grid in zip(rows, grids, strict=True)])
-        found = replace(agreement(together, expected, counts, tower.out_hidden_size), share=str(share))
-        batched = agreement(together, alone, counts, tower.out_hidden_size)
+        found = replace(compare_embeddings(together, expected, counts, tower.out_hidden_size), share=str(share))
+        batched = compare_embeddings(together, alone, counts, tower.out_hidden_size)
         complaint = _disagreement(found, config, "bfloat16") or _disagreement(batched, config, "the same image alone")
         logger.info(
             "fp8 for %s beside bfloat16 on %d trial images: lowest cosine of a token %.5f, of an image %.6f; "

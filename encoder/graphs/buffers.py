@@ -37,22 +37,22 @@ class GraphCapacity:
     """Maximum number of windowed-attention segments; 0 for towers without windows."""
 
     @classmethod
-    def of(cls, key: GraphKey, max_images: int, config: VisionConfig) -> GraphCapacity:
+    def for_key(cls, key: GraphKey, max_images: int, config: VisionConfig) -> GraphCapacity:
         """Returns the capacity for a key. The window bound allows windows to be half empty on average."""
         windows = 0
         if config.window_size:
             windows = 2 * -(-key.budget // config.window_tokens**2) + max_images
         return cls(key, max_images, windows)
 
-    def holds(self, layout: Layout) -> bool:
+    def fits(self, layout: Layout) -> bool:
         """Returns whether the batch fits: tokens, longest image, images and windows."""
         return (
             layout.num_tokens <= self.key.budget
             and layout.max_seqlen <= self.key.max_seqlen
-            and self.holds_segments(layout)
+            and self.fits_segments(layout)
         )
 
-    def holds_segments(self, layout: Layout) -> bool:
+    def fits_segments(self, layout: Layout) -> bool:
         """Returns whether the batch's images, frames and windows are within the bounds."""
         return layout.slots <= self.max_images and layout.num_windows <= self.max_windows
 
@@ -73,12 +73,12 @@ class GraphBuffers:
         rows = largest_budget * config.merge_unit
         self._patches = torch.zeros(rows, config.patch_dim, dtype=dtype, device=device)
         self._output = torch.zeros(largest_budget, config.width, dtype=dtype, device=device)
-        self.described = torch.zeros(4, description_width(max_images), dtype=torch.int32, device=device)
-        """Batch description as `Layout.described` returns it, int32 `[4, description_width(max_images)]`."""
+        self.description = torch.zeros(4, description_width(max_images), dtype=torch.int32, device=device)
+        """Batch description as `Layout.device_description` returns it, int32 `[4, description_width(max_images)]`."""
 
     @property
     def num_bytes(self) -> int:
-        return self._patches.nbytes + self._output.nbytes + self.described.nbytes
+        return self._patches.nbytes + self._output.nbytes + self.description.nbytes
 
     def patches(self, budget: int) -> Tensor:
         """Returns `[budget * merge_unit, patch_dim]`, a view of the buffer."""
@@ -97,14 +97,14 @@ class GraphBuffers:
         expected = (layout.num_patches, self._config.patch_dim)
         if patches.shape != expected:
             raise ValueError(f"patches have shape {tuple(patches.shape)}, not {expected}")
-        if not graph.holds(layout):
+        if not graph.fits(layout):
             raise ValueError(f"a batch of {layout.num_tokens} tokens does not fit the graph {graph}")
         self._patches[: layout.num_patches].copy_(patches)
         self.describe(layout)
 
     def describe(self, layout: Layout) -> None:
         """Copies the batch description into its buffer; patches stay as they are."""
-        self.described.copy_(layout.described(self._max_images, self.described.device))
+        self.description.copy_(layout.device_description(self._max_images, self.description.device))
 
     def spoil_padding(self, layout: Layout, graph: GraphCapacity) -> None:
         """Fills the padding patches with NaN, which must not change the graph's real rows."""

@@ -19,7 +19,7 @@ from encoder.graphs.traffic_histogram import TrafficHistogram
 from encoder.graphs.trial_batches import compact_grid
 from encoder.metadata.device_tables import Layout
 from encoder.metadata.geometry import Grid
-from encoder.packing.costs import Costs, work
+from encoder.packing.costs import Costs, attention_work
 from encoder.packing.run_counts import Reason, RunCounts
 
 logger = logging.getLogger(__name__)
@@ -137,9 +137,9 @@ class GraphCapturer:
             return Reason.OVER_LARGEST
         wanted = layout.num_tokens if budget is None else budget
         reachable = [graph.shape for key, graph in self.graphs.captured.items() if key.budget >= wanted]
-        if any(shape.holds(layout) for shape in reachable):
+        if any(shape.fits(layout) for shape in reachable):
             return Reason.CHEAPER
-        if any(not shape.holds_segments(layout) for shape in reachable):
+        if any(not shape.fits_segments(layout) for shape in reachable):
             return Reason.SEGMENTS
         for keys, reason in ((self._refused, Reason.REFUSED), (self._no_room, Reason.MEMORY)):
             if any(key.budget >= wanted for key in keys):
@@ -173,11 +173,13 @@ class GraphCapturer:
         return best
 
     def _prices(self) -> RunTimes:
-        table = self.costs.choosing()
+        table = self.costs.packing_table()
         if table is None:
             # Before the first timing: a graph saves the launches, assumed to take as long as about a thousand tokens.
             return RunTimes(eager=lambda tokens: tokens + 1000.0, replay=float)
-        return RunTimes(eager=table.eager, replay=lambda budget: self.costs.replay_ms(budget) or table.eager(budget))
+        return RunTimes(
+            eager=table.eager_base_ms, replay=lambda budget: self.costs.replay_ms(budget) or table.eager_base_ms(budget)
+        )
 
     def _may_capture(self, key: GraphKey) -> bool:
         if key in self.graphs.captured or key in self._refused or key in self._no_room:
@@ -227,12 +229,12 @@ class GraphCapturer:
         logger.warning("a graph is not used: %s", error)
 
     def _time(self, key: GraphKey, captured: CapturedGraph) -> None:
-        self.costs.add_replay(key.budget, captured.replay_ms, work(captured.grids))
+        self.costs.add_replay(key.budget, captured.replay_ms, attention_work(captured.grids))
         tokens = sum(t * h * w for t, h, w in captured.alike) // self._vision.merge_unit
         if all(not 1 / _EAGER_RATIO < tokens / size < _EAGER_RATIO for size in self._eager_batches):
             alone = self.graphs.eager_ms(captured.alike)
             self._eager_batches[tokens] = captured.alike, alone
-            self.costs.add_eager(tokens, alone, work(captured.alike))
+            self.costs.add_eager(tokens, alone, attention_work(captured.alike))
         if key.budget <= max(_WORK_BUDGET, min(self.budgets)) and not self.costs.knows_work:
             self._time_work(key, captured)
 
@@ -244,9 +246,9 @@ class GraphCapturer:
             batches = list(self._eager_batches.items())
             replays, eager = self.graphs.sustained_ms(keys, [grids for _, (grids, _) in batches])
             for key, milliseconds in zip(keys, replays, strict=True):
-                self.costs.add_replay(key.budget, milliseconds, work(captured[key].alike))
+                self.costs.add_replay(key.budget, milliseconds, attention_work(captured[key].alike))
             for (tokens, (grids, alone)), milliseconds in zip(batches, eager, strict=True):
-                self.costs.add_eager(tokens, max(alone, milliseconds), work(grids))
+                self.costs.add_eager(tokens, max(alone, milliseconds), attention_work(grids))
         self._timed = len(captured)
 
     def _time_work(self, key: GraphKey, captured: CapturedGraph) -> None:
@@ -255,5 +257,6 @@ class GraphCapturer:
         one = [compact_grid(key.budget, self._vision)]
         many = [compact_grid(key.budget // number, self._vision)] * number
         self.costs.add_work(
-            (self.graphs.replay_ms(key, many), work(many)), (self.graphs.replay_ms(key, one), work(one))
+            (self.graphs.replay_ms(key, many), attention_work(many)),
+            (self.graphs.replay_ms(key, one), attention_work(one)),
         )

@@ -127,10 +127,10 @@ class EncoderGraphs:
 
     def _begin(self, key: GraphKey) -> Trial:
         config = self._forward.config
-        shape = GraphCapacity.of(key, self._max_images, config)
+        shape = GraphCapacity.for_key(key, self._max_images, config)
         grids = trial_batch(shape, config)
         layout = self._layout(grids)
-        assert shape.holds(layout), f"{grids} does not fit {shape}"
+        assert shape.fits(layout), f"{grids} does not fit {shape}"
         patches = torch.randn(
             layout.num_patches, config.patch_dim, device=self._forward.device, dtype=self._forward.dtype
         )
@@ -178,7 +178,7 @@ class EncoderGraphs:
             shape,
             trial.graph,
             trial.grids,
-            tuple(alike if shape.holds(self._layout(alike)) else trial.grids),
+            tuple(alike if shape.fits(self._layout(alike)) else trial.grids),
             float(begin.elapsed_time(end)),
             trial.pool_bytes,
         )
@@ -188,7 +188,7 @@ class EncoderGraphs:
 
     def find_graph(self, layout: Layout, budget: int) -> GraphKey | None:
         """Returns the smallest graph of `budget` or more that fits the batch, tightest in image length, or None."""
-        holding = (key for key, graph in self._graphs.items() if key.budget >= budget and graph.shape.holds(layout))
+        holding = (key for key, graph in self._graphs.items() if key.budget >= budget and graph.shape.fits(layout))
         return next(holding, None)
 
     @torch.inference_mode()
@@ -273,10 +273,10 @@ class EncoderGraphs:
 
         The output goes to the static buffers, so that the next capture can reuse the pool.
         """
-        forward, budget, described = self._forward, shape.key.budget, self._buffers.described
+        forward, budget, description = self._forward, shape.key.budget, self._buffers.description
         laid_out = forward.metadata(
             self._tables.arena,
-            described,
+            description,
             tokens=budget,
             frames=shape.max_images,
             windows=shape.max_windows,
@@ -294,7 +294,7 @@ class EncoderGraphs:
         for the shape happen outside the capture. A forward that compiles always needs it: compiling within a capture
         leaves the device's random number generator and the pool unusable.
         """
-        if not self._forward.compiles:
+        if not self._forward.may_compile:
             try:
                 return self._record(shape)
             except torch.cuda.OutOfMemoryError:

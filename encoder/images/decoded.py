@@ -10,7 +10,7 @@ from PIL import Image
 
 from encoder.checkpoint.image_rules import ImageRules, PixelBounds
 from encoder.images.load import check_pixels, load_rgb, to_rgb
-from encoder.images.size import Grid, grid_of
+from encoder.images.size import Grid, image_grid
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ def decode(
     else:
         check_pixels(image.width, image.height, max_pixels_decoded)
         rgb = to_rgb(image)
-    grid = grid_of(rgb.width, rgb.height, rules, bounds)
+    grid = image_grid(rgb.width, rgb.height, rules, bounds)
     return Decoded(np.array(rgb), grid)

@@ -1,8 +1,8 @@
 """Decodes image files to upright RGB exactly as vLLM's image loader does, and reads sizes without decoding.
 
 Unlike vLLM, which may continue with a part of an image, it refuses files that Pillow cannot decode without an error,
-and files with thousands of metadata pieces (`structure.py`). The ingress reads sizes with `header`; worker processes
-decode with `load_rgb`. Every failure is an `ImageError`, whose text may be shown to a client.
+and files with thousands of metadata pieces (`structure.py`). The ingress reads sizes with `read_header`; worker
+processes decode with `load_rgb`. Every failure is an `ImageError`, whose text may be shown to a client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageErr
 
 from encoder.images.structure import ImageError, check_structure, signature_format
 
-__all__ = ["FORMATS", "ImageError", "ImageHeader", "check_pixels", "header", "load_rgb", "to_rgb"]
+__all__ = ["FORMATS", "ImageError", "ImageHeader", "check_pixels", "load_rgb", "read_header", "to_rgb"]
 
 DECODING_RULES_VERSION = "1"
 """Part of every digest. Increment it with any change that may alter a decoded or resized pixel."""
@@ -44,7 +44,7 @@ class ImageHeader:
     format: str
 
 
-def header(
+def read_header(
     data: bytes, *, max_pixels_decoded: int = MAX_PIXELS_DECODED, formats: tuple[str, ...] = FORMATS
 ) -> ImageHeader:
     """Reads size and format of an encoded image without decoding its pixels. The content determines the format.
@@ -62,7 +62,7 @@ def load_rgb(
 ) -> Image.Image:
     """Decodes `data` to an RGB image: EXIF orientation applied, transparency on white, other modes converted.
 
-    Raises ImageError as `header` does, and for truncated or corrupt data.
+    Raises ImageError as `read_header` does, and for truncated or corrupt data.
     """
     with _client_safe():
         image = _open(data, max_pixels_decoded, formats)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from encoder.checkpoint.image_rules import ImageRules, PixelBounds
-from encoder.images.load import ImageError, ImageHeader, header
+from encoder.images.load import ImageError, ImageHeader, read_header
 
 __all__ = [
     "MAX_ASPECT_RATIO",
@@ -18,10 +18,10 @@ __all__ = [
     "ImageHeader",
     "ImageRules",
     "PixelBounds",
-    "grid_of",
-    "header",
+    "image_grid",
     "num_tokens",
-    "resized",
+    "read_header",
+    "resized_size",
 ]
 
 Grid = tuple[int, int, int]
@@ -31,7 +31,7 @@ MAX_ASPECT_RATIO = 200
 """Maximum ratio of the longer to the shorter side, as in the Qwen processors."""
 
 
-def resized(width: int, height: int, rules: ImageRules, bounds: PixelBounds | None = None) -> tuple[int, int]:
+def resized_size(width: int, height: int, rules: ImageRules, bounds: PixelBounds | None = None) -> tuple[int, int]:
     """Returns width and height in pixels after the resize: multiples of `rules.factor`, about the same aspect ratio,
     the area within the bounds.
 
@@ -58,9 +58,9 @@ def resized(width: int, height: int, rules: ImageRules, bounds: PixelBounds | No
     return new_width, new_height
 
 
-def grid_of(width: int, height: int, rules: ImageRules, bounds: PixelBounds | None = None) -> Grid:
+def image_grid(width: int, height: int, rules: ImageRules, bounds: PixelBounds | None = None) -> Grid:
     """Returns the grid `(1, h, w)` in patches of an image of `width` x `height` pixels. Raises ImageError."""
-    new_width, new_height = resized(width, height, rules, bounds)
+    new_width, new_height = resized_size(width, height, rules, bounds)
     return 1, new_height // rules.patch_size, new_width // rules.patch_size
 
 

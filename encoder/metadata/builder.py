@@ -41,11 +41,11 @@ class MetadataBuilder:
             raise ValueError("grid_thw is empty: a tower needs at least one image")
         images = [self.images.get(grid) for grid in grid_thw]
         starts = (0, *accumulate(image.numbers.numel() for image in images[:-1]))
-        placed = [image.placed(start) for image, start in zip(images, starts, strict=True)]
-        layout = Layout.of(placed, self._config, ArenaFill())
+        placed = [image.place_at(start) for image, start in zip(images, starts, strict=True)]
+        layout = Layout.from_grids(placed, self._config, ArenaFill())
         arena = torch.cat([image.numbers for image in images])
-        described = layout.on_host(layout.slots)
-        expanded = expand(arena, described, self._config, layout.num_tokens, layout.num_windows)
+        description = layout.host_description(layout.slots)
+        expanded = expand(arena, description, self._config, layout.num_tokens, layout.num_windows)
 
         def there(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else to_device(tensor, device)

@@ -21,7 +21,7 @@ from encoder.metadata.tower_metadata import to_device
 
 ARENA_BYTES = 64 * 2**20
 """Holds about 400 grids of 4096 patches for Qwen3-VL, 1,600 for Qwen2.5-VL."""
-_MOST_LAYOUTS = 4096
+_MAX_LAYOUTS = 4096
 
 
 class StaleLayoutError(RuntimeError):
@@ -57,7 +57,7 @@ class Layout:
     _on_device: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, images: Sequence[PlacedGrid], config: VisionConfig, fill: ArenaFill) -> Layout:
+    def from_grids(cls, images: Sequence[PlacedGrid], config: VisionConfig, fill: ArenaFill) -> Layout:
         """Returns the layout of `images`, whose numbers are in generation `fill` of the arena."""
         image_tokens = tuple(image.num_tokens for image in images)
         first_patch = (0, *accumulate(tokens * config.merge_unit for tokens in image_tokens))
@@ -74,7 +74,7 @@ class Layout:
             fill=fill,
         )
 
-    def on_host(self, slots: int) -> Tensor:
+    def host_description(self, slots: int) -> Tensor:
         """Returns the table as int32 `[4, description_width(slots)]`, padded.
 
         Images past the batch have no rows. `slots` is at least the number of images and of frames.
@@ -83,8 +83,8 @@ class Layout:
         rows = [(*row, *[row[-1] if index else 0] * (width - len(row))) for index, row in enumerate(self.table)]
         return torch.tensor(rows, dtype=torch.int32)
 
-    def described(self, slots: int, device: torch.device) -> Tensor:
-        """Returns `on_host(slots)` on the device, copied there on the first call. No synchronisation.
+    def device_description(self, slots: int, device: torch.device) -> Tensor:
+        """Returns `host_description(slots)` on the device, copied there on the first call. No synchronisation.
 
         Raises `StaleLayoutError` if the arena has been overwritten.
         """
@@ -94,12 +94,12 @@ class Layout:
             )
         key = slots, device
         if key not in self._on_device:
-            self._on_device[key] = to_device(self.on_host(slots), device)
+            self._on_device[key] = to_device(self.host_description(slots), device)
         return self._on_device[key]
 
     @property
     def slots(self) -> int:
-        """Smallest number of slots that `described` accepts."""
+        """Smallest number of slots that `device_description` accepts."""
         return max(len(self.image_tokens), self.num_frames)
 
 
@@ -141,9 +141,9 @@ class GridTables:
         images = self._place_all(grid_thw)
         if images is None:
             return None
-        if len(self._layouts) == _MOST_LAYOUTS:
+        if len(self._layouts) == _MAX_LAYOUTS:
             self._layouts.clear()
-        self._layouts[key] = Layout.of(images, self.config, self._fill)
+        self._layouts[key] = Layout.from_grids(images, self.config, self._fill)
         return self._layouts[key]
 
     def warm(self, grid_thw: Sequence[Grid]) -> None:
@@ -157,13 +157,13 @@ class GridTables:
         self.misses += len(missing)
         self.hits += len(grid_thw) - len(missing)
         if not all(self._place(grid) for grid in missing):
-            self._forget()
+            self._reset()
             if not all(self._place(grid) for grid in set(grid_thw)):
-                self._forget()
+                self._reset()
                 return None
         return [self._placed[grid] for grid in grid_thw]
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._fill.overwritten = True
         self._fill = ArenaFill()
         self._placed, self._layouts, self._end = {}, {}, 0
@@ -174,5 +174,5 @@ class GridTables:
         if end > self.arena.numel():
             return False
         self.arena[self._end : end].copy_(to_device(found.numbers, self.device))
-        self._placed[grid], self._end = found.placed(self._end), end
+        self._placed[grid], self._end = found.place_at(self._end), end
         return True

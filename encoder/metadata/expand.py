@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.metadata.grid_numbers import columns
-from encoder.metadata.segments import AttentionBackend, Segments
-from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.metadata.grid_numbers import num_columns
 
 
 @dataclass(frozen=True)
@@ -38,18 +36,18 @@ class Expanded:
 
 
 class Expand(Protocol):
-    """Expands `described`, from `Layout.described`, and `arena` to a batch of `tokens` tokens and `windows` windows."""
+    """Expands a batch description (`Layout.device_description`) and `arena` to `tokens` tokens and `windows` windows."""
 
     def __call__(
-        self, arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int
+        self, arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int
     ) -> Expanded: ...
 
 
-def expand(arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
+def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
     """See `Expand`. Runs on any device, without synchronisation."""
-    places, first_patch, first_window, _ = described.unbind(0)
+    places, first_patch, first_window, _ = description.unbind(0)
     table, unit = bool(config.num_position_embeddings), config.merge_unit
-    width = columns(config)
+    width = num_columns(config)
 
     def image_of(index: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the image that contains each index, and whether one does."""
@@ -85,32 +83,3 @@ def expand(arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, 
     source = after_tokens[image] + window - first_window[image]
     borders = torch.where(inside, picked(source, inside) + first_patch[image], first_patch[-1])
     return Expanded(rope, taps, weights, order, inverse, borders)
-
-
-def metadata(
-    expanded: Expanded,
-    described: Tensor,
-    config: VisionConfig,
-    *,
-    tokens: int,
-    frames: int,
-    max_seqlen: int,
-    image_tokens: tuple[int, ...],
-    backend: AttentionBackend,
-) -> TowerMetadata:
-    """Returns `expanded` as a tower's metadata. `frames`: segments of full attention, at most `described`'s slots."""
-    windows = None
-    if expanded.windows is not None:
-        windows = Segments(backend, expanded.windows, config.window_patches)
-    return TowerMetadata(
-        num_patches=tokens * config.merge_unit,
-        num_tokens=tokens,
-        image_tokens=image_tokens,
-        rope_positions=expanded.rope,
-        frames=Segments(backend, described[3, : frames + 1], max_seqlen),
-        windows=windows,
-        position_indices=expanded.taps,
-        position_weights=expanded.weights,
-        window_order=expanded.order,
-        window_inverse=expanded.inverse,
-    )

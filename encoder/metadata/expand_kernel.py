@@ -10,7 +10,7 @@ from torch import Tensor
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.kernels.launch import OPTIONS
 from encoder.metadata.expand import Expanded
-from encoder.metadata.grid_numbers import columns
+from encoder.metadata.grid_numbers import num_columns
 
 _BLOCK = 256
 
@@ -29,7 +29,7 @@ def _image_of(first_ptr: tl.tensor, index: tl.tensor, slots: int, UNIT: tl.const
 @triton.jit(do_not_specialize=["slots", "tokens", "windows"])
 def _expand_kernel(
     arena_ptr: tl.tensor,
-    described_ptr: tl.tensor,
+    description_ptr: tl.tensor,
     rope_ptr: tl.tensor,
     taps_ptr: tl.tensor,
     weights_ptr: tl.tensor,
@@ -45,14 +45,14 @@ def _expand_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first_patch_ptr = described_ptr + slots + 1
+    first_patch_ptr = description_ptr + slots + 1
     first_window_ptr = first_patch_ptr + slots + 1
     total = tl.load(first_patch_ptr + slots)
 
     inside = index < total
     mask = index < tokens * UNIT
     image = _image_of(first_patch_ptr, index, slots, 1, BLOCK)
-    place = tl.load(described_ptr + image, mask=inside, other=0)
+    place = tl.load(description_ptr + image, mask=inside, other=0)
     first = tl.load(first_patch_ptr + image, mask=inside, other=0)
     source_ptr = arena_ptr + place + (index - first) * COLUMNS
     for column in tl.static_range(2):
@@ -68,7 +68,7 @@ def _expand_kernel(
         inside = index < total // UNIT
         mask = index < tokens
         image = _image_of(first_patch_ptr, index, slots, UNIT, BLOCK)
-        place = tl.load(described_ptr + image, mask=inside, other=0)
+        place = tl.load(description_ptr + image, mask=inside, other=0)
         first = tl.load(first_patch_ptr + image, mask=inside, other=0)
         end = tl.load(first_patch_ptr + image + 1, mask=inside, other=0)
         source_ptr = arena_ptr + place + (end - first) * COLUMNS + 2 * (index - first // UNIT)
@@ -79,7 +79,7 @@ def _expand_kernel(
 
         inside = index < tl.load(first_window_ptr + slots)
         image = _image_of(first_window_ptr, index, slots, 1, BLOCK)
-        place = tl.load(described_ptr + image, mask=inside, other=0)
+        place = tl.load(description_ptr + image, mask=inside, other=0)
         first = tl.load(first_patch_ptr + image, mask=inside, other=0)
         end = tl.load(first_patch_ptr + image + 1, mask=inside, other=0)
         first_window = tl.load(first_window_ptr + image, mask=inside, other=0)
@@ -88,7 +88,7 @@ def _expand_kernel(
         tl.store(windows_ptr + index, tl.where(inside, border, total), mask=index < windows + 1)
 
 
-def expand(arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
+def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
     """See `encoder.metadata.expand.Expand`. No synchronisation."""
     patches = tokens * config.merge_unit
     table, windowed = bool(config.num_position_embeddings), bool(config.window_size)
@@ -104,15 +104,15 @@ def expand(arena: Tensor, described: Tensor, config: VisionConfig, tokens: int, 
     borders = empty(windows + 1) if windowed else None
     _expand_kernel[(triton.cdiv(max(patches, windows + 1), _BLOCK),)](
         arena,
-        described,
+        description,
         rope,
         # Stand-ins for tables that the tower does not have; the kernel does not write them.
         *(rope if tensor is None else tensor for tensor in (taps, weights, order, inverse, borders)),
-        described.shape[1] - 1,
+        description.shape[1] - 1,
         tokens,
         windows,
         UNIT=config.merge_unit,
-        COLUMNS=columns(config),
+        COLUMNS=num_columns(config),
         WINDOWED=windowed,
         BLOCK=_BLOCK,
         num_warps=4,

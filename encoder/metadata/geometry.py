@@ -81,7 +81,7 @@ def window_order(grid: Grid, merge: int, window: int) -> tuple[Tensor, tuple[int
     """
     t, h, w = grid
     rows, columns = h // merge, w // merge
-    window_rows, window_columns = _cut(rows, window), _cut(columns, window)
+    window_rows, window_columns = _window_sizes(rows, window), _window_sizes(columns, window)
     token = torch.arange(rows * columns)
     window_of = (token // columns // window) * len(window_columns) + token % columns // window
     frame = torch.argsort(window_of, stable=True)
@@ -89,11 +89,11 @@ def window_order(grid: Grid, merge: int, window: int) -> tuple[Tensor, tuple[int
     return order, tuple(a * b * merge**2 for a in window_rows for b in window_columns) * t
 
 
-def _cut(length: int, window: int) -> list[int]:
+def _window_sizes(length: int, window: int) -> list[int]:
     return [min(window, length - start) for start in range(0, length, window)]
 
 
-def inverse(order: Tensor) -> Tensor:
+def inverse_permutation(order: Tensor) -> Tensor:
     """Returns the permutation that undoes `order`: int64, same shape."""
     undo = torch.empty_like(order)
     undo[order] = torch.arange(order.numel())

@@ -34,7 +34,7 @@ class GridNumbers:
     frame_lengths: tuple[int, ...]
     window_lengths: tuple[int, ...]
 
-    def placed(self, start: int) -> PlacedGrid:
+    def place_at(self, start: int) -> PlacedGrid:
         """Returns the grid with its numbers at `start` of an arena."""
         return PlacedGrid(start, self.num_tokens, self.frame_lengths, len(self.window_lengths))
 
@@ -44,7 +44,7 @@ class GridNumbers:
         return self.numbers.nbytes + 8 * (len(self.frame_lengths) + len(self.window_lengths))
 
 
-def columns(config: VisionConfig) -> int:
+def num_columns(config: VisionConfig) -> int:
     """Returns the numbers per patch: row and column; with a position table also four taps and their weights' bits."""
     return 10 if config.num_position_embeddings else 2
 
@@ -64,7 +64,7 @@ def grid_numbers(grid: Grid, config: VisionConfig) -> GridNumbers:
         # Blocks process patches in window order, so rotary positions are reordered here, once per grid.
         rows[0] = rows[0].view(-1, config.merge_unit, 2)[order].flatten(0, 1)
         starts = torch.tensor((0, *accumulate(window_lengths[:-1])))
-        after_rows = [torch.stack((order, geometry.inverse(order)), 1).flatten(), starts]
+        after_rows = [torch.stack((order, geometry.inverse_permutation(order)), 1).flatten(), starts]
     return GridNumbers(
         numbers=torch.cat([torch.cat(rows, 1).flatten(), *(part.to(torch.int32) for part in after_rows)]),
         num_tokens=geometry.num_patches(grid) // config.merge_unit,

@@ -37,9 +37,9 @@ class Outcome:
     encoded: int = 0
     skipped: int = 0
     """Images with an embedding for their path, size and modification time."""
-    known: int = 0
+    duplicates: int = 0
     """Images with the same bytes as another one that has an embedding."""
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
     """Path and reason of each image that could not be read."""
 
 
@@ -53,7 +53,7 @@ class _Prepared:
     reason: str = ""
 
 
-def pictures(folder: Path) -> list[str]:
+def list_images(folder: Path) -> list[str]:
     """Returns the paths of all images below `folder`, relative to it and sorted, without hidden files and folders."""
     found = []
     for where, folders, files in os.walk(folder):
@@ -81,17 +81,17 @@ def encode_folder(
     `progress` is called with the number of newly finished images, skipped ones included. Raises OSError and
     EmbeddingFilesError if embeddings cannot be written.
     """
-    wanted, skipped = missing(folder, files)
+    wanted, skipped = find_missing(folder, files)
     progress(skipped)
     outcome = encode_paths(encoder, folder, wanted, files, bounds=bounds, threads=threads, progress=progress)
     outcome.skipped = skipped
     return outcome
 
 
-def missing(folder: Path, files: EmbeddingFiles) -> tuple[list[str], int]:
+def find_missing(folder: Path, files: EmbeddingFiles) -> tuple[list[str], int]:
     """Returns the paths of images without an up-to-date embedding, and the number of the other images."""
     there = {entry.path: entry.stamp for entry in files.entries}
-    found = pictures(folder)
+    found = list_images(folder)
     wanted = [path for path in found if path not in there or _stamp(folder, path) != there[path]]
     return wanted, len(found) - len(wanted)
 
@@ -109,9 +109,9 @@ def encode_paths(
     """Encodes the images at paths `wanted`, relative to `folder`. Otherwise as `encode_folder`."""
     outcome = Outcome()
     window: list[_Prepared] = []
-    for prepared in _prepared(encoder, folder, wanted, files, bounds, threads):
+    for prepared in _prepare_images(encoder, folder, wanted, files, bounds, threads):
         if prepared.entry is None:
-            outcome.bad.append((prepared.path, prepared.reason))
+            outcome.failed.append((prepared.path, prepared.reason))
             progress(1)
             continue
         window.append(prepared)
@@ -147,11 +147,11 @@ def _encode(
             progress(1)
     for entry in again:
         files.add(entry, None)
-        outcome.known += 1
+        outcome.duplicates += 1
         progress(1)
 
 
-def _prepared(
+def _prepare_images(
     encoder: Encoder,
     folder: Path,
     wanted: Sequence[str],
@@ -166,11 +166,13 @@ def _prepared(
             stat = (folder / path).stat()
             data = (folder / path).read_bytes()
             digest = encoder.identity.digest(data, bounds)
-            if known := files.known(digest):
+            if known := files.find_entry(digest):
                 return _Prepared(
                     Entry(path, digest, known.grid_thw, known.num_tokens, "", stat.st_size, stat.st_mtime_ns)
                 )
-            pixels = (encoder.preprocessor.decoded if encoder.resizes else encoder.preprocessor.pixels)(data, bounds)
+            pixels = (encoder.preprocessor.decode if encoder.resizes_on_device else encoder.preprocessor.preprocess)(
+                data, bounds
+            )
         except ImageError as error:
             return _Prepared(path=path, reason=str(error))
         except OSError as error:

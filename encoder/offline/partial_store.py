@@ -32,7 +32,7 @@ class EmbeddingPart:
         if kind is None:
             self._flush()
 
-    def known(self, digest: str) -> Entry | None:
+    def find_entry(self, digest: str) -> Entry | None:
         """Returns None: only the process that owns the manifest looks up written embeddings."""
         return None
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 MANIFEST = "manifest.jsonl"
 ABOUT = "encoder.json"
 PREFIX, SUFFIX = "embeddings-", ".safetensors"
-_ASIDE = ".part"
+_TEMPORARY_SUFFIX = ".part"
 
 Stamp: TypeAlias = tuple[str, int, int]
 
@@ -68,7 +68,7 @@ class EmbeddingFiles:
 
         Args:
             about: description of the encoder in JSON values, stored in the folder, which is refused if it has another
-                one. None if it is not known yet; then call `settle` before `add`.
+                one. None if it is not known yet; then call `claim` before `add`.
             images_per_file, bytes_per_file: a file is written when either is reached.
 
         Raises:
@@ -89,7 +89,7 @@ class EmbeddingFiles:
                 raise EmbeddingFilesError(f"another process is writing to {folder}: wait for it to end") from None
             self.about = self._read_about()
             if about is not None:
-                self.settle(about)
+                self.claim(about)
             self.entries = self._read()
             undone.pop_all()
         self._by_digest = {entry.digest: entry for entry in self.entries}
@@ -104,7 +104,7 @@ class EmbeddingFiles:
         finally:
             os.close(self._lock)
 
-    def known(self, digest: str) -> Entry | None:
+    def find_entry(self, digest: str) -> Entry | None:
         """Returns the entry of a written embedding, None if there is none."""
         return self._by_digest.get(digest)
 
@@ -150,7 +150,7 @@ class EmbeddingFiles:
         self.entries += written
         self._by_digest |= {entry.digest: entry for entry in written}
 
-    def take(self, entries: list[Entry]) -> None:
+    def add_entries(self, entries: list[Entry]) -> None:
         """Adds other processes' entries (encoder/offline/partial_store.py) to the manifest. Raises OSError."""
         assert self.about is not None
         self._append(entries)
@@ -160,21 +160,21 @@ class EmbeddingFiles:
         """Next free number of an embedding file, those of encoder/offline/partial_store.py included."""
         return self._next
 
-    def settle(self, about: dict[str, object]) -> None:
+    def claim(self, about: dict[str, object]) -> None:
         """Stores `about` in a new folder. Raises EmbeddingFilesError if the folder belongs to another encoder."""
         if self.about is None:
-            with _whole(self.folder / ABOUT) as aside:
-                aside.write_text(json.dumps(about, indent=1) + "\n")
+            with _atomic_write(self.folder / ABOUT) as temporary:
+                temporary.write_text(json.dumps(about, indent=1) + "\n")
             self.about = about
         elif not same_encoder(self.about, about):
-            raise EmbeddingFilesError(another_encoder(self.folder))
+            raise EmbeddingFilesError(another_encoder_error(self.folder))
 
     def _read_about(self) -> dict[str, object] | None:
         file = self.folder / ABOUT
         if file.exists():
             found: dict[str, object] = json.loads(file.read_bytes())
             return found
-        if any(there.suffix != _ASIDE for there in self.folder.iterdir()):
+        if any(there.suffix != _TEMPORARY_SUFFIX for there in self.folder.iterdir()):
             raise EmbeddingFilesError(f"{self.folder} holds something else: name another folder")
         return None
 
@@ -185,8 +185,8 @@ class EmbeddingFiles:
         files = {there.name for there in self.folder.iterdir()}
         entries = [entry for entry in map(_entry, lines) if entry is not None and entry.file in files]
         if len(entries) < len(lines):
-            with _whole(manifest) as aside:
-                aside.write_bytes(_lines(entries))
+            with _atomic_write(manifest) as temporary:
+                temporary.write_bytes(_lines(entries))
         return entries
 
 
@@ -211,9 +211,9 @@ def _number(file: str) -> int:
 
 def save(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Writes a safetensors file atomically. Raises EmbeddingFilesError, OSError."""
-    with _whole(file) as aside:
+    with _atomic_write(file) as temporary:
         try:
-            save_file(tensors, aside)
+            save_file(tensors, temporary)
         except SafetensorError as error:  # a full disk, among others
             raise EmbeddingFilesError(f"{file} cannot be written: {error}") from error
 
@@ -222,7 +222,7 @@ def same_encoder(about: dict[str, object], other: dict[str, object]) -> bool:
     return bool(json.loads(json.dumps(about)) == json.loads(json.dumps(other)))
 
 
-def another_encoder(folder: Path) -> str:
+def another_encoder_error(folder: Path) -> str:
     """Returns the error text for a folder that belongs to another encoder."""
     return (
         f"{folder} holds embeddings of other weights, dtype or bounds ({ABOUT} there says which): name another folder"
@@ -230,20 +230,20 @@ def another_encoder(folder: Path) -> str:
 
 
 @contextmanager
-def _whole(file: Path) -> Iterator[Path]:
+def _atomic_write(file: Path) -> Iterator[Path]:
     """Yields a temporary path that atomically replaces `file` if the block succeeds."""
-    aside = file.with_name(file.name + _ASIDE)
+    temporary = file.with_name(file.name + _TEMPORARY_SUFFIX)
     try:
-        yield aside
-        _to_disk(aside)
-        aside.replace(file)
+        yield temporary
+        _fsync(temporary)
+        temporary.replace(file)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    _to_disk(file.parent)
+    _fsync(file.parent)
 
 
-def _to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -67,15 +67,15 @@ class CostTable:
 
     def base_ms(self, tokens: int, budget: int | None) -> float:
         """Returns the time of a batch without attention work, whose total does not depend on the packing."""
-        return self.eager(tokens) if budget is None else self._replays[budget]
+        return self.eager_base_ms(tokens) if budget is None else self._replays[budget]
 
-    def cheapest(self, tokens: int) -> int | None:
+    def cheapest_budget(self, tokens: int) -> int | None:
         """Returns the fastest budget that holds `tokens`; None if none does or an eager run takes no longer."""
         at = bisect_left(self.budgets, tokens)
         if at == len(self.budgets):
             return None
         budget = self._fastest_from[at]
-        return None if self.eager(tokens) <= self._replays[budget] else budget
+        return None if self.eager_base_ms(tokens) <= self._replays[budget] else budget
 
     @cached_property
     def worthwhile_tokens(self) -> int | None:
@@ -101,7 +101,7 @@ class CostTable:
     def _eager_sizes(self) -> tuple[int, ...]:
         return tuple(size for size, _ in self.eager_ms)
 
-    def eager(self, tokens: int) -> float:
+    def eager_base_ms(self, tokens: int) -> float:
         """Returns the time of an eager run without attention work, by interpolation.
 
         Below the smallest measurement it is constant, since launches dominate; above the largest it is proportional.
@@ -117,7 +117,7 @@ class CostTable:
         return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
 
 
-def plan(images: Sequence[ImageCost], *, table: CostTable, max_images: int, max_tokens: int) -> list[Batch]:
+def plan_batches(images: Sequence[ImageCost], *, table: CostTable, max_images: int, max_tokens: int) -> list[Batch]:
     """Packs every image into exactly one batch; `budget=None` is an eager run without padding.
 
     The plan is the fastest by the table of three candidates: filling budgets, the greedy rule (`pack`), and eager runs.
@@ -141,7 +141,7 @@ def _plan(counts: tuple[int, ...], table: CostTable, max_images: int, max_tokens
         return sum(counts[index] for index in batch.indices)
 
     improved = [
-        tuple(Batch(batch.indices, table.cheapest(tokens(batch))) for batch in batches) for batches in candidates
+        tuple(Batch(batch.indices, table.cheapest_budget(tokens(batch))) for batch in batches) for batches in candidates
     ]
     return min(improved, key=lambda batches: sum(table.base_ms(tokens(batch), batch.budget) for batch in batches))
 

@@ -10,7 +10,7 @@ from encoder.metadata.geometry import Grid
 from encoder.packing.cost_based import PAIRS_PER_UNIT, CostTable, ImageCost
 
 # Minimum share of a measurement that remains after attention's part is subtracted.
-_LEAST_SHARE = 0.2
+_MIN_SHARE = 0.2
 # Repeated measurements differed by up to 1.5 %, and eager runs are timed while the host is otherwise idle: an eager run
 # is preferred to a replay only if it is faster by more than this factor.
 EAGER_MARGIN = 1.04
@@ -22,7 +22,7 @@ def image_cost(grid: Grid, merge_unit: int) -> ImageCost:
     return ImageCost(t * h * w // merge_unit, t * (h * w) ** 2 / PAIRS_PER_UNIT)
 
 
-def work(grids: Iterable[Grid]) -> float:
+def attention_work(grids: Iterable[Grid]) -> float:
     """Returns the attention work of a batch, in the units of `ImageCost.work`."""
     return sum(t * (h * w) ** 2 for t, h, w in grids) / PAIRS_PER_UNIT
 
@@ -47,12 +47,12 @@ class Costs:
             self._work_ms = max(0.0, (longer[0] - shorter[0]) / difference)
             self._table = None
 
-    def add_replay(self, budget: int, milliseconds: float, work: float) -> None:
-        self._replays[budget] = (milliseconds, work)
+    def add_replay(self, budget: int, milliseconds: float, attention_work: float) -> None:
+        self._replays[budget] = (milliseconds, attention_work)
         self._table = None
 
-    def add_eager(self, num_tokens: int, milliseconds: float, work: float) -> None:
-        self._eager[num_tokens] = (milliseconds, work)
+    def add_eager(self, num_tokens: int, milliseconds: float, attention_work: float) -> None:
+        self._eager[num_tokens] = (milliseconds, attention_work)
         self._table = None
 
     def table(self) -> CostTable | None:
@@ -61,7 +61,7 @@ class Costs:
             self._table = CostTable(self._rows(self._replays), self._rows(self._eager), self._work_ms)
         return self._table
 
-    def choosing(self) -> CostTable | None:
+    def packing_table(self) -> CostTable | None:
         """Returns the table for packing, with eager times multiplied by `EAGER_MARGIN`; None as in `table`."""
         table = self.table()
         if table is None:
@@ -87,11 +87,11 @@ class Costs:
 
     def _rows(self, measured: dict[int, tuple[float, float]]) -> tuple[tuple[int, float], ...]:
         sizes = sorted(measured)
-        bases = [max(ms - self._work_ms * done, _LEAST_SHARE * ms) for ms, done in (measured[size] for size in sizes)]
-        return tuple(zip(sizes, ascending(bases), strict=True))
+        bases = [max(ms - self._work_ms * done, _MIN_SHARE * ms) for ms, done in (measured[size] for size in sizes)]
+        return tuple(zip(sizes, isotonic_fit(bases), strict=True))
 
 
-def ascending(times: Iterable[float]) -> list[float]:
+def isotonic_fit(times: Iterable[float]) -> list[float]:
     """Returns the nearest non-decreasing times: decreasing neighbours, measured at different clocks, get their mean."""
     blocks: list[tuple[float, int]] = []
     for time in times:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.pixels.layout import PixelPlan
-from encoder.pixels.preprocess import normalisation, patchify
+from encoder.pixels.preprocess import mean_and_std, patchify
 from encoder.pixels.resize_weights import taps
 
 
@@ -26,7 +26,7 @@ class Tables:
     taps: Tensor
 
     @classmethod
-    def of(cls, plan: PixelPlan, control: Tensor) -> Tables:
+    def from_plan(cls, plan: PixelPlan, control: Tensor) -> Tables:
         """`control`: the bytes of `plan.control`, uint8, 8-byte aligned."""
         first = plan.rows_table.nbytes
         second = first + plan.patch_table.nbytes
@@ -50,17 +50,17 @@ def fill_patches(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageR
     if buffer.numel() < plan.buffer_bytes:
         raise ValueError(f"the buffer has {buffer.numel()} bytes, the batch needs {plan.buffer_bytes}")
     if buffer.device.type == "cuda":
-        launch(plan, buffer, control, rules, out)
+        fill_patches_triton(plan, buffer, control, rules, out)
     else:
         fill_patches_torch(plan, buffer, rules, out)
 
 
-def launch(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
+def fill_patches_triton(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
     """`fill_patches` with the Triton kernels."""
     from encoder.pixels.kernels import resize_rows, write_patches  # Triton is missing on some platforms
 
-    tables = Tables.of(plan, control)
-    mean, std = normalisation(rules, buffer.device)
+    tables = Tables.from_plan(plan, control)
+    mean, std = mean_and_std(rules, buffer.device)
     if plan.max_rows:
         resize_rows(buffer, tables.rows, tables.taps, plan.max_rows, plan.max_width)
     write_patches(

@@ -33,7 +33,7 @@ class Pixels:
 class Preprocessor:
     """Decodes and resizes images by a checkpoint's rules. Stateless: the result for an image depends on no other.
 
-    pixels = Preprocessor(ImageRules.from_checkpoint(path)).pixels(jpeg_bytes)
+    preprocess = Preprocessor(ImageRules.from_checkpoint(path)).pixels(jpeg_bytes)
     """
 
     def __init__(self, rules: ImageRules, *, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> None:
@@ -41,18 +41,18 @@ class Preprocessor:
         self.rules = rules
         self.max_pixels_decoded = max_pixels_decoded
 
-    def pixels(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Pixels:
+    def preprocess(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Pixels:
         """Decodes and resizes an encoded file or a PIL image. Raises ImageError."""
-        return resize(self.decoded(image, bounds), self.rules)
+        return resize(self.decode(image, bounds), self.rules)
 
-    def decoded(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Decoded:
+    def decode(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Decoded:
         """Decodes an encoded file or a PIL image without resizing it. Raises ImageError."""
         return decode(image, self.rules, bounds, max_pixels_decoded=self.max_pixels_decoded)
 
 
 def resize(image: Decoded, rules: ImageRules) -> Pixels:
     """Resizes by torch's antialiased bicubic integer arithmetic on the CPU, bit for bit as torchvision does."""
-    height, width = target(image.grid_thw, rules)
+    height, width = target_size(image.grid_thw, rules)
     values = torch.from_numpy(image.values).permute(2, 0, 1)
     if values.shape[1:] != (height, width):
         values = torch.nn.functional.interpolate(
@@ -61,7 +61,7 @@ def resize(image: Decoded, rules: ImageRules) -> Pixels:
     return Pixels(values.contiguous().numpy(), image.grid_thw)
 
 
-def target(grid: Grid, rules: ImageRules) -> tuple[int, int]:
+def target_size(grid: Grid, rules: ImageRules) -> tuple[int, int]:
     """Returns height and width in pixels of a resized image with this grid."""
     return grid[1] * rules.patch_size, grid[2] * rules.patch_size
 
@@ -81,14 +81,14 @@ def patchify(values: torch.Tensor, rules: ImageRules) -> torch.Tensor:
     # Bytes are reordered first, so that floats are written once, in their final order.
     blocks = values.reshape(channels, h // merge, merge, patch, w // merge, merge, patch)
     patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(h * w, channels, 1, patch * patch)
-    mean, std = normalisation(rules, values.device)
+    mean, std = mean_and_std(rules, values.device)
     normalised = patches.to(torch.float32).sub_(mean).div_(std)
     return normalised.expand(-1, -1, rules.temporal_patch_size, -1).reshape(h * w, -1)
 
 
 # Cached: creating them on a GPU copies from the host, which waits for all work queued before.
 @lru_cache(maxsize=16)
-def normalisation(rules: ImageRules, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_and_std(rules: ImageRules, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns mean and std, float32 `[3, 1, 1]` on the scale of bytes, computed as the transformers processor does."""
     per_byte = 1.0 / rules.rescale_factor
     mean, std = (torch.tensor(numbers).view(3, 1, 1) * per_byte for numbers in (rules.image_mean, rules.image_std))

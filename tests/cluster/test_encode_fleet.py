@@ -111,7 +111,7 @@ def test_a_folder_of_another_encoder_is_refused_before_anything_is_written(
     assert "name another folder" in json.loads(done)["error"]
     assert list(Path(job.out).glob("*.safetensors")) == []
     with opened(job) as files, pytest.raises(EmbeddingFilesError, match="other weights, dtype or bounds"):
-        files.settle({"fingerprint": "mine"})
+        files.claim({"fingerprint": "mine"})
 
 
 def test_every_process_has_something_to_do() -> None:

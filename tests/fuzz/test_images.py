@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from encoder.images.load import load_rgb
-from encoder.images.size import ImageError, header
+from encoder.images.size import ImageError, read_header
 from tests.fuzz.shares import IN_PROCESS
 from tests.hostile import files
 
@@ -43,7 +43,7 @@ def changed(data: bytes, changes: list[tuple[str, int, bytes]], length: int) -> 
 
 def check(data: bytes) -> None:
     try:
-        stated = header(data, max_pixels_decoded=MAX_PIXELS, formats=FORMATS)
+        stated = read_header(data, max_pixels_decoded=MAX_PIXELS, formats=FORMATS)
     except ImageError:
         return
     assert 1 <= stated.width * stated.height <= MAX_PIXELS

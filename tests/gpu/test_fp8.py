@@ -22,7 +22,7 @@ from encoder.forwards import choose_forward  # noqa: E402
 from encoder.fp8.calibration_images import trial_batch, trial_images  # noqa: E402
 from encoder.fp8.gemm import Fp8Gemm, scaled  # noqa: E402
 from encoder.fp8.tower import CAPABILITY  # noqa: E402
-from encoder.fp8.validation import Agreement, Fp8RefusedError, agreement  # noqa: E402
+from encoder.fp8.validation import Agreement, Fp8RefusedError, compare_embeddings  # noqa: E402
 from encoder.fused.affine import Affine  # noqa: E402
 from encoder.fused.gemm import CublasGemm, Epilogue, Layer  # noqa: E402
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan  # noqa: E402
@@ -148,7 +148,7 @@ def test_an_image_has_the_same_embedding_alone_and_in_a_batch() -> None:
         together = run(patches, grids)
         each = zip(patches.split([t * h * w for t, h, w in grids]), grids, strict=True)
         alone = torch.cat([run(rows, [grid]) for rows, grid in each])
-    found = agreement(together, alone, counts, tower.config.out_hidden_size)
+    found = compare_embeddings(together, alone, counts, tower.config.out_hidden_size)
     print(found)
     assert found.lowest_token_cosine >= FP8.fp8_min_token_cosine
     assert found.lowest_image_cosine >= FP8.fp8_min_image_cosine
@@ -167,7 +167,7 @@ def beside_bfloat16(tower: VisionTower, rules: ImageRules | None = None) -> Agre
     narrow = FusedTower(tower, PLAN, Fp8Gemm(CublasGemm()))
     exact = tower(patches, tower.prepare(grids))
     counts = [t * h * w // tower.config.merge_unit for t, h, w in grids]
-    return agreement(narrow(patches, narrow.prepare(grids)), exact, counts, tower.config.out_hidden_size)
+    return compare_embeddings(narrow(patches, narrow.prepare(grids)), exact, counts, tower.config.out_hidden_size)
 
 
 def test_a_tower_of_random_weights_is_near_the_eager_one(reference: Reference) -> None:

@@ -209,10 +209,10 @@ def test_memory_of_other_threads_is_not_counted_as_the_graphs(forward: TowerForw
 def test_trial_batches_leave_padding_and_use_several_images(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CUDA, 2**22)
     for key in (whole(64, tower.config), whole(1024, tower.config), whole(8192, tower.config), GraphKey(1024, 256)):
-        shape = GraphCapacity.of(key, 16, tower.config)
+        shape = GraphCapacity.for_key(key, 16, tower.config)
         layout = tables.layout(trial_batch(shape, tower.config))
         assert layout is not None
-        assert shape.holds(layout)
+        assert shape.fits(layout)
         assert len(layout.image_tokens) > 1
         assert layout.num_tokens < key.budget
 

@@ -234,7 +234,7 @@ def encoder_of(path: Path) -> Encoder:
 def test_from_files_to_embeddings_as_a_replica_does_it(reference: Reference) -> None:
     """Decoder processes, shared memory, resizing on the device, captures in idle moments, fetching beside."""
     worker = GpuWorker(lambda: encoder_of(reference.path), max_queued_tokens=10**9)
-    assert worker.resizes
+    assert worker.resizes_on_device
     pool = DecodePool(
         worker.identity.rules, workers=2, max_pixels=10**7, timeout_s=60, shared_bytes=2**23, resize=False
     )

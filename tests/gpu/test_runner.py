@@ -57,7 +57,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def build(reference: Reference, **settings: object) -> TowerRunner:
     config = dataclasses.replace(CONFIG, **settings)  # type: ignore[arg-type]
     tower = load_tower(reference.path, dtype=torch.bfloat16, device=CUDA)
-    return TowerRunner.of(choose_forward(tower, config), config, progress=False)
+    return TowerRunner.build(choose_forward(tower, config), config, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_fallbacks_are_counted_by_reason(runner: TowerRunner) -> None:
 def test_plans_use_what_was_measured(runner: TowerRunner) -> None:
     """Every image once, replays for small ones: launches alone take longer than their graph."""
     grids: list[Grid] = [(1, 8, 8), (1, 16, 16), (1, 66, 64), (1, 4, 4)]
-    batches = runner.plan(grids)
+    batches = runner.plan_batches(grids)
     assert sorted(index for batch in batches for index in batch.indices) == [0, 1, 2, 3]
     assert next(batch.budget for batch in batches if 2 in batch.indices) is None
     assert any(batch.budget is not None for batch in batches)
@@ -150,12 +150,12 @@ def test_a_lazily_captured_graph_is_replayed_afterwards(reference: Reference) ->
     runner = build(reference, graph_capture="on_demand")
     grids: list[Grid] = [(1, 12, 16)]
     patches = patches_of(runner, grids).to(CUDA)
-    (batch,) = runner.plan(grids)
+    (batch,) = runner.plan_batches(grids)
     first = runner.run(patches, grids, batch.budget)
     assert runner.counts.eager_runs == {Reason.NOT_CAPTURED: 1}
     assert runner.idle_step()
     assert runner.counts.captures == 1
-    (batch,) = runner.plan(grids)
+    (batch,) = runner.plan_batches(grids)
     second = runner.run(patches, grids, batch.budget)
     assert runner.counts.replays == (1 if batch.budget is not None else 0)
     assert relative_error(runner.run(patches, grids, 64), first) <= BATCH_TOLERANCE

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from encoder.images import load as image_load
 from encoder.images import structure
-from encoder.images.size import ImageError, header
+from encoder.images.size import ImageError, read_header
 from tests.hostile import files
 
 # At 20 MB, what the ingress takes by default, each would be twenty times as many.
@@ -68,9 +68,9 @@ NAMES = tuple(files.header_bombs(1000))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_header_bomb_is_refused_at_once(name: str, bombs: dict[str, bytes]) -> None:
-    assert steps(lambda: header(bombs[name])) < MOST_STEPS / 2
+    assert steps(lambda: read_header(bombs[name])) < MOST_STEPS / 2
     with pytest.raises(ImageError, match=r"the limit is|bytes of EXIF as text|not an image"):
-        header(bombs[name])
+        read_header(bombs[name])
 
 
 @pytest.mark.filterwarnings("ignore:Tag data")
@@ -81,13 +81,13 @@ def test_a_header_bomb_keeps_pillow_busy(name: str, bombs: dict[str, bytes], mon
     """So the test above can fail. Two bombs go off in C, where no steps are counted; other versions of Pillow walk
     through junk."""
     monkeypatch.setattr(image_load, "check_structure", lambda _: None)
-    busy = max(steps(lambda: header(bombs[name])), steps(lambda: naive(bombs[name])))
+    busy = max(steps(lambda: read_header(bombs[name])), steps(lambda: naive(bombs[name])))
     assert busy > MOST_STEPS
 
 
 @pytest.mark.parametrize("data", [files.PNG, files.JPEG, files.GIF, files.WEBP, files.BMP, files.TIFF])
 def test_what_cameras_and_editors_write_passes(data: bytes) -> None:
-    assert (header(data).width, header(data).height) == (64, 48)
+    assert (read_header(data).width, read_header(data).height) == (64, 48)
 
 
 def test_generous_metadata_passes() -> None:
@@ -96,9 +96,11 @@ def test_generous_metadata_passes() -> None:
         files.jpeg_segment(0xE2, b"ICC_PROFILE\0" + bytes([number, 255]) + bytes(5000)) for number in range(1, 256)
     )
     metadata = files.jpeg_segment(0xE1, b"Exif\0\0" + files.exif(900, 4))
-    assert header(files.jpeg_with(profile + metadata)).format == "JPEG"
+    assert read_header(files.jpeg_with(profile + metadata)).format == "JPEG"
     texts = files.chunk(b"tEXt", b"Title\0x") * 500 + files.chunk(b"iTXt", b"k\0\0\0\0\0x") * 10
-    assert header(files.png_with(texts + files.chunk(b"eXIf", files.exif(900)), after=texts[:1000])).format == "PNG"
+    assert (
+        read_header(files.png_with(texts + files.chunk(b"eXIf", files.exif(900)), after=texts[:1000])).format == "PNG"
+    )
     large = files.encoded(files.picture(1500, 1500), "PNG")
     pixels = large.index(b"IDAT") - 4
     structure.check_structure(large)
@@ -120,10 +122,10 @@ def test_a_format_is_what_the_content_says_and_nothing_else(start: bytes, name: 
     """The ingress and the decoders allow other lists, and Pillow tries one reader after the other: a file that two of
     them take would be measured as one image and decoded as another."""
     assert structure.signature_format(start) == name
-    assert header(start, formats=(name,)).format == name
+    assert read_header(start, formats=(name,)).format == name
     others = tuple(other for other in image_load.FORMATS if other != name)
     with pytest.raises(ImageError, match="not an image of a supported format"):
-        header(start, formats=others)
+        read_header(start, formats=others)
 
 
 def test_a_file_of_two_formats_is_read_as_its_beginning_says() -> None:
@@ -133,4 +135,4 @@ def test_a_file_of_two_formats_is_read_as_its_beginning_says() -> None:
     assert both[2048:2052] == b"PCD_"
     with Image.open(BytesIO(both), formats=("PCD", "PNG")) as seen:
         assert seen.format == "PCD", "what Pillow makes of it"
-    assert header(both).format == "PNG"
+    assert read_header(both).format == "PNG"

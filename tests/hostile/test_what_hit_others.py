@@ -26,7 +26,7 @@ from configs.schema import FetchConfig
 from deployments.common.messages import ImageRefused, ResponseHead
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
-from encoder.images.size import ImageError, grid_of, header
+from encoder.images.size import ImageError, image_grid, read_header
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import PUBLIC, SECRET, Names
 from tests.hostile.files import encoded, picture
@@ -133,7 +133,7 @@ def test_an_image_of_one_pixel() -> None:
         try:
             for size in ((1, 1), (1, 3), (3, 1), (3, 3)):
                 pixels = await pool.pixels(encoded(picture(*size), "PNG"), None, size)
-                assert pixels.grid_thw == grid_of(*size, RULES)
+                assert pixels.grid_thw == image_grid(*size, RULES)
         finally:
             pool.stop()
 
@@ -146,7 +146,7 @@ def test_a_decoders_words_do_not_reach_clients() -> None:
     with pytest.raises(OSError, match=r"0x[0-9a-f]{6,}"):
         Image.open(io.BytesIO(file))
     with pytest.raises(ImageError) as told:
-        header(file)
+        read_header(file)
     assert not re.search(r"0x|object|BytesIO", str(told.value))
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS, open_image
 from vllm.multimodal.media.image import ImageMediaIO
 
-from encoder.images.load import FORMATS, ImageError, header, load_rgb, to_rgb
+from encoder.images.load import FORMATS, ImageError, load_rgb, read_header, to_rgb
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "I;16", "F")
 ALL_FORMATS = (*FORMATS, "MPO")  # a JPEG with further pictures behind it, which Pillow names apart
@@ -61,7 +61,7 @@ def assert_as_vllm(data: bytes) -> None:
     actual = load_rgb(data)
     assert actual.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(actual), expected)
-    stated = header(data)
+    stated = read_header(data)
     assert (stated.height, stated.width) == expected.shape[:2]
 
 
@@ -105,7 +105,7 @@ def test_exif_orientation(image_format: str, orientation: int) -> None:
     exif[0x0112] = orientation
     data = encoded(picture("RGB"), image_format, exif=exif)
     assert_as_vllm(data)
-    stated = header(data)
+    stated = read_header(data)
     assert (stated.width, stated.height) == ((37, 23) if orientation < 5 else (23, 37))
 
 
@@ -128,7 +128,7 @@ def test_orientation_in_xmp(image_format: str) -> None:
     options = {"tiffinfo": {700: XMP.encode()}} if image_format == "TIFF" else {"xmp": XMP.encode()}
     data = encoded(picture("RGB"), image_format, **options)
     assert_as_vllm(data)
-    assert header(data).width == 23
+    assert read_header(data).width == 23
 
 
 def png_with_chunk(kind: bytes, payload: bytes, *, late: bool) -> bytes:
@@ -153,7 +153,7 @@ def test_orientation_in_png_chunks(late: bool) -> None:
     ):
         data = png_with_chunk(kind, payload, late=late)
         assert_as_vllm(data)
-        assert header(data).width == 23, kind
+        assert read_header(data).width == 23, kind
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
@@ -284,7 +284,7 @@ def test_damaged_files_are_taken_or_refused_as_by_vllm(name: str) -> None:
                 load_rgb(data)
             assert_safe(str(caught.value))
         else:
-            stated = header(data)
+            stated = read_header(data)
             assert expected.startswith(repr((stated.height, stated.width, 3)).encode())
     assert refused > 0
 

@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from encoder.images.load import load_rgb
-from encoder.images.size import ImageError, ImageRules, PixelBounds, grid_of, header, num_tokens, resized
+from encoder.images.size import ImageError, ImageRules, PixelBounds, image_grid, num_tokens, read_header, resized_size
 from encoder.pixels.preprocess import Preprocessor, patchify
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
@@ -72,7 +72,7 @@ def ours(
     checkpoint: Path, image: Image.Image, bounds: PixelBounds | None = None
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     preprocessor = Preprocessor(ImageRules.from_checkpoint(checkpoint))
-    pixels = preprocessor.pixels(image, bounds)
+    pixels = preprocessor.preprocess(image, bounds)
     assert pixels.values.dtype == np.uint8
     assert pixels.values.flags["C_CONTIGUOUS"]
     return patchify(torch.from_numpy(pixels.values), preprocessor.rules), pixels.grid_thw
@@ -98,12 +98,12 @@ def test_patches_and_grid(checkpoint: Path, size: tuple[int, int]) -> None:
 def test_sizes_go_up_down_and_stay(checkpoint: Path) -> None:
     """The list above is of use only while it has images that are enlarged, reduced, and left as they are."""
     rules = ImageRules.from_checkpoint(checkpoint)
-    changes = {np.sign(w * h - a * b) for w, h in SIZES for a, b in [resized(w, h, rules)]}
+    changes = {np.sign(w * h - a * b) for w, h in SIZES for a, b in [resized_size(w, h, rules)]}
     assert changes >= {-1, 1}
-    same = resized(320, 320, rules)
+    same = resized_size(320, 320, rules)
     image = picture(*same)
-    assert resized(*same, rules) == same
-    assert np.array_equal(Preprocessor(rules).pixels(image).values, np.asarray(image).transpose(2, 0, 1))
+    assert resized_size(*same, rules) == same
+    assert np.array_equal(Preprocessor(rules).preprocess(image).values, np.asarray(image).transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_bounds_of_a_request(
     bounds = PixelBounds(min_pixels, max_pixels)
     expected, grids = by_transformers(checkpoint, [image], min_pixels=min_pixels, max_pixels=max_pixels)
     patches, grid = ours(checkpoint, image, bounds)
-    assert [grid] == grids == [grid_of(*size, ImageRules.from_checkpoint(checkpoint), bounds)]
+    assert [grid] == grids == [image_grid(*size, ImageRules.from_checkpoint(checkpoint), bounds)]
     assert torch.equal(patches, expected)
 
 
@@ -151,11 +151,11 @@ def test_encoded_bytes(checkpoint: Path) -> None:
     image.save(buffer, "PNG", exif=exif)
     data = buffer.getvalue()
     rules = ImageRules.from_checkpoint(checkpoint)
-    pixels = Preprocessor(rules).pixels(data)
+    pixels = Preprocessor(rules).preprocess(data)
     expected, grids = by_transformers(checkpoint, [load_rgb(data)])
-    stated = header(data)
+    stated = read_header(data)
     assert (stated.width, stated.height) == (120, 300)
-    assert [pixels.grid_thw] == grids == [grid_of(stated.width, stated.height, rules)]
+    assert [pixels.grid_thw] == grids == [image_grid(stated.width, stated.height, rules)]
     assert torch.equal(patchify(torch.from_numpy(pixels.values), rules), expected)
 
 
@@ -166,9 +166,9 @@ def test_limits_hold_for_both_kinds_of_image() -> None:
     image.save(buffer, "PNG")
     for given in (image, buffer.getvalue()):
         with pytest.raises(ImageError, match="image has 10x10 = 100 pixels, the limit is 99"):
-            preprocessor.pixels(given)
+            preprocessor.preprocess(given)
     with pytest.raises(ImageError, match=r"aspect ratio 201, the limit is 200"):
-        Preprocessor(ImageRules()).pixels(picture(201, 1))
+        Preprocessor(ImageRules()).preprocess(picture(201, 1))
 
 
 def test_order_of_patches() -> None:
@@ -198,10 +198,10 @@ def test_sizes_by_the_processors_own_rule() -> None:
         for width, height in sizes:
             if max(width, height) / min(width, height) > 200:
                 with pytest.raises(ImageError):
-                    resized(width, height, rules)
+                    resized_size(width, height, rules)
                 continue
             expected = smart_resize(height, width, rules.factor, rules.min_pixels, rules.max_pixels)
-            assert resized(width, height, rules) == expected[::-1]
+            assert resized_size(width, height, rules) == expected[::-1]
 
 
 def test_token_counts_are_the_processors(checkpoint: Path) -> None:
@@ -209,4 +209,4 @@ def test_token_counts_are_the_processors(checkpoint: Path) -> None:
     rules = ImageRules.from_checkpoint(checkpoint)
     for width, height in SIZES:
         patches = processor.get_number_of_image_patches(height, width)
-        assert num_tokens(grid_of(width, height, rules), rules.merge_size) * rules.merge_size**2 == patches
+        assert num_tokens(image_grid(width, height, rules), rules.merge_size) * rules.merge_size**2 == patches

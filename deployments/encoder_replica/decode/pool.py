@@ -15,7 +15,7 @@ from deployments.common.fair_queue import FairQueue
 from deployments.encoder_replica.decode.worker_process import Decoder, Task
 from deployments.transfer.shared_memory import Arena
 from encoder.images.decoded import Decoded
-from encoder.images.size import ImageRules, PixelBounds, grid_of, resized
+from encoder.images.size import ImageRules, PixelBounds, image_grid, resized_size
 from encoder.pixels.preprocess import Pixels
 
 
@@ -124,7 +124,7 @@ class DecodePool:
             future.exception()  # retrieved, or asyncio logs the exception if the caller was cancelled
 
     def _decode(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
-        width, height = resized(*size, self._rules, bounds) if self._resize else size
+        width, height = resized_size(*size, self._rules, bounds) if self._resize else size
         allocation = self.arena.allocate(3 * width * height)
         if allocation is None:
             self._piped()
@@ -137,7 +137,7 @@ class DecodePool:
         finally:
             self._idle.put(decoder)
         if not resize:
-            return Decoded(values, grid_of(values.shape[1], values.shape[0], self._rules, bounds))
+            return Decoded(values, image_grid(values.shape[1], values.shape[0], self._rules, bounds))
         patch = self._rules.patch_size
         return Pixels(values, (1, values.shape[1] // patch, values.shape[2] // patch))
 

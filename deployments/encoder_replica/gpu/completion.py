@@ -10,7 +10,7 @@ from dataclasses import replace
 from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError, WorkerEndedError
 from deployments.encoder_replica.gpu.health import DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
-from encoder.device_errors import out_of_memory
+from encoder.device_errors import is_out_of_memory
 from encoder.staging.pipeline import Launched
 from encoder.staging.staging import HostAllocator
 
@@ -57,7 +57,7 @@ class Completion:
             self.refuse(jobs)
             return
         if alone:
-            told = DeviceMemoryError(str(error)) if out_of_memory(error) else error
+            told = DeviceMemoryError(str(error)) if is_out_of_memory(error) else error
             for job in jobs:
                 job.future.set_exception(told)
             return

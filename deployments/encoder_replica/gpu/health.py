@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from enum import Enum
 
-from encoder.device_errors import cuda_error, out_of_memory
+from encoder.device_errors import is_cuda_error, is_out_of_memory
 
 OUT_OF_MEMORY_IN_A_ROW = 6
 """Consecutive out-of-memory errors of images encoded alone. Exceeds the attempts per request, so it takes two."""
@@ -43,9 +43,9 @@ class DeviceHealth:
         """
         with self._lock:
             before = self.fault
-            if cuda_error(error):
+            if is_cuda_error(error):
                 self.fault = Fault.CUDA_ERROR
-            elif alone and out_of_memory(error):
+            elif alone and is_out_of_memory(error):
                 self._out_of_memory += 1
                 if self._out_of_memory >= OUT_OF_MEMORY_IN_A_ROW:
                     self.fault = self.fault or Fault.OUT_OF_MEMORY

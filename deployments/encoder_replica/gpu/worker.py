@@ -61,7 +61,7 @@ class GpuWorker:
         self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
         self._thread.start()
         encoder = made.result()
-        self.identity, self.resizes = encoder.identity, encoder.resizes
+        self.identity, self.resizes_on_device = encoder.identity, encoder.resizes_on_device
 
     @property
     def alive(self) -> bool:

@@ -114,9 +114,9 @@ def test_images_come_back_in_their_order() -> None:
     config = config_of("qwen3_vl", tiny=True, dtype="float32")
     tower = random_tower(config, seed=0, dtype=torch.float32, device=CPU)
     small = EncoderConfig(fused_kernels=False, encoder_cudagraph_token_budgets=(8, 24), warm_image_sizes=())
-    runner = TowerRunner.of(choose_forward(tower, small), small, progress=False)
+    runner = TowerRunner.build(choose_forward(tower, small), small, progress=False)
     grids = [(1, 8, 12), (1, 4, 4), (1, 6, 4), (1, 2, 2)]
-    assert len(runner.plan(grids)) > 1
+    assert len(runner.plan_batches(grids)) > 1
     patches = random_patches(config, sum(t * h * w for t, h, w in grids), seed=1, device=CPU)
     found = run_batches(runner, patches, grids)
     expected = tower(patches, tower.prepare(grids)).split([h * w // 4 for _, h, w in grids])

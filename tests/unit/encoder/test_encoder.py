@@ -112,7 +112,7 @@ def test_the_order_is_the_callers_over_many_batches(checkpoint: Path) -> None:
     encoder = load(checkpoint, SMALL_BATCHES)
     counts = [len(tokens) for tokens in tokens_of(encoder, images)]
     assert max(counts) > 32, "one image is over the largest budget"
-    batches = list(encoder.encode_batches([encoder.preprocessor.pixels(image) for image in images]))
+    batches = list(encoder.encode_batches([encoder.preprocessor.preprocess(image) for image in images]))
     assert len(batches) >= 4
     assert any(batch.budget is None and len(batch.indices) == 1 for batch, _ in batches)
     assert max(len(batch.indices) for batch, _ in batches) == 3
@@ -297,8 +297,8 @@ def test_the_batch_with_the_first_image_runs_first(checkpoints: dict[str, Path])
     """The packer puts small images first; a server's line says who is, and one that yields would wait for ever."""
     encoder = load(checkpoints["qwen3_vl"], SMALL_BATCHES)
     sides = ((160, 160), (32, 32), (160, 128), (32, 64), (64, 32), (96, 96))
-    pixels = [encoder.preprocessor.pixels(picture(*size, seed)) for seed, size in enumerate(sides)]
-    planned = [batch.indices for batch in encoder.runner.plan([image.grid_thw for image in pixels])]
+    pixels = [encoder.preprocessor.preprocess(picture(*size, seed)) for seed, size in enumerate(sides)]
+    planned = [batch.indices for batch in encoder.runner.plan_batches([image.grid_thw for image in pixels])]
     ran = [batch.indices for batch, _ in encoder.encode_batches(pixels)]
     assert 0 not in planned[0], "else this tests nothing"
     assert sorted(ran) == sorted(planned)

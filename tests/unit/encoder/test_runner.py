@@ -158,17 +158,21 @@ def test_grids_over_the_arena_run_eagerly(tower: VisionTower) -> None:
 def test_the_plan_is_by_measured_cost_or_the_seeds_rule(tower: VisionTower) -> None:
     grids: list[Grid] = [(1, 8, 8), (1, 4, 4), (1, 16, 12), (1, 30, 30)]
     runner, _ = make(tower)
-    batches = runner.plan(grids)
+    batches = runner.plan_batches(grids)
     assert sorted(index for batch in batches for index in batch.indices) == [0, 1, 2, 3]
     assert [batch for batch in batches if batch.budget is None] == [next(b for b in batches if b.indices == (3,))]
     greedy, _ = make(tower, dataclasses.replace(CONFIG, packing="greedy"))
-    assert [(batch.indices, batch.budget) for batch in greedy.plan(grids)] == [((1, 0), 32), ((2,), 64), ((3,), None)]
+    assert [(batch.indices, batch.budget) for batch in greedy.plan_batches(grids)] == [
+        ((1, 0), 32),
+        ((2,), 64),
+        ((3,), None),
+    ]
     lazy, _ = make(tower, dataclasses.replace(CONFIG, packing="greedy", graph_capture="on_demand"))
     lazy.run(patches_of(tower, [(1, 4, 4)]), [(1, 4, 4)], 16)
     assert lazy.idle_step()
-    assert lazy.plan(grids) == greedy.plan(grids), "not by the one budget that is captured"
+    assert lazy.plan_batches(grids) == greedy.plan_batches(grids), "not by the one budget that is captured"
     with pytest.raises(ValueError, match=r"grid \(1, 3, 4\)"):
-        runner.plan([(1, 3, 4)])
+        runner.plan_batches([(1, 3, 4)])
 
 
 def test_a_graph_slower_than_eager_is_not_used(tower: VisionTower) -> None:
@@ -178,7 +182,7 @@ def test_a_graph_slower_than_eager_is_not_used(tower: VisionTower) -> None:
     capturing = GraphCapturer(cast(EncoderGraphs, graphs), CONFIG, tower.config, tally, activation_bytes=1000)
     capturing.start(progress=False)
     runner = TowerRunner(forward, CONFIG, tables=tables, capturer=capturing, counts=tally)
-    assert [batch.budget for batch in runner.plan([(1, 8, 8)])] == [None]
+    assert [batch.budget for batch in runner.plan_batches([(1, 8, 8)])] == [None]
 
 
 def test_lazily_captured_graphs_are_replayed_afterwards(tower: VisionTower) -> None:
@@ -186,11 +190,11 @@ def test_lazily_captured_graphs_are_replayed_afterwards(tower: VisionTower) -> N
     assert not runner.idle_step(), "nothing was asked for"
     grids: list[Grid] = [(1, 8, 8)]
     patches = patches_of(tower, grids)
-    (batch,) = runner.plan(grids)
+    (batch,) = runner.plan_batches(grids)
     runner.run(patches, grids, batch.budget)
     assert runner.idle_step()
     assert list(graphs.captured) == [GraphKey(16, 64)]
-    (batch,) = runner.plan(grids)
+    (batch,) = runner.plan_batches(grids)
     assert_close(runner.run(patches, grids, batch.budget), expected_of(tower, patches, grids))
     assert graphs.replayed == [GraphKey(16, 64)]
     assert runner.counts.eager_runs == {Reason.NOT_CAPTURED: 1}
@@ -213,9 +217,9 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
 ) -> None:
     monkeypatch.undo()
     config = EncoderConfig(fused_kernels="auto", cudagraph_mm_encoder="auto")
-    runner = TowerRunner.of(choose_forward(tower, config), config, progress=False)
+    runner = TowerRunner.build(choose_forward(tower, config), config, progress=False)
     grids: list[Grid] = [(1, 8, 8), (1, 4, 4)]
-    (batch,) = runner.plan(grids)
+    (batch,) = runner.plan_batches(grids)
     assert (batch.indices, batch.budget) == ((1, 0), 2048)
     patches = patches_of(tower, grids)
     assert torch.equal(runner.run(patches, grids, 2048), expected_of(tower, patches, grids))
@@ -237,15 +241,15 @@ def test_what_is_asked_for_and_cannot_be_had_is_an_error(
     tower: VisionTower, settings: dict[str, object], error: type[Exception], told: str
 ) -> None:
     with pytest.raises(error, match=told):
-        TowerRunner.of(choose_forward(tower, config := EncoderConfig(**settings)), config)  # type: ignore[arg-type]
+        TowerRunner.build(choose_forward(tower, config := EncoderConfig(**settings)), config)  # type: ignore[arg-type]
 
 
 def test_compiling_leaves_the_plain_tower_as_it_was(tower: VisionTower) -> None:
     forward = choose_forward(tower, EncoderConfig(compile_mm_encoder=True))
     compiled = forward.run
     assert isinstance(compiled, torch.nn.Module)
-    assert (forward.name, forward.compiles) == ("compiled", True)
-    assert not choose_forward(tower, EncoderConfig()).compiles
+    assert (forward.name, forward.may_compile) == ("compiled", True)
+    assert not choose_forward(tower, EncoderConfig()).may_compile
     assert [block._compiled_call_impl is not None for block in compiled.blocks] == [True] * len(tower.blocks)  # type: ignore[union-attr]
     assert [block._compiled_call_impl for block in tower.blocks] == [None] * len(tower.blocks)
     ours, theirs = dict(compiled.named_parameters()), dict(tower.named_parameters())
@@ -296,7 +300,7 @@ def test_without_fused_kernels_the_plain_tower_runs(
     monkeypatch.setattr("encoder.forwards._fused_unsupported_reason", lambda tower: unsupported)
     monkeypatch.setattr("encoder.forwards._fused", broken)
     monkeypatch.setattr("encoder.forwards.logger.warning", lambda text, *values: told.append(text % values))
-    runner = TowerRunner.of(choose_forward(tower, EncoderConfig()), EncoderConfig(), progress=False)
+    runner = TowerRunner.build(choose_forward(tower, EncoderConfig()), EncoderConfig(), progress=False)
     assert (runner.forward.name, runner.counts.fusion_fallback) == ("eager", reason)
     assert told == ["no fused kernels: no such instruction"]
 

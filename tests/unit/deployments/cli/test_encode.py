@@ -27,7 +27,7 @@ from deployments.cli import main as cli
 from encoder import Embedding, Encoder
 from encoder.checkpoint.image_rules import PixelBounds
 from encoder.offline import store as kept
-from encoder.offline.encode_folder import pictures as found_pictures
+from encoder.offline.encode_folder import list_images
 from encoder.offline.store import EmbeddingFiles, EmbeddingFilesError, Entry
 from training.checkpoints import make_checkpoint
 
@@ -174,7 +174,7 @@ def test_a_killed_run_is_gone_on_with(folder: Path, checkpoint: Path) -> None:
     assert len(embeddings(folder)) == 2
     result = encode(folder, checkpoint, "--images-per-file", "2")
     assert "3 encoded, 0 of the same bytes as another, 2 there already" in result.stdout
-    assert sorted(embeddings(folder)) == found_pictures(folder)
+    assert sorted(embeddings(folder)) == list_images(folder)
     assert list(out.glob("*.part")) == []
 
 
@@ -182,7 +182,7 @@ def test_what_an_interruption_leaves_pending_is_written(folder: Path, checkpoint
     """Ctrl-C loses nothing that was encoded."""
     with contextlib.suppress(KeyboardInterrupt), opened(folder.parent / "out") as files:
         files.add(entry("a"), torch.ones(2, 3))
-        assert files.known("digest of a") is None
+        assert files.find_entry("digest of a") is None
         raise KeyboardInterrupt
     assert [line["path"] for line in manifest(folder)] == ["a"]
 
@@ -220,7 +220,7 @@ def test_a_file_that_is_gone_takes_its_lines_along(tmp_path: Path) -> None:
     (tmp_path / "embeddings-00000.safetensors").unlink()
     with opened(tmp_path) as files:
         assert [found.path for found in files.entries] == ["c"]
-        assert files.known("digest of a") is None
+        assert files.find_entry("digest of a") is None
         with pytest.raises(ValueError, match="no tokens"):
             files.add(entry("again", "digest of a"), None)
 
@@ -228,9 +228,9 @@ def test_a_file_that_is_gone_takes_its_lines_along(tmp_path: Path) -> None:
 def test_a_file_is_written_when_it_has_enough_bytes(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
         files.add(entry("a"), torch.ones(100, 3))
-        assert files.known("digest of a") is not None
+        assert files.find_entry("digest of a") is not None
         files.add(entry("b"), torch.ones(2, 3))
-        assert files.known("digest of b") is None
+        assert files.find_entry("digest of b") is None
         assert files.holds("digest of b")
 
 

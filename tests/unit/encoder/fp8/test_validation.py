@@ -15,7 +15,7 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.fp8.calibration_images import trial_batch, trial_images
 from encoder.fp8.tower import check_fp8
-from encoder.fp8.validation import SHARES, Agreement, Fp8RefusedError, Share, agreement, default_rules, try_fp8
+from encoder.fp8.validation import SHARES, Agreement, Fp8RefusedError, Share, compare_embeddings, default_rules, try_fp8
 from encoder.metadata.geometry import Grid
 
 CPU = torch.device("cpu")
@@ -149,10 +149,10 @@ def test_parts_of_the_width_and_images_count_apart() -> None:
     expected[:, OUT:] *= 1e-4
     found = expected.clone()
     found[2:, OUT:] *= -1
-    told = agreement(found, expected, (2, 4), OUT)
+    told = compare_embeddings(found, expected, (2, 4), OUT)
     assert told.lowest_token_cosine == pytest.approx(-1)
     assert told.lowest_image_cosine == pytest.approx(-1)
-    assert agreement(expected, expected, (2, 4), OUT) == Agreement(pytest.approx(1), pytest.approx(1), 0.0)  # type: ignore[arg-type]
+    assert compare_embeddings(expected, expected, (2, 4), OUT) == Agreement(pytest.approx(1), pytest.approx(1), 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("patch_size", [14, 16])

@@ -107,14 +107,14 @@ class FakeGraphs:
         grown = self.begun.pop(key)
         if key.budget in self.differing:
             raise GraphRefusedError(f"budget {key.budget} differs")
-        shape = GraphCapacity.of(key, self._max_images, self._forward.config)
+        shape = GraphCapacity.for_key(key, self._max_images, self._forward.config)
         grids = tuple(trial_batch(shape, self._forward.config))
         alike = tuple(timing_batch(shape, self._forward.config))
         self.captured[key] = FakeGraph(shape, grids, alike, self._ms(key.budget), grown)
         return self.captured[key]
 
     def find_graph(self, layout: Layout, budget: int) -> GraphKey | None:
-        holding = [key for key, graph in self.captured.items() if key.budget >= budget and graph.shape.holds(layout)]
+        holding = [key for key, graph in self.captured.items() if key.budget >= budget and graph.shape.fits(layout)]
         return min(holding, default=None)
 
     def replay(self, key: GraphKey, patches: Tensor, layout: Layout) -> Tensor:
@@ -123,7 +123,7 @@ class FakeGraphs:
         buffers.spoil_padding(layout, shape)
         laid_out = self._forward.metadata(
             self._tables.arena,
-            buffers.described,
+            buffers.description,
             tokens=key.budget,
             frames=shape.max_images,
             windows=shape.max_windows,

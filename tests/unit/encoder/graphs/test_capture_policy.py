@@ -21,7 +21,7 @@ from encoder.graphs.capture_policy import MemoryModel, RunTimes, best_tight, bes
 from encoder.graphs.captured import EncoderGraphs
 from encoder.graphs.traffic_histogram import TrafficHistogram
 from encoder.metadata.device_tables import GridTables
-from encoder.packing.costs import EAGER_MARGIN, Costs, ascending
+from encoder.packing.costs import EAGER_MARGIN, Costs, isotonic_fit
 from encoder.packing.run_counts import RunCounts
 from encoder.towers.weights import build_tower
 from tests.unit.encoder.graphs.fake_graphs import BYTES_PER_TOKEN, FakeGraphs, forward_of
@@ -319,11 +319,11 @@ def test_attention_is_told_apart_from_the_rest() -> None:
     table = costs.table()
     assert table is not None
     assert (table.replay_ms, table.eager_ms, table.work_ms) == (((64, 1.5), (128, 3.0)), ((60, 5.5),), 0.5)
-    chosen_by = costs.choosing()
+    chosen_by = costs.packing_table()
     assert chosen_by is not None
     assert (chosen_by.replay_ms, chosen_by.eager_ms) == (table.replay_ms, ((60, EAGER_MARGIN * 5.5),))
     costs.add_eager(60, 7.0, 0.0)
-    renewed = costs.choosing()
+    renewed = costs.packing_table()
     assert renewed is not None
     assert renewed.eager_ms == ((60, EAGER_MARGIN * 7.0),)
     assert [costs.replay_ms(budget) for budget in (32, 64, 96, 256)] == [1.5, 1.5, 2.25, 6.0]
@@ -331,9 +331,9 @@ def test_attention_is_told_apart_from_the_rest() -> None:
 
 @given(st.lists(st.floats(0.1, 100), max_size=12))
 def test_times_that_fall_are_evened_out(times: list[float]) -> None:
-    found = ascending(times)
+    found = isotonic_fit(times)
     assert found == sorted(found)
     assert sum(found) == pytest.approx(sum(times))
     if times == sorted(times):
         assert found == times
-    assert ascending([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
+    assert isotonic_fit([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]

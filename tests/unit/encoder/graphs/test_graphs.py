@@ -54,7 +54,7 @@ def test_a_graph_that_equals_its_forward_is_kept_and_timed(tower: VisionTower) -
     graphs = graphs_of(forward_of(tower))
     for key in (whole(96, tower.config), whole(32, tower.config), GraphKey(96, 256)):
         captured = graphs.capture(key)
-        assert captured.shape == GraphCapacity.of(key, 6, tower.config)
+        assert captured.shape == GraphCapacity.for_key(key, 6, tower.config)
         assert captured.replay_ms > 0
         assert captured.pool_bytes == POOL_BYTES
         assert sum(t * h * w for t, h, w in captured.grids) < 4 * key.budget, "it was checked with padding"
@@ -102,7 +102,7 @@ def test_a_graph_is_compared_with_its_forward_in_the_same_numerics(
     graphs = made(forward, GridTables(forward.config, CPU, 2**20), largest_budget=96, max_images=6)
     key = whole(96, tower.config)
     if off_by is None:
-        assert graphs.capture(key).shape == GraphCapacity.of(key, 6, tower.config)
+        assert graphs.capture(key).shape == GraphCapacity.for_key(key, 6, tower.config)
         return
     with pytest.raises(GraphRefusedError, match=off_by):
         graphs.capture(key)
@@ -154,10 +154,10 @@ def test_a_forward_that_fails_while_it_is_captured_is_refused(tower: VisionTower
 def test_trial_batches_fit_leave_padding_and_use_several_images(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CPU, 2**22)
     for key in (whole(64, tower.config), whole(1024, tower.config), whole(8192, tower.config), GraphKey(1024, 256)):
-        shape = GraphCapacity.of(key, 16, tower.config)
+        shape = GraphCapacity.for_key(key, 16, tower.config)
         layout = tables.layout(trial_batch(shape, tower.config))
         assert layout is not None
-        assert shape.holds(layout)
+        assert shape.fits(layout)
         assert len(layout.image_tokens) > 1
         assert layout.num_tokens < key.budget
 
@@ -165,10 +165,10 @@ def test_trial_batches_fit_leave_padding_and_use_several_images(tower: VisionTow
 def test_timing_batches_fit_fill_most_and_are_many_images_alike(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CPU, 2**22)
     for budget in default_budgets():
-        shape = GraphCapacity.of(whole(budget, tower.config), 16, tower.config)
+        shape = GraphCapacity.for_key(whole(budget, tower.config), 16, tower.config)
         layout = tables.layout(timing_batch(shape, tower.config))
         assert layout is not None
-        assert shape.holds(layout), budget
+        assert shape.fits(layout), budget
         assert len(set(layout.image_tokens)) == 1
         assert len(layout.image_tokens) == 16
         assert 0.7 * budget <= layout.num_tokens <= budget
@@ -234,7 +234,7 @@ def test_layouts_are_not_used_after_the_arena_was_overwritten(tower: VisionTower
     batches: list[list[Grid]] = [[(1, 8, 10), (1, 2, 2)], [(1, 4, 12)], [(1, 6, 20)]]
     keys = [whole(96, tower.config), whole(32, tower.config)]
     # One number short of room for the batches' grids and those that the graphs are timed with.
-    timed = [timing_batch(GraphCapacity.of(key, 6, tower.config), tower.config)[0] for key in keys]
+    timed = [timing_batch(GraphCapacity.for_key(key, 6, tower.config), tower.config)[0] for key in keys]
     grids_in_all = {grid for batch in [*batches, timed] for grid in batch}
     roomy = GridTables(tower.config, CPU, 2**20)
     roomy.warm(sorted(grids_in_all))
@@ -257,16 +257,16 @@ def test_a_layout_of_an_overwritten_arena_is_refused(tower: VisionTower) -> None
     tables = GridTables(tower.config, CPU, 4 * 10 * 100)
     layout = tables.layout([(1, 4, 8)])
     assert layout is not None
-    layout.described(4, CPU)
+    layout.device_description(4, CPU)
     number = 4
     while tables.layout([(1, 4, 8)]) is layout:
         number += 2
         tables.layout([(1, 2, number)])
     with pytest.raises(StaleLayoutError, match="overwritten"):
-        layout.described(4, CPU)
+        layout.device_description(4, CPU)
     again = tables.layout([(1, 4, 8)])
     assert again is not None
-    again.described(4, CPU)
+    again.device_description(4, CPU)
 
 
 def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> None:
@@ -284,7 +284,7 @@ def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> N
     grids: list[Grid] = [(1, 8, 8), (1, 6, 6), (1, 4, 30), (1, 22, 20), (1, 2, 2)]
     torch.manual_seed(0)
     images = [torch.randn(t * h * w, tower.config.patch_dim) for t, h, w in grids]
-    for batch in runner.plan(grids):
+    for batch in runner.plan_batches(grids):
         some = [grids[index] for index in batch.indices]
         patches = torch.cat([images[index] for index in batch.indices])
         found = runner.run(patches, some, batch.budget)

@@ -22,10 +22,10 @@ from encoder.images.size import (
     ImageHeader,
     ImageRules,
     PixelBounds,
-    grid_of,
-    header,
+    image_grid,
     num_tokens,
-    resized,
+    read_header,
+    resized_size,
 )
 from tests.programs import output_of_python
 
@@ -43,37 +43,37 @@ def encoded(image: Image.Image, image_format: str, **options: Any) -> bytes:
 def test_resized_is_a_multiple_within_bounds(width: int, height: int, rules: ImageRules) -> None:
     if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
         with pytest.raises(ImageError, match=f"image of {width}x{height} has aspect ratio .* the limit is 200"):
-            resized(width, height, rules)
+            resized_size(width, height, rules)
         return
-    new_width, new_height = resized(width, height, rules)
+    new_width, new_height = resized_size(width, height, rules)
     assert new_width % rules.factor == new_height % rules.factor == 0
     assert new_width * new_height >= rules.min_pixels
     assert new_width * new_height <= rules.max_pixels or rules.factor in (new_width, new_height)
-    t, h, w = grid_of(width, height, rules)
+    t, h, w = image_grid(width, height, rules)
     assert (t, h * rules.patch_size, w * rules.patch_size) == (1, new_height, new_width)
     assert num_tokens((t, h, w), rules.merge_size) * rules.factor**2 == new_width * new_height
 
 
 def test_known_sizes() -> None:
-    assert resized(1024, 768, ImageRules()) == (1036, 756)
-    assert grid_of(1024, 1024, QWEN3) == (1, 64, 64)
-    assert grid_of(1, 1, QWEN3) == (1, 16, 16)
+    assert resized_size(1024, 768, ImageRules()) == (1036, 756)
+    assert image_grid(1024, 1024, QWEN3) == (1, 64, 64)
+    assert image_grid(1, 1, QWEN3) == (1, 16, 16)
     assert num_tokens((2, 4, 6), 2) == 12
-    assert resized(5600, 28, ImageRules()) == (5600, 28)
+    assert resized_size(5600, 28, ImageRules()) == (5600, 28)
     with pytest.raises(ImageError, match=r"image of 2001x10 has aspect ratio 200.1, the limit is 200"):
-        resized(2001, 10, ImageRules())
+        resized_size(2001, 10, ImageRules())
 
 
 def test_bounds_replace_the_checkpoints_one_by_one() -> None:
-    assert resized(640, 640, QWEN3) == (640, 640)
-    assert resized(640, 640, QWEN3, PixelBounds()) == (640, 640)
-    assert resized(640, 640, QWEN3, PixelBounds(max_pixels=320 * 320)) == (320, 320)
-    assert resized(640, 640, QWEN3, PixelBounds(min_pixels=1280 * 1280)) == (1280, 1280)
-    assert resized(64, 64, QWEN3) == (256, 256)
-    assert resized(64, 64, QWEN3, PixelBounds(min_pixels=64 * 64)) == (64, 64)
+    assert resized_size(640, 640, QWEN3) == (640, 640)
+    assert resized_size(640, 640, QWEN3, PixelBounds()) == (640, 640)
+    assert resized_size(640, 640, QWEN3, PixelBounds(max_pixels=320 * 320)) == (320, 320)
+    assert resized_size(640, 640, QWEN3, PixelBounds(min_pixels=1280 * 1280)) == (1280, 1280)
+    assert resized_size(64, 64, QWEN3) == (256, 256)
+    assert resized_size(64, 64, QWEN3, PixelBounds(min_pixels=64 * 64)) == (64, 64)
     # Under the checkpoint's minimum: what is larger shrinks, what is smaller still grows to that minimum.
-    assert resized(640, 640, QWEN3, PixelBounds(max_pixels=128 * 128)) == (128, 128)
-    assert resized(64, 64, QWEN3, PixelBounds(max_pixels=128 * 128)) == (256, 256)
+    assert resized_size(640, 640, QWEN3, PixelBounds(max_pixels=128 * 128)) == (128, 128)
+    assert resized_size(64, 64, QWEN3, PixelBounds(max_pixels=128 * 128)) == (256, 256)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_rules_travel_as_json() -> None:
 
 @pytest.mark.parametrize("image_format", FORMATS)
 def test_header(image_format: str) -> None:
-    assert header(encoded(Image.new("RGB", (48, 16)), image_format)) == ImageHeader(48, 16, image_format)
+    assert read_header(encoded(Image.new("RGB", (48, 16)), image_format)) == ImageHeader(48, 16, image_format)
 
 
 @pytest.mark.parametrize("image_format", FORMATS)
@@ -234,14 +234,14 @@ def test_header_decodes_nothing(image_format: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", refuse)
     turned = image_format in ("PNG", "JPEG")
-    assert header(data) == ImageHeader(*((16, 48) if turned else (48, 16)), image_format)
+    assert read_header(data) == ImageHeader(*((16, 48) if turned else (48, 16)), image_format)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"\0", b"hello", b"<svg></svg>", b"%PDF-1.4", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"II*\0"]
 )
 def test_what_is_no_image_is_an_error_fit_for_a_client(data: bytes) -> None:
-    for read in (header, load_rgb):
+    for read in (read_header, load_rgb):
         with pytest.raises(
             ImageError, match=r"^(not an image of a supported format|image data is truncated or corrupt)$"
         ):
@@ -264,19 +264,19 @@ def test_more_pixels_than_allowed_are_refused_by_the_header(monkeypatch: pytest.
         raise AssertionError("decoded")
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", refuse)
-    for read in (header, load_rgb):
+    for read in (read_header, load_rgb):
         with pytest.raises(ImageError, match=r"image has 200x100 = 20000 pixels, the limit is 19999"):
             read(png_header(200, 100), max_pixels_decoded=19999)
         with pytest.raises(ImageError, match=r"image has 13000x13000 = 169000000 pixels, the limit is 100000000"):
             read(png_header(13000, 13000), max_pixels_decoded=100_000_000)
         with pytest.raises(ImageError, match=r"image has too many pixels, the limit is 178956970"):
             read(png_header(100_000, 100_000))
-    assert header(png_header(200, 100), max_pixels_decoded=20000).width == 200
+    assert read_header(png_header(200, 100), max_pixels_decoded=20000).width == 200
 
 
 def test_cut_off_pixels_show_when_decoded() -> None:
     data = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), "JPEG")[:900]
-    assert header(data) == ImageHeader(64, 64, "JPEG")
+    assert read_header(data) == ImageHeader(64, 64, "JPEG")
     with pytest.raises(ImageError, match=r"^image data is truncated or corrupt$"):
         load_rgb(data)
 

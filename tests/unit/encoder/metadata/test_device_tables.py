@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
+from encoder.forwards import TowerForward
 from encoder.metadata.builder import MetadataBuilder
 from encoder.metadata.device_tables import GridTables, Layout
-from encoder.metadata.expand import Expand, expand, metadata
+from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
@@ -36,6 +37,10 @@ def laid_out(tables: GridTables, grids: list[Grid]) -> Layout:
     layout = tables.layout(grids)
     assert layout is not None
     return layout
+
+
+def never_run(patches: Tensor, metadata: TowerMetadata) -> Tensor:
+    raise AssertionError("only the metadata is built")
 
 
 def check_equal(found: TowerMetadata, expected: TowerMetadata, tokens: int) -> None:
@@ -66,26 +71,25 @@ def check_equal(found: TowerMetadata, expected: TowerMetadata, tokens: int) -> N
 
 
 def check(config: VisionConfig, way: Expand, spare_tokens: int, spare_slots: int) -> None:
-    tables, builder = tables_for(config), MetadataBuilder(config)
+    tables, builder, backend = tables_for(config), MetadataBuilder(config), AttentionBackend.VARLEN
+    forward = TowerForward("eager", never_run, config, torch.float32, CPU, backend, backend.value, way)
     for grids in BATCHES * 2:
         layout = laid_out(tables, grids)
         slots, tokens = layout.slots + spare_slots, layout.num_tokens + spare_tokens
-        described = layout.described(slots, CPU)
-        assert described.shape[0] == 4
-        assert slots < described.shape[1] <= slots + 4
-        assert described.stride(0) % 4 == 0, "rows begin on 16 bytes"
-        expanded = way(tables.arena, described, config, tokens, layout.num_windows + spare_slots)
-        found = metadata(
-            expanded,
-            described,
-            config,
+        description = layout.device_description(slots, CPU)
+        assert description.shape[0] == 4
+        assert slots < description.shape[1] <= slots + 4
+        assert description.stride(0) % 4 == 0, "rows begin on 16 bytes"
+        found = forward.metadata(
+            tables.arena,
+            description,
             tokens=tokens,
             frames=layout.num_frames + spare_slots,
+            windows=layout.num_windows + spare_slots,
             max_seqlen=layout.max_seqlen,
             image_tokens=layout.image_tokens,
-            backend=AttentionBackend.VARLEN,
         )
-        expected = builder.build(grids, device=CPU, backend=AttentionBackend.VARLEN)
+        expected = builder.build(grids, device=CPU, backend=backend)
         assert (layout.num_patches, layout.num_tokens) == (expected.num_patches, expected.num_tokens)
         assert layout.image_tokens == expected.image_tokens
         assert layout.num_windows == (0 if expected.windows is None else expected.windows.cu_seqlens.numel() - 1)
@@ -138,8 +142,8 @@ def test_a_full_arena_begins_anew_within_its_bytes() -> None:
     arena: Tensor = tables.arena
     for grids in ([(1, 6, 10)], [(1, 4, 8)], [(1, 6, 8), (1, 2, 2)], [(1, 6, 10), (1, 2, 2)]):
         layout = laid_out(tables, grids)
-        described = layout.described(layout.slots, CPU)
-        found = expand(tables.arena, described, config, layout.num_tokens, 0)
+        description = layout.device_description(layout.slots, CPU)
+        found = expand(tables.arena, description, config, layout.num_tokens, 0)
         expected = MetadataBuilder(config).build(grids, device=CPU, backend=AttentionBackend.VARLEN)
         assert torch.equal(found.rope, expected.rope_positions)
     assert tables.arena is arena

@@ -93,7 +93,7 @@ def test_window_order_lists_the_tokens_of_each_window_in_turn(grid: Grid, window
     ]
     assert order.tolist() == [token for tokens in expected for token in tokens]
     assert lengths == tuple(len(tokens) * MERGE**2 for tokens in expected)
-    assert torch.equal(order[geometry.inverse(order)], torch.arange(len(order)))
+    assert torch.equal(order[geometry.inverse_permutation(order)], torch.arange(len(order)))
 
 
 def test_cu_seqlens() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder.packing.cost_based import CostTable, ImageCost, Sums, plan
+from encoder.packing.cost_based import CostTable, ImageCost, Sums, plan_batches
 from encoder.packing.greedy import Batch, pack
 
 # Replays save the launches (2 ms) and cost 1 ms a thousand tokens, as eager does.
@@ -29,7 +29,7 @@ counts_strategy = st.lists(st.integers(1, 9000), max_size=24)
 
 @given(counts_strategy, st.integers(1, 16))
 def test_every_image_comes_out_once_within_the_bounds(counts: list[int], max_images: int) -> None:
-    batches = plan(images(counts), table=TABLE, max_images=max_images, max_tokens=8192)
+    batches = plan_batches(images(counts), table=TABLE, max_images=max_images, max_tokens=8192)
     assert sorted(index for batch in batches for index in batch.indices) == list(range(len(counts)))
     for batch in batches:
         tokens = sum(counts[index] for index in batch.indices)
@@ -44,7 +44,7 @@ def test_every_image_comes_out_once_within_the_bounds(counts: list[int], max_ima
 @given(counts_strategy.filter(bool), st.integers(1, 16))
 def test_no_plan_is_slower_than_the_seeds_rule_or_eager(counts: list[int], max_images: int) -> None:
     costs = images(counts)
-    ours = TABLE.total_ms(costs, plan(costs, table=TABLE, max_images=max_images, max_tokens=8192))
+    ours = TABLE.total_ms(costs, plan_batches(costs, table=TABLE, max_images=max_images, max_tokens=8192))
     greedy = TABLE.total_ms(costs, pack(counts, budgets=TABLE.budgets, max_images=max_images))
     alone = sum(TABLE.batch_ms([cost], None) for cost in costs)
     assert ours <= greedy + 1e-9
@@ -54,17 +54,17 @@ def test_no_plan_is_slower_than_the_seeds_rule_or_eager(counts: list[int], max_i
 def test_a_batch_that_replays_slower_than_eager_runs_eagerly() -> None:
     """vLLM's graphs padded 4,252 tokens to 8,192 and lost to its own eager run by 1.6."""
     slow_replay = CostTable(replay_ms=((8192, 84.0),), eager_ms=((64, 2.0), (8192, 80.0)), work_ms=0.0)
-    assert plan(images([4252]), table=slow_replay, max_images=16, max_tokens=8192) == [Batch((0,), None)]
+    assert plan_batches(images([4252]), table=slow_replay, max_images=16, max_tokens=8192) == [Batch((0,), None)]
 
 
 def test_small_images_replay() -> None:
-    assert plan(images([49]), table=TABLE, max_images=16, max_tokens=8192) == [Batch((0,), 64)]
+    assert plan_batches(images([49]), table=TABLE, max_images=16, max_tokens=8192) == [Batch((0,), 64)]
 
 
 def test_images_that_fill_a_budget_go_together() -> None:
     """The seed's rule would put 400, 624 and 900 into 2048; 400 + 624 fill 1024."""
     table = CostTable(replay_ms=((1024, 1.0), (2048, 2.5)), eager_ms=((64, 3.0), (8192, 30.0)), work_ms=0.0)
-    batches = plan(images([900, 400, 624]), table=table, max_images=16, max_tokens=8192)
+    batches = plan_batches(images([900, 400, 624]), table=table, max_images=16, max_tokens=8192)
     assert {(batch.indices, batch.budget) for batch in batches} == {((0,), 1024), ((1, 2), 1024)}
 
 
@@ -76,11 +76,11 @@ def test_what_is_worth_a_launch_is_nearly_as_fast_a_token_as_the_best() -> None:
 
 def test_without_budgets_everything_runs_eagerly() -> None:
     table = CostTable(replay_ms=(), eager_ms=((64, 2.0),), work_ms=0.0)
-    assert plan(images([5, 6]), table=table, max_images=16, max_tokens=8192) == [Batch((0, 1), None)]
+    assert plan_batches(images([5, 6]), table=table, max_images=16, max_tokens=8192) == [Batch((0, 1), None)]
 
 
 def test_no_images_is_no_batch() -> None:
-    assert plan([], table=TABLE, max_images=16, max_tokens=8192) == []
+    assert plan_batches([], table=TABLE, max_images=16, max_tokens=8192) == []
 
 
 @given(st.lists(st.integers(1, 60), max_size=9), st.integers(0, 200), st.integers(0, 9))

@@ -27,7 +27,7 @@ from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.encoder_replica.decode.worker_process import Task
 from encoder.images.decoded import Decoded
-from encoder.images.size import ImageError, PixelBounds, header
+from encoder.images.size import ImageError, PixelBounds, read_header
 from encoder.pixels.preprocess import Pixels, Preprocessor, resize
 from tests.unit.deployments.samples import RULES, png
 
@@ -59,7 +59,7 @@ def decoders() -> set[psutil.Process]:
 def decoded(pool: DecodePool, data: bytes, bounds: PixelBounds | None = None) -> Coroutine[Any, Any, Pixels | Decoded]:
     """With the size that the header states, as the ingress gives it."""
     try:
-        found = header(data)
+        found = read_header(data)
     except ImageError:
         return pool.pixels(data, bounds, (10, 10))
     return pool.pixels(data, bounds, (found.width, found.height))
@@ -97,7 +97,7 @@ def pool(runner: asyncio.Runner) -> Iterator[DecodePool]:
 def test_pixels_are_those_of_the_preprocessor(pool: DecodePool, runner: asyncio.Runner) -> None:
     for bounds in (None, PixelBounds(100 * 28 * 28, None)):
         pixels = runner.run(decoded(pool, GOOD, bounds))
-        expected = Preprocessor(RULES).pixels(GOOD, bounds)
+        expected = Preprocessor(RULES).preprocess(GOOD, bounds)
         assert pixels.grid_thw == expected.grid_thw
         assert np.array_equal(pixels.values, expected.values)
 
@@ -298,7 +298,7 @@ def test_without_room_pixels_come_through_the_pipe_and_are_counted(
     everything = pool.arena.allocate(SHARED_BYTES)
     assert everything is not None
     pixels = runner.run(decoded(pool, GOOD))
-    assert np.array_equal(pixels.values, Preprocessor(RULES).pixels(GOOD).values)
+    assert np.array_equal(pixels.values, Preprocessor(RULES).preprocess(GOOD).values)
     assert piped == [1]
     del everything
     runner.run(decoded(pool, GOOD))
@@ -319,7 +319,7 @@ def test_a_file_that_holds_more_than_its_header_said_comes_through_the_pipe(
     del first  # the gap before the neighbour is what the next image gets
     large = png(560, 280)
     pixels = runner.run(pool.pixels(large, None, (28, 28)))
-    assert np.array_equal(pixels.values, Preprocessor(RULES).pixels(large).values)
+    assert np.array_equal(pixels.values, Preprocessor(RULES).preprocess(large).values)
     assert (neighbour == 77).all()
 
 
@@ -348,7 +348,7 @@ def test_where_the_device_resizes_the_workers_only_decode(runner: asyncio.Runner
         image = runner.run(decoded(pool, GOOD))
         assert isinstance(image, Decoded)
         assert image.values.shape == (60, 100, 3)
-        assert np.array_equal(resize(image, RULES).values, Preprocessor(RULES).pixels(GOOD).values)
+        assert np.array_equal(resize(image, RULES).values, Preprocessor(RULES).preprocess(GOOD).values)
         (worker,) = decoders() - before
         assert not any("libtorch" in mapped.path for mapped in worker.memory_maps())
         del image

@@ -45,7 +45,7 @@ class FakeEncoder:
     worth a launch."""
 
     identity = IDENTITY
-    resizes = False
+    resizes_on_device = False
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
@@ -495,7 +495,7 @@ def test_images_that_were_packed_have_their_own_embeddings(checkpoints: dict[str
     files = [png(64 + 16 * number, 48, (number * 20, 80, 160)) for number in range(10)]
     worker = GpuWorker(lambda: encoder, max_queued_tokens=10**6)
     # Resized by who decoded it, or left to the encoder.
-    ways: list[Callable[[bytes], Pixels | Decoded]] = [encoder.preprocessor.pixels, encoder.preprocessor.decoded]
+    ways: list[Callable[[bytes], Pixels | Decoded]] = [encoder.preprocessor.preprocess, encoder.preprocessor.decode]
     futures = [worker.submit(ways[number % 2](file)) for number, file in enumerate(files)]
     gate.set()
     found = [future.result(WAIT_S).tokens for future in futures]
