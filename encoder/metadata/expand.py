@@ -36,7 +36,7 @@ class Expanded:
 
 
 class Expand(Protocol):
-    """Expands a batch description (`Layout.device_description`) and `arena` to `tokens` tokens and `windows` windows."""
+    """Expands a batch description (`Layout.device_description`) and `arena` to `tokens` tokens, `windows` windows."""
 
     def __call__(
         self, arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int
