@@ -40,6 +40,8 @@ SETTINGS = {
     # HAProxy is restarted whenever an ingress is added or removed. The previous process finishes its responses for up
     # to `ingress.request_timeout_s`; Serve's two minutes would cut longer ones.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "610",
+    # HAProxy names the client, and connects from its own node.
+    "FORWARDED_ALLOW_IPS": "127.0.0.1",
     # Replicas run in Serve's own event loop.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

@@ -28,7 +28,7 @@ MAX_TRIES = 5
 """Attempts at one request: a request that crashes every replica it reaches must not crash all of them."""
 
 MAX_ENGINES = 2
-"""Engines that one request may lose, since the request may be what crashes them."""
+"""Language models that one request may lose after they have accepted it, since the request may be what crashes them."""
 
 FIRST_WAIT_S = 0.05
 """Delay before the first retry; it doubles with each further one."""
@@ -42,10 +42,10 @@ class Lost:
     encoders: int = 0
     llms: int = 0
     engines: int = 0
-    """Engines of language models that ended while they had the request."""
+    """Language models, or their engines alone, that ended while they had the request."""
 
-    def and_then(self, error: ReplicaLostError) -> Lost:
-        engines = self.engines + isinstance(error, EngineLostError)
+    def and_then(self, error: ReplicaLostError, *, accepted: bool) -> Lost:
+        engines = self.engines + (isinstance(error, EngineLostError) or (accepted and error.llm))
         return Lost(self.times + 1, self.encoders + error.encoder, self.llms + error.llm, engines)
 
 
@@ -70,6 +70,8 @@ class Attempt:
     _encodings: list[Encoding] = field(default_factory=list, init=False)
     """Encodings that the answer waits for. Each is returned to `replicas`, by `encoded` or `cancel`."""
     _answer: Answer | None = field(default=None, init=False)
+    is_accepted: bool = field(default=False, init=False)
+    """Whether a language model has had the request."""
 
     def again(self, lost: Lost) -> Attempt:
         """Returns the next attempt, after `lost`."""
@@ -121,6 +123,7 @@ class Attempt:
         conversation = self.request.conversation
         if isinstance(first, NotEncoded):
             await self.replicas.not_encoded(self._encodings[first.image], conversation=conversation)
+        self.is_accepted = True
         self.visit.accepted()  # replicas of a version without Accepted send the head first
         accepted = first if isinstance(first, Accepted) else Accepted()
         self.replicas.encoded(self._encodings, accepted, conversation=conversation)
@@ -181,7 +184,7 @@ async def respond(attempt: Attempt) -> Response:
         except OutdatedError:
             attempt = attempt.again(attempt.lost)
         except ReplicaLostError as error:
-            lost = attempt.lost.and_then(error)
+            lost = attempt.lost.and_then(error, accepted=attempt.is_accepted)
             if lost.times == MAX_TRIES or lost.engines == MAX_ENGINES:
                 raise
             attempt.replicas.trying_again()

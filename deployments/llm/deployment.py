@@ -35,7 +35,7 @@ from deployments.routing.prefill_load import PrefillLoad
 from deployments.routing.replica_identity import llm_metadata
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.telemetry.log_buffers import log_buffers_kept
-from deployments.telemetry.metrics import Counters, Histograms
+from deployments.telemetry.metrics import Counter, Counters, Histograms
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_receiver import ReceiveBuffer
 from deployments.transfer.unix_socket import host_name
@@ -55,7 +55,13 @@ class LLM:
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
         counts = Counters()
-        remote = ReceiveBuffer(NixlMemory(), config.llm.nixl_buffer_bytes) if config.transfer == "nixl" else None
+        remote = None
+        if config.transfer == "nixl":
+            remote = ReceiveBuffer(
+                NixlMemory(),
+                config.llm.nixl_buffer_bytes,
+                on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
+            )
         workers = cast(int, engine_args.get("tensor_parallel_size", 1))
         self._receiver = EmbeddingReceiver(counts, Histograms(), num_workers=workers, remote=remote)
         why_not = _engine_load_unsupported_reason(config)

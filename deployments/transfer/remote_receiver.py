@@ -24,6 +24,7 @@ from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingErro
 from deployments.transfer.rdma import Read, ReadError, RemoteMemory
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import Allocation, Arena
+from deployments.transfer.unix_socket import ListenerError, OnError
 
 logger = logging.getLogger("ray.serve")
 
@@ -79,12 +80,14 @@ class ReceiveBuffer:
         *,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = lambda _: None,
     ) -> None:
+        """`on_error` is called on the reading thread when it survived an error."""
         self.arena = Arena(num_bytes, holds="received")
         memory.register(self.arena.address, self.arena.num_bytes)
         self.address = f"receive-buffer-{secrets.token_hex(8)}"
         self.file, self.num_bytes = self.arena.file, self.arena.num_bytes
-        self._memory, self.timeout_s, self._clock = memory, timeout_s, clock
+        self._memory, self.timeout_s, self._clock, self._on_error = memory, timeout_s, clock, on_error
         self._requests: queue.SimpleQueue[_PendingRead | None] = queue.SimpleQueue()
         self._pending: list[_PendingRead] = []
         self._connected: set[bytes] = set()
@@ -160,6 +163,7 @@ class ReceiveBuffer:
             return True
         except Exception as error:  # this thread must not die: later readers would wait for ever
             logger.exception("a read from another host failed")
+            self._on_error(ListenerError.MESSAGE)
             _fail(pending, str(error))
             return True
         if self._clock() >= pending.deadline:

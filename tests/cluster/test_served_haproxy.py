@@ -59,6 +59,8 @@ PROGRAM = textwrap.dedent(
         kept = httpx.get(f"{url}/headers", headers={name: "1" for name in instructions} | {"x-request-id": "mine"})
         told["instructions"] = [name for name in kept.json() if name in map(str.lower, instructions)]
         told["identifier"] = kept.json()["x-request-id"]
+        claims = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"))
+        told["client"] = claims.get(f"{url}/headers", headers={"x-forwarded-for": "1.2.3.4"}).json()["client"]
 
         (config,) = Path(os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")
         (port,) = set(re.findall(r"server \\S*Slow\\S* 127\\.0\\.0\\.1:(\\d+) ", config.read_text()))
@@ -93,7 +95,7 @@ def build(args: dict[str, float]) -> object:
     class Slow:
         async def __call__(self, request: Request) -> Response:
             if request.url.path == "/headers":
-                return JSONResponse(dict(request.headers))
+                return JSONResponse(dict(request.headers) | {"client": request.client.host if request.client else None})
             if request.url.path == "/stream":
                 return StreamingResponse(self._pieces())
             await asyncio.sleep(args["answer_s"])
@@ -119,6 +121,7 @@ def test_haproxy_before_a_replica() -> None:
         assert answer == "HTTP/1.1 408"
         assert CLIENT_S <= seconds < ANSWER_S
     assert (told["instructions"], told["identifier"]) == ([], "mine")
+    assert told["client"] == "127.0.0.2", "neither HAProxy's address nor the one that the client names"
     assert told["front"] == {"routes": [404], "flood": [400], "websocket": [400]}
     assert told["replica"] == {"routes": [404], "flood": [431], "websocket": [400]}
     assert len(told["open"]) == 2

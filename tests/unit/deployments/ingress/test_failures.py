@@ -46,6 +46,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "FIRST_WAIT_S", 0)
 
 
+@pytest.mark.parametrize("error", [RayActorError(), ActorDiedError()])
+def test_a_request_at_which_replicas_end_is_given_to_two_of_them(error: Exception) -> None:
+    stand_ins = StandIns(*always(Accepted(None), error))
+    assert told(chat(stand_ins, "text"), 503)["code"] == "replica_lost"
+    assert len(stand_ins.requests) == 2
+
+
 @pytest.mark.parametrize(("ended", "status", "tries"), [(1, 200, 2), (2, 503, 2)])
 def test_a_request_at_which_engines_end_is_given_to_two_of_them(ended: int, status: int, tries: int) -> None:
     """It was answered with the first one's error; what ends engines would otherwise end five."""
@@ -281,4 +288,4 @@ def test_a_stream_over_its_time_says_so_in_the_stream() -> None:
 def test_an_answer_that_breaks_off_does_not_end_as_if_it_were_whole() -> None:
     answers = always(JSON_HEAD, b'{"half":', RayActorError())
     assert told(chat(StandIns(*answers), "text"), 503)["code"] == "replica_lost"
-    assert all(answer.cancelled for answer in answers)
+    assert [answer.cancelled for answer in answers] == [True, True, False, False, False], "two language models had it"

@@ -14,6 +14,7 @@ from deployments.telemetry.metrics import Counter
 from deployments.transfer.remote_receiver import ReceiveBuffer
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.shared_store import EmbeddingStore
+from deployments.transfer.unix_socket import ListenerError
 from tests.unit.deployments.llm.test_embedding_receiver import MERGE, eventually, run, setting
 from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
@@ -97,6 +98,8 @@ def test_a_read_that_blocks_its_thread_fails_in_time() -> None:
 def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() -> None:
     """Every later read waited for its timeout, and nobody heard that the thread had ended."""
 
+    survived: list[ListenerError] = []
+
     class Stubborn(FakeMemory):
         def forget(self, agent_metadata: bytes) -> None:
             raise RuntimeError("NIXL refused")
@@ -105,7 +108,7 @@ def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() 
         network, store = FakeNetwork(), EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
             async with setting(engine=False) as given:
-                given.receiver._remote = buffer = ReceiveBuffer(Stubborn(network), MIB)
+                given.receiver._remote = buffer = ReceiveBuffer(Stubborn(network), MIB, on_error=survived.append)
                 gone, there = published(sender, store), published(sender, store)
                 assert gone.remote is not None
                 network.gone.add(gone.remote.agent_metadata)
@@ -114,6 +117,7 @@ def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() 
                 network.gone.clear()
                 given.receiver.close(await given.receiver.receive(at_once(there)))
                 given.receiver.check()
+                assert survived == [ListenerError.MESSAGE]
                 buffer.close()
                 with pytest.raises(RuntimeError, match="reads from other hosts"):
                     given.receiver.check()
