@@ -42,13 +42,13 @@ Say = Callable[[Sequence[Encoded] | None], list[str]]
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Answers through every rung and backend, beside vLLM's own tower.")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "scenes-8m", help="folder of the checkpoint")
-    parser.add_argument("--questions", type=int, default=12, help="for each family")
-    parser.add_argument("--seed", type=int, default=1000, help="counted from the first held-out seed")
+    parser.add_argument("--questions", type=int, default=12, help="questions per family")
+    parser.add_argument("--seed", type=int, default=1000, help="offset from the first held-out seed")
     parser.add_argument("--rungs", type=_some_of(RUNGS), default=RUNGS, help=f"some of {','.join(RUNGS)}")
     parser.add_argument("--backends", type=_some_of(BACKENDS), default=BACKENDS, help=f"some of {','.join(BACKENDS)}")
-    parser.add_argument("--minutes", type=float, default=5.5, help="for everything")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--minutes", type=float, default=5.5, help="time limit of the whole run")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     if asked.questions < 1:
         parser.error(f"--questions is {asked.questions}; it must be at least 1")
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def left_out(name: str, reason: str) -> None:
         skipped.append({"name": name, "reason": reason[:500]})
-        print(f"left out: {name}: {reason[:200]}", flush=True)
+        print(f"skipped: {name}: {reason[:200]}", flush=True)
 
     made: dict[Configuration, tuple[list[Encoded], dict[str, Any]]] = {}
     last_start = (1 - ENCODING_SHARE) * deadline.left

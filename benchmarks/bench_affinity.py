@@ -133,18 +133,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", type=Path, metavar="trace.jsonl")
     parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--cache-share", type=float, default=0.25, help="of the distinct bytes, all caches (0.25)")
+    parser.add_argument(
+        "--cache-share",
+        type=float,
+        default=0.25,
+        help="total size of all caches, as a share of the distinct bytes (default 0.25)",
+    )
     parser.add_argument("--load-factor", type=float, default=1.25)
     parser.add_argument(
-        "--ingresses", type=int, nargs="+", default=[1, 4], help="routers that know of each other little"
+        "--ingresses", type=int, nargs="+", default=[1, 4], help="number of routers, which exchange little information"
     )
     parser.add_argument(
         "--busy", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5],
-        help="replicas' time that the images would take uncached; 0: the trace's own pace (default 0 0.5 1 1.5)",
+        help="replica utilisation if nothing were cached; 0: the trace's own pace (default 0 0.5 1 1.5)",
     )  # fmt: skip
-    parser.add_argument("--publish-s", type=float, default=10.0, help="between reports; Serve's own are 10 (default)")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument(
+        "--publish-s", type=float, default=10.0, help="seconds between reports; Serve's own interval is 10 (default)"
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     requests: list[Request] = read_requests(asked.trace, RULES[asked.arch])
     speed = tokens_per_s(asked.trace, asked.arch)

@@ -217,16 +217,16 @@ async def file_rates(
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Images a second from JPEG files to embeddings.")
     parser.add_argument("--arch", choices=(*TOWERS, "both"), default="both")
-    parser.add_argument("--side", type=int, help="of the photos, in pixels (default: 1024, tiny: 96)")
-    parser.add_argument("--images", type=int, help="in each measurement (default: 512, tiny: 12)")
-    parser.add_argument("--in-flight", type=int, help="images under way at once (default: 64, tiny: 4)")
+    parser.add_argument("--side", type=int, help="side of the photos in pixels (default: 1024, tiny: 96)")
+    parser.add_argument("--images", type=int, help="images per measurement (default: 512, tiny: 12)")
+    parser.add_argument("--in-flight", type=int, help="images in flight (default: 64, tiny: 4)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="decoder processes")
     parser.add_argument("--shared-mib", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small towers and images, to try the program anywhere")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--tiny", action="store_true", help="small towers and images, which run without a GPU")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     return parser.parse_args(arguments)
 
 

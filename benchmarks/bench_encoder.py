@@ -53,23 +53,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--tiny", action="store_true", help="small towers and images, to try the program anywhere")
-    parser.add_argument("--minutes", type=float, default=8.0, help="what does not begin within them is left out")
+    parser.add_argument("--tiny", action="store_true", help="small towers and images, which run without a GPU")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="time limit; measurements that would begin later are skipped"
+    )
     parser.add_argument("--shapes", type=_names((*SHAPES, *HELD_OUT)), default=(), help="default: all")
     parser.add_argument(
         "--sustain", type=float, default=3.0, metavar="S", help="seconds of each sustained run; 0: none"
     )
-    parser.add_argument("--settle", type=float, default=0.3, metavar="S", help="uncounted seconds before them")
-    parser.add_argument("--sustain-all", action="store_true", help="every way alone, and not the fastest of each side")
+    parser.add_argument(
+        "--settle", type=float, default=0.3, metavar="S", help="seconds before each sustained run that are not counted"
+    )
+    parser.add_argument(
+        "--sustain-all", action="store_true", help="sustain every configuration, not only the fastest of each side"
+    )
     parser.add_argument("--resume", action="store_true", help="measure what the file of --out lacks")
     parser.add_argument(
         "--without-hopper",
         action="store_true",
-        help="as on a GPU before Hopper: without the packages and launches that only Hopper and newer can use",
+        help="simulate a GPU before Hopper: do not use packages and kernel launches that need Hopper or newer",
     )
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--plot", type=Path, help="draw a PNG of the rungs (pip install '.[bench]')")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install '.[bench]'")

@@ -214,19 +214,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Encoders behind Ray Serve and HTTP, as fast as they go.")
     parser.add_argument("--gpus", type=_counts, default=[1], help="numbers of encoders, such as 1,2,4")
     parser.add_argument("--arch", choices=("qwen3_vl", "qwen2_5_vl"), default="qwen3_vl")
-    parser.add_argument("--side", type=int, default=1024, help="of the photos, in pixels")
-    parser.add_argument("--distinct", type=int, default=16, help="photos that are made; no file is sent twice")
-    parser.add_argument("--trace", type=Path, help="whose requests with pictures are sent too, such as photos.jsonl")
-    parser.add_argument("--in-flight", type=int, default=96, help="requests under way for each encoder")
-    parser.add_argument("--seconds", type=float, default=15.0, help="that are measured")
+    parser.add_argument("--side", type=int, default=1024, help="side of the photos in pixels")
+    parser.add_argument("--distinct", type=int, default=16, help="number of generated photos; no file is sent twice")
+    parser.add_argument(
+        "--trace", type=Path, help="also send the requests with pictures of this trace, such as photos.jsonl"
+    )
+    parser.add_argument("--in-flight", type=int, default=96, help="requests in flight per encoder")
+    parser.add_argument("--seconds", type=float, default=15.0, help="measured seconds")
     parser.add_argument("--warm-seconds", type=float, default=5.0)
-    parser.add_argument("--decode-workers", type=int, default=10, help="processes of each encoder, and of the library")
-    parser.add_argument("--ingresses", type=int, default=2, help="ingress replicas, and clients, for each encoder")
-    parser.add_argument("--no-library", action="store_true", help="without the library beside it")
-    parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
+    parser.add_argument(
+        "--decode-workers", type=int, default=10, help="decoder processes per encoder, and of the library"
+    )
+    parser.add_argument(
+        "--ingresses", type=int, default=2, help="ingress replicas per encoder, and clients per encoder"
+    )
+    parser.add_argument("--no-library", action="store_true", help="do not measure the library")
+    parser.add_argument("--serve-proxy", action="store_true", help="use Serve's own proxy instead of its HAProxy")
     parser.add_argument("--tiny", action="store_true", help="a small model, without GPUs")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     return parser.parse_args(arguments)
 
 

@@ -101,9 +101,11 @@ def captured(step: Callable[[], object]) -> Callable[[int], object]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Where 8-bit products pay.")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--minutes", type=float, default=4.0, help="what does not begin within them is left out")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="time limit; measurements that would begin later are skipped"
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     options = parser.parse_args(arguments)
     deadline = Deadline(60 * options.minutes)
     wide = best_gemm(torch.bfloat16, CUDA)

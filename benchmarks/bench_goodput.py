@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = Deadline(60 * options.minutes - STOP_S)
     device = None if options.tiny else gpu()
     if device is None and not options.tiny:
-        raise SystemExit("there is no GPU here; --tiny runs without one")
+        raise SystemExit("no GPU was found; use --tiny to run without one")
     try:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             make_published("qwen3_vl", checkpoint, text=goodput_plan.LLM_8B)
             goodput_plan.published_config(checkpoint)
-        print("the checkpoint is there", flush=True)
+        print("the checkpoint is ready", flush=True)
         config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), cache_dir=folder / "state")
         sets = {} if options.alone else peers(fleet, checkpoint)
         everyone = [peer for one in sets.values() for peer in one]
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ready = servers.wait(START_SHARE * deadline.left)
             if missing := [name for name in servers.urls if name not in ready]:
                 for name in missing:
-                    print(f"did not come up: {name}: {servers.last_words(name)}", flush=True)
+                    print(f"{name} did not start: {servers.last_words(name)}", flush=True)
                 return 1
             report["ready_s"] = ready
             run(report, fleet, servers, sets, options, folder, deadline)
@@ -184,7 +184,7 @@ def run(
         for speeds, parts in options.load:
             for speed, trace in zip(speeds, parts, strict=True):
                 if deadline.left < takes(trace, speed, len(all_of)):
-                    print(f"no time was left for {trace.name} at {speed:g}", flush=True)
+                    print(f"no time left for {trace.name} at {speed:g}", flush=True)
                     continue
                 row = measured(trace, speed, all_of, options, pictures)
                 report["rows"].append(row | {"due_s": row["trace"]["seconds"] / speed})

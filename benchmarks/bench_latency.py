@@ -25,23 +25,25 @@ from benchmarks.serving.latency_figures import figures, ladder_text, serving_tex
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Latency of a running application.")
-    parser.add_argument("--url", required=True, help="of the application, without /v1")
-    parser.add_argument("--label", required=True, help="what the application was started with")
-    parser.add_argument("--model", help="default: the first that is served")
+    parser.add_argument("--url", required=True, help="URL of the application, without /v1")
+    parser.add_argument("--label", required=True, help="name of the application's configuration in the results")
+    parser.add_argument("--model", help="default: the first served model")
     parser.add_argument(
-        "--images", type=_sizes, default=[(448, 448)] * 4, help="widths and heights, such as 448x448,224x224"
+        "--images", type=_sizes, default=[(448, 448)] * 4, help="sizes of a request's images, such as 448x448,224x224"
     )
-    parser.add_argument("--words", type=int, default=100, help="of each prompt's text")
-    parser.add_argument("--latency-requests", type=int, default=10, help="one by one; 0 leaves the ladder out")
-    parser.add_argument("--latency-tokens", type=int, default=32, help="of each answer there")
-    parser.add_argument("--prompts", type=int, default=10, help="of the open loop; 0 leaves it out")
-    parser.add_argument("--rate", type=float, default=float("inf"), help="requests a second; default: all at once")
-    parser.add_argument("--output-tokens", type=int, default=128, help="of each answer of the open loop")
+    parser.add_argument("--words", type=int, default=100, help="words of each prompt's text")
+    parser.add_argument(
+        "--latency-requests", type=int, default=10, help="requests sent one at a time; 0 skips the ladder"
+    )
+    parser.add_argument("--latency-tokens", type=int, default=32, help="tokens of each of their answers")
+    parser.add_argument("--prompts", type=int, default=10, help="requests of the open loop; 0 skips it")
+    parser.add_argument("--rate", type=float, default=float("inf"), help="requests per second; default: all at once")
+    parser.add_argument("--output-tokens", type=int, default=128, help="tokens of each answer of the open loop")
     parser.add_argument("--warm-ups", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gpu", help="what the application runs on, for the record")
-    parser.add_argument("--out", type=Path, help="a file that gathers labels")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--gpu", help="name of the application's GPU, stored in the result")
+    parser.add_argument("--out", type=Path, help="file that collects the rows of several labels")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     asked.url = asked.url.rstrip("/")
     if asked.rate <= 0:

@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("traces", nargs="+", type=Path, metavar="trace.jsonl")
     parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
     parser.add_argument("--config", type=Path, help="a serve_config.yaml (default: the encoder's default settings)")
-    parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="recorded times (default: an H200's)")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="recorded times (default: those of an H200)")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     config, costs = encoder_config(asked.config), read_costs(asked.costs, asked.arch)
     report = {

@@ -71,59 +71,71 @@ def _speed(_: click.Context, __: click.Parameter, value: str) -> float:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("url")
-@click.option("--against", metavar="URL", help="A second server, which gets the same requests.")
-@click.option("--label", "labels", multiple=True, help="What a server is called; a second time for the second one.")
+@click.option("--against", metavar="URL", help="A second server, which is sent the same requests.")
+@click.option(
+    "--label", "labels", multiple=True, help="Name of the server in the output; give it twice for two servers."
+)
 @click.option(
     "--trace",
     "trace_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON lines: t, images (id, w, h), prompt_tokens, output_tokens. Default: a small one that is made.",
+    help="JSON lines: t, images (id, w, h), prompt_tokens, output_tokens. Default: a small generated trace.",
 )
-@click.option("--requests", type=click.IntRange(min=1), help="Only the first so many of the trace.")
+@click.option("--requests", type=click.IntRange(min=1), help="Send only this many requests, the first of the trace.")
 @click.option(
-    "--speed", default="1", show_default=True, callback=_speed, help="Times as fast as the trace; inf: all at once."
+    "--speed", default="1", show_default=True, callback=_speed, help="Speed relative to the trace; inf: all at once."
 )
 @click.option(
     "--pieces",
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="With --against: take turns in so many pieces of the trace. 1: one after the other.",
+    help="With --against: pieces of the trace in which the servers take turns. 1: one server after the other.",
 )
-@click.option("--ttft-ms", default=1000.0, show_default=True, help="Goodput: the first text within this, and …")
-@click.option("--tpot-ms", default=50.0, show_default=True, help="… each further token within this, in the mean.")
-@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Cut longer questions (text; for small models).")
-@click.option("--max-output-tokens", type=click.IntRange(min=1), help="Cut longer answers.")
+@click.option("--ttft-ms", default=1000.0, show_default=True, help="Goodput: maximum time to first token, and …")
+@click.option("--tpot-ms", default=50.0, show_default=True, help="… maximum mean time per further token.")
+@click.option(
+    "--max-prompt-tokens", type=click.IntRange(min=1), help="Shorten the text of longer questions (for small models)."
+)
+@click.option("--max-output-tokens", type=click.IntRange(min=1), help="Shorten longer answers.")
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
     show_default=True,
-    help="Ask for answers of the trace's length, in vLLM's way; servers without it want --no-ignore-eos.",
+    help="Request answers of the trace's length by vLLM's `ignore_eos`; other servers need --no-ignore-eos.",
 )
-@click.option("--detail", type=click.Choice(["auto", "low", "high"]), help="OpenAI's, with every picture.")
-@click.option("-m", "--model", help="Default: the first that each server names.")
-@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, for the server at URL.")
-@click.option("--against-key", help="An API key, for the other one.")
-@click.option("--timeout-s", default=600.0, show_default=True, help="For one request.")
-@click.option("--warm-ups", default=1, show_default=True, type=click.IntRange(min=0), help="Before the clock starts.")
+@click.option("--detail", type=click.Choice(["auto", "low", "high"]), help="OpenAI's `detail` of every picture.")
+@click.option("-m", "--model", help="Default: the first model that each server lists.")
+@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="API key of the server at URL.")
+@click.option("--against-key", help="API key of the server of --against.")
+@click.option("--timeout-s", default=600.0, show_default=True, help="Time limit of a request.")
+@click.option(
+    "--warm-ups",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Requests to each server before the measurement.",
+)
 @click.option(
     "--max-lag-ms",
     default=20.0,
     show_default=True,
-    help="A run is not valid where the client was later than this more often than once in 100.",
+    help="A run is not valid if the client sent more than 1 % of the requests later than this.",
 )
 @click.option(
     "--images",
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where pictures are kept. Default: the user's cache.",
+    help="Folder of generated pictures. Default: the user's cache.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG (pip install '.[bench]').")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON to this file too.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON to this file.")
 @click.option(
-    "--write-trace", type=click.Path(dir_okay=False, path_type=Path), help="Write the trace that is sent, and send it."
+    "--write-trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the trace that is sent to this file.",
 )
-@click.option("--commit", help="Of the sources, where git is not there to say it.")
+@click.option("--commit", help="Commit of the sources, if they are not a git checkout.")
 def main(
     url: str, against: str | None, labels: tuple[str, ...], trace_file: Path | None, requests: int | None,
     speed: float, pieces: int, ttft_ms: float, tpot_ms: float, max_prompt_tokens: int | None,
@@ -182,7 +194,7 @@ def main(
     if plot is not None:
         trace_plot.draw(runs, slo, f"{trace.name}, {speed:g} times as fast", plot)
     if not found["valid"]:
-        click.echo("NOT VALID: the client was late; give it more of a machine, or a lower --speed", err=True)
+        click.echo("NOT VALID: the client was late; give it more CPU or lower --speed", err=True)
     write(found | provenance(commit, _without_key(sys.argv[1:])), out)
     answered = all(one["successful"] for one in found["servers"].values())
     sys.exit(0 if found["valid"] and answered else 1)
@@ -200,7 +212,7 @@ def _without_key(arguments: Sequence[str]) -> list[str]:
 
 def _progress(done: int, total: int) -> None:
     if done == total or done % 200 == 0:
-        click.echo(f"{done} of {total} pictures are made", err=True)
+        click.echo(f"{done} of {total} pictures generated", err=True)
 
 
 if __name__ == "__main__":

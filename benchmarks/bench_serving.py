@@ -89,25 +89,25 @@ class Options:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The ladder end to end, beside vLLM alone.")
     parser.add_argument("--rungs", type=_rungs, default=RUNGS, help=f"some of {','.join(RUNGS)}")
-    parser.add_argument("--no-peers", action="store_true", help="without vLLM alone")
-    parser.add_argument("--names", help="some of what would be served, such as fusion,fusion-object-store,vllm-graphs")
+    parser.add_argument("--no-peers", action="store_true", help="do not measure vLLM alone")
+    parser.add_argument("--names", help="some of the servers, such as fusion,fusion-object-store,vllm-graphs")
     parser.add_argument("--tiny", action="store_true", help="a small checkpoint, on the CPU")
-    parser.add_argument("--haproxy", action="store_true", help="Serve's HAProxy in place of its own proxy")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--haproxy", action="store_true", help="use Serve's HAProxy instead of its own proxy")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--images", type=int, default=4, help="of a request")
-    parser.add_argument("--side", type=int, default=448, help="of an image, in pixels")
-    parser.add_argument("--words", type=int, default=100, help="of each prompt's text")
-    parser.add_argument("--latency-requests", type=int, default=10, help="one by one, each round")
-    parser.add_argument("--latency-tokens", type=int, default=16, help="of each answer there")
-    parser.add_argument("--prompts", type=int, default=10, help="of the open loop, each round")
-    parser.add_argument("--rate", type=float, default=float("inf"), help="requests a second; default: all at once")
-    parser.add_argument("--output-tokens", type=int, default=128, help="of each answer of the open loop")
-    parser.add_argument("--again", type=int, default=40, help="times that one request is sent again, each round")
-    parser.add_argument("--again-side", type=int, default=224, help="of its picture, in pixels")
-    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--images", type=int, default=4, help="images per request")
+    parser.add_argument("--side", type=int, default=448, help="side of an image in pixels")
+    parser.add_argument("--words", type=int, default=100, help="words of each prompt's text")
+    parser.add_argument("--latency-requests", type=int, default=10, help="requests sent one at a time, per round")
+    parser.add_argument("--latency-tokens", type=int, default=16, help="tokens of each of their answers")
+    parser.add_argument("--prompts", type=int, default=10, help="requests of the open loop, per round")
+    parser.add_argument("--rate", type=float, default=float("inf"), help="requests per second; default: all at once")
+    parser.add_argument("--output-tokens", type=int, default=128, help="tokens of each answer of the open loop")
+    parser.add_argument("--again", type=int, default=40, help="repetitions of one request, per round")
+    parser.add_argument("--again-side", type=int, default=224, help="side of its picture in pixels")
+    parser.add_argument("--logs", type=Path, help="folder of the servers' logs; default: the folder of --out")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     for name in ("rounds", "images", "side", "latency_requests", "prompts"):
         if getattr(asked, name) < 1:
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = Deadline(60 * options.minutes - STOP_S)
     device = None if options.tiny else gpu()
     if device is None and not options.tiny:
-        raise SystemExit("there is no GPU here; --tiny runs without one")
+        raise SystemExit("no GPU was found; use --tiny to run without one")
     load = Load(
         ((options.side, options.side),) * options.images, options.words, options.latency_requests,
         options.latency_tokens, options.prompts, options.output_tokens, options.rate, options.again, options.again_side,
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
         else:
             make_published("qwen3_vl", checkpoint)
-        print(f"the checkpoint is there; starting {', '.join(found)}", flush=True)
+        print(f"the checkpoint is ready; starting {', '.join(found)}", flush=True)
         state, on_gpu = Path(folder) / "state", device is not None
         with started(served, checkpoint, state, gpu=on_gpu, logs=logs, haproxy=options.haproxy) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"{one.name}: first answer after {found[one.name].first_answer_s:.1f} s", flush=True)
                 else:
                     skipped.append({"name": one.name, "reason": reason})
-                    print(f"left out: {one.name}: {reason}", flush=True)
+                    print(f"skipped: {one.name}: {reason}", flush=True)
             for number in range(options.rounds):
                 print(f"round {number + 1} of {options.rounds}", flush=True)
                 bodies = requests(load, number)
@@ -306,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{ladder_text(report['rows'])}\n{latency_table(report['rows'])}", flush=True)
     print(overheads(report["rows"]), flush=True)
     for entry in skipped:
-        print(f"left out: {entry['name']}: {entry['reason']}", flush=True)
+        print(f"skipped: {entry['name']}: {entry['reason']}", flush=True)
     write(report, options.out)
     failed = sum(
         row["latency_failed"] + row["serving"]["failed"] + row.get("again_failed", 0) for row in report["rows"].values()

@@ -39,11 +39,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Seconds until an encoder serves.")
     parser.add_argument("--arch", choices=tuple(SECTIONS), default="qwen3_vl")
     parser.add_argument("--rungs", default="fusion", help="some of the ladder's rungs, such as fusion,cudagraph")
-    parser.add_argument("--checkpoint", type=Path, help="a folder; default: one is made")
-    parser.add_argument("--tiny", action="store_true", help="a small tower, to try the program anywhere")
-    parser.add_argument("--minutes", type=float, default=5.0, help="what does not begin within them is left out")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint; default: a generated one")
+    parser.add_argument("--tiny", action="store_true", help="a small tower, which runs without a GPU")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="time limit; measurements that would begin later are skipped"
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

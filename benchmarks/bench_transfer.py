@@ -78,7 +78,7 @@ def _receive(receiver: Receiver, side: Side, asked: Options, megabytes: float) -
         ended = time.perf_counter()
         began = side.channel.recv()
         if (found := sum_of_bits(found_tokens)) != expected:
-            raise AssertionError(f"{megabytes} MB: bits add up to {found}, sent were {expected}")
+            raise AssertionError(f"{megabytes} MB: the received bits add up to {found}, the sent ones to {expected}")
         if number >= asked.warm_ups:
             seconds.append(ended - began)
         side.channel.send("next")
@@ -140,11 +140,11 @@ def today(asked: Options, gpus: tuple[int | None, int | None]) -> dict[float, To
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", default="10,70,500", help="sizes of embeddings, 10^6 bytes")
-    parser.add_argument("--width", type=int, default=16384, help="of a token's embedding; Qwen3-VL-8B has 16384")
+    parser.add_argument("--width", type=int, default=16384, help="width of a token's embedding; Qwen3-VL-8B has 16384")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--ways", default=",".join([*WAYS, TODAY]))
-    parser.add_argument("--tiny", action="store_true", help="0.1 and 1 MB, few rounds, some of the ways")
-    parser.add_argument("--commit", help="where there is no git")
+    parser.add_argument("--tiny", action="store_true", help="0.1 and 1 MB, few rounds, some of the paths")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     if given.tiny:

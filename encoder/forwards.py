@@ -160,7 +160,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
             fallback = _fallback(error)
             logger.warning("no fused kernels: %s", error)
     if config.fp8:
-        raise ValueError("fp8 is true, and fused kernels, which it needs, cannot be had for this tower")
+        raise ValueError("fp8 is true, and fused kernels, which it needs, are not available for this tower")
     backend = _eager_backend(tower, config)
     run: Run = _compiled(tower) if config.compile_mm_encoder else tower
     name = "compiled" if config.compile_mm_encoder else "eager"

@@ -74,7 +74,7 @@ class TowerRunner:
         logger.info("the tower runs %s on %s, attention: %s", forward.name, forward.device, forward.attention)
         reason = _no_graphs_reason(forward, config)
         if config.cudagraph_mm_encoder is True and reason is not None:
-            raise ValueError(f"cudagraph_mm_encoder is true, and graphs cannot be had here: {reason.value}")
+            raise ValueError(f"cudagraph_mm_encoder is true, and CUDA graphs are not available: {reason.value}")
         tables = GridTables(forward.config, forward.device) if forward.reads_borders else None
         if reason is not None or tables is None:
             return cls(forward, config, tables=tables, capturer=None, no_graphs_reason=reason or Reason.ATTENTION)

@@ -28,7 +28,7 @@ def picture_block(file: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ask a running application about pictures, through LangChain.")
     parser.add_argument("question")
-    parser.add_argument("pictures", nargs="*", type=Path, help="files; none asks about text alone")
+    parser.add_argument("pictures", nargs="*", type=Path, help="picture files; without any, the question is text only")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--max-tokens", type=int, default=256)
     arguments = parser.parse_args()

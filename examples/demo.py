@@ -133,7 +133,7 @@ def row(label: str, answer: Answer) -> str:
     durations = durations_ms(answer.timing)
     missing = [stage for stage in STAGES if stage not in durations]
     if missing:
-        raise DemoError(f"{label}: Server-Timing tells nothing of {', '.join(missing)}: {answer.timing!r}")
+        raise DemoError(f"{label}: Server-Timing lacks {', '.join(missing)}: {answer.timing!r}")
     cached = re.search(r'cache;desc="([^"]*)"', answer.timing)
     times = "".join(f"{durations[stage]:13.1f}" for stage in STAGES)
     return f"{label:10}{times}{answer.total_ms:13.1f}{cached[1] if cached else '?':>12}"
@@ -175,7 +175,7 @@ def demo_config(path: Path, model: str | None, num_gpus: int) -> dict[str, Any]:
     config: dict[str, Any] = read_config(path)
     ours = [application for _, application in our_applications(config)]
     if len(ours) != 1:
-        raise ConfigFileError(f"{path}: holds {len(ours)} applications of vitray, not one")
+        raise ConfigFileError(f"{path}: it has {len(ours)} applications of vitray; it must have one")
     args: dict[str, Any] = ours[0].setdefault("args", {})
     mistakes = args_problems(args, "args")
     if mistakes:
@@ -230,8 +230,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Start the application, ask it about two pictures, stop it.")
     parser.add_argument("--config", type=Path, default=ROOT / "serve_config.yaml")
     parser.add_argument("--model", help=f"a checkpoint folder or a hub name; default: the file's, or {SMALL.model}")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="how long it may take to start")
-    parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="time limit of the start")
+    parser.add_argument("--keep", action="store_true", help="keep it running until Ctrl-C")
     arguments = parser.parse_args()
     os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
 

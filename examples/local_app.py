@@ -49,7 +49,7 @@ def free_port(wanted: int, host: str) -> int:
             except OSError:
                 continue
             return int(probe.getsockname()[1])
-    raise StartError(f"no free port on {host}")
+    raise StartError(f"{host} has no free port")
 
 
 class LocalApp:
@@ -142,7 +142,7 @@ class LocalApp:
                 self._ready = True
                 return
             if time.monotonic() > deadline:
-                raise StartError(f"not up after {timeout_s:.0f} s; still missing: {', '.join(missing)}")
+                raise StartError(f"not up after {timeout_s:.0f} s; not running: {', '.join(missing)}")
             waiting(", ".join(missing))
             time.sleep(0.5)
 

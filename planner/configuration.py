@@ -19,7 +19,7 @@ def serve_config(model: str, layout: Layout, *, llm_gpus: int) -> str:
     Raises ValueError for an aggregated one.
     """
     if layout.placement is Placement.AGGREGATED:
-        raise ValueError("vLLM's own tower has no configuration here: encoders are what the application is")
+        raise ValueError("an aggregated layout has no configuration: it runs vLLM without encoders of vitray")
     shared = layout.placement is Placement.SHARED
     llm: dict[str, object] = {"num_gpus": round(1 - ENCODER_SHARE, 2) if shared else llm_gpus}
     if llm_gpus > 1:

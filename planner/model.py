@@ -137,7 +137,7 @@ def find_cheapest_layout(
         ValueError: `placement` is SHARED and a language model takes several GPUs.
     """
     if placement is Placement.SHARED and speeds.language.gpus > 1:
-        raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; a shared one has room for 1")
+        raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; on shared GPUs it can take only 1")
     cpu_processes = _num_cpu_processes(requests, speeds, placement)
     largest = Layout(placement, max_gpus if placement is Placement.SPLIT else 0, max_gpus, max(max_gpus, cpu_processes))
     if not predict(requests, speeds, target, largest).meets_target:

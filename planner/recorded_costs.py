@@ -49,7 +49,9 @@ class Costs:
         Raises ValueError for fewer than 3 batches, a base or token cost that is not positive, or a negative work cost.
         """
         if len(measured) < 3:
-            raise ValueError(f"{len(measured)} measured batches; a line over tokens and work needs at least 3")
+            raise ValueError(
+                f"there are {len(measured)} measured batches; the fit over tokens and work needs at least 3"
+            )
         rows = np.array([[1.0, batch.tokens, batch.work] for batch in measured])
         times = np.array([batch.replay_ms for batch in measured])
         if known_work_ms is None:
@@ -58,7 +60,10 @@ class Costs:
             wanted, work = 1 - known_work_ms * rows[:, 2] / times, known_work_ms
             base, token = (float(v) for v in np.linalg.lstsq(rows[:, :2] / times[:, None], wanted)[0])
         if base <= 0 or token <= 0 or work < 0:
-            raise ValueError(f"a replay would take {base:.3g} + {token:.3g} · tokens + {work:.3g} · work ms")
+            raise ValueError(
+                f"the fitted replay time is {base:.3g} + {token:.3g} · tokens + {work:.3g} · work ms; "
+                "base and token cost must be positive, work cost not negative"
+            )
         saved = sorted((batch.tokens, batch.eager_ms - batch.replay_ms) for batch in measured)
         return cls(base, token, work, tuple(saved))
 
@@ -141,7 +146,7 @@ def read_vllm_costs(path: Path, arch: str, *, work_ms: float) -> Costs:
 def _read_tower(path: Path, arch: str) -> list[dict[str, Any]] | dict[str, Any]:
     archs: dict[str, list[dict[str, Any]] | dict[str, Any]] = json.loads(path.read_text())["archs"]
     if arch not in archs:
-        raise ValueError(f"{path.name} has no {arch}, only {', '.join(archs)}")
+        raise ValueError(f"{path.name} has no tower {arch!r}; it has {', '.join(archs)}")
     return archs[arch]
 
 

@@ -73,13 +73,13 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
         if not math.isfinite(at_s) or prompt < 0 or output < 1:
             raise TraceError(
                 f"t is {at_s}, prompt_tokens {prompt} and output_tokens {output}; "
-                "they must be a time, at least 0 and at least 1"
+                "they must be a finite time, at least 0 and at least 1"
             )
         return Request(at_s, images, prompt + visual, output)
 
     found = sorted(read_lines(path, request), key=lambda request: request.at_s)
     if not found or found[0].at_s == found[-1].at_s:
-        raise TraceError(f"{path.name} holds {len(found)} requests; at least 2 at different times `t` are needed")
+        raise TraceError(f"{path.name} has {len(found)} requests; it must have at least 2 with different times `t`")
     return found
 
 

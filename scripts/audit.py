@@ -87,7 +87,7 @@ def _asked(requirements: Sequence[str], source: Sequence[str]) -> list[dict[str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Looks every locked package up in published advisories.")
-    parser.add_argument("--osv-url", help="where OSV's API answers; default: the advisories of PyPI")
+    parser.add_argument("--osv-url", help="URL of OSV's API; default: the advisories of PyPI")
     osv_url = parser.parse_args(arguments).osv_url
     name = osv_url or "PyPI"
     source = ("--vulnerability-service", "osv", "--osv-url", osv_url) if osv_url else ()
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AuditError, subprocess.TimeoutExpired):
         reachable = False
     if not reachable:
-        print(f"audit: NOTHING WAS LOOKED UP: the advisories of {name} cannot be reached from here")
+        print(f"audit: NOTHING WAS LOOKED UP: the advisories of {name} cannot be reached")
         return 0
     wanted = set().union(*(pins(lock.read_text()) for lock in LOCKS))
     try:

@@ -54,7 +54,7 @@ def locations() -> dict[str, tuple[str, ...]]:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOCATIONS" and node.value is not None:
             table: dict[str, tuple[str, ...]] = ast.literal_eval(node.value)
             return table
-    raise LookupError(f"{COMPAT.name} has no LOCATIONS")
+    raise LookupError(f"{COMPAT.name} does not define LOCATIONS")
 
 
 class Tree:
@@ -162,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="the folder that holds `vllm`")
     root = parser.parse_args(arguments).path
     if not (root / "vllm" / "__init__.py").is_file():
-        parser.error(f"{root} holds no folder vllm with an __init__.py")
+        parser.error(f"{root} has no folder vllm with an __init__.py")
     missing = problems(root)
     for line in missing or [f"all {len(locations())} names are there"]:
         print(line)

@@ -76,9 +76,11 @@ def _printed(process: subprocess.Popen[str]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Clone, install, start, ask: with the seconds of each.")
-    parser.add_argument("--from", dest="source", default=str(ROOT), help="what git clones: a folder or an address")
-    parser.add_argument("--minutes", type=float, default=10.0, help="until the first right answer")
-    parser.add_argument("--keep", action="store_true", help="leave the clone where it is")
+    parser.add_argument(
+        "--from", dest="source", default=str(ROOT), help="repository that git clones: a folder or a URL"
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit until the first correct answer")
+    parser.add_argument("--keep", action="store_true", help="keep the clone")
     asked = parser.parse_args(arguments)
     scratch = Path(tempfile.mkdtemp(prefix="vitray-first-", dir="/tmp"))
     load = os.getloadavg()[0]

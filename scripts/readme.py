@@ -35,7 +35,7 @@ def with_tables(text: str, made: Mapping[str, str]) -> str:
         before, opening, rest = text.partition(f"<!-- {name} -->\n")
         _, closing, after = rest.partition(f"<!-- /{name} -->")
         if not opening or not closing:
-            raise ValueError(f"<!-- {name} --> and <!-- /{name} --> must stand in the text")
+            raise ValueError(f"<!-- {name} --> and <!-- /{name} --> are missing from the text")
         text = f"{before}{opening}\n{table}\n\n{closing}{after}"
     return text
 

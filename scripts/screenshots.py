@@ -64,7 +64,7 @@ def shot(browser: Browser, url: str, scheme: str) -> Image.Image:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of a server that runs already; else one is started")
+    parser.add_argument("--url", help="URL of a running server; default: start one")
     url = parser.parse_args().url
     program = chromium()
     if program is None:

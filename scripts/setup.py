@@ -183,7 +183,7 @@ def follow(command: Sequence[str], machine: Machine) -> None:
             if shown is not None:
                 machine.say(shown)
     except subprocess.CalledProcessError as error:
-        raise SetupError(f"{complaint(lines)}\npip failed; all that it said is in .venv/{LOG_NAME}") from error
+        raise SetupError(f"{complaint(lines)}\npip failed; its whole output is in .venv/{LOG_NAME}") from error
 
 
 def uv_options(pip_settings: Iterable[str]) -> list[str]:
@@ -310,7 +310,7 @@ def main() -> int:
         print(f"vitray: the set-up did not finish.\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("vitray: set-up interrupted; the next one goes on where this one stopped.", file=sys.stderr)
+        print("vitray: set-up interrupted; run it again to continue.", file=sys.stderr)
         return 130
     if worked:
         machine.say(f"ready after {time.monotonic() - started:.0f} s")

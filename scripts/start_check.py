@@ -35,10 +35,15 @@ LIMIT_S = 2.0
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The start-up check of fused kernels on the published towers, timed.")
-    parser.add_argument("--arch", choices=tuple(SECTIONS), action="append", help="one of the towers; default: all")
-    parser.add_argument("--no-fp8", action="store_true", help="leave out the forward in 8 bits")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument(
+        "--arch",
+        choices=tuple(SECTIONS),
+        action="append",
+        help="tower to check; may be given several times; default: all",
+    )
+    parser.add_argument("--no-fp8", action="store_true", help="skip the 8-bit forward")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     return parser.parse_args(arguments)
 
 
@@ -99,7 +104,7 @@ def check(arch: str, *, fp8: bool) -> list[dict[str, object]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     if not torch.cuda.is_available():
-        print("the start-up check compares kernels of a GPU, and there is none", file=sys.stderr)
+        print("the start-up check needs a GPU, and none was found", file=sys.stderr)
         return 2
     fp8 = not asked.no_fp8 and torch.cuda.get_device_capability() >= CAPABILITY
     setattr(forwards, "StartCheck", TimedCheck)  # noqa: B010 # mypy does not see this export

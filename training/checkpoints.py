@@ -68,7 +68,7 @@ def make_checkpoint(arch: str, out: Path, *, seed: int = 0, dtype: str = "float3
     if _recipe_of(out) == recipe:
         return out
     if out.exists() and _recipe_of(out) is None and any(out.iterdir()):
-        raise FileExistsError(f"{out} is there and is not a checkpoint of this command; name another folder")
+        raise FileExistsError(f"{out} exists and is not a checkpoint of this command: name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

@@ -50,8 +50,8 @@ def evaluate(model: Untyped, processor: Untyped, each: int, seed: int, batch_siz
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.evaluate", description="Measure the scenes model.")
     parser.add_argument("--model", required=True, help="folder of the checkpoint")
-    parser.add_argument("--questions", type=int, default=100, help="for each family")
-    parser.add_argument("--seed", type=int, default=0, help="counted from the first held-out seed")
+    parser.add_argument("--questions", type=int, default=100, help="questions per family")
+    parser.add_argument("--seed", type=int, default=0, help="offset from the first held-out seed")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--record", type=Path, help="file for the result, as JSON")

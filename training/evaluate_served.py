@@ -104,14 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m training.evaluate_served", description="Measure the scenes model behind running servers."
     )
     parser.add_argument("urls", nargs="+", metavar="URL", help="such as http://127.0.0.1:8000; several are compared")
-    parser.add_argument("--questions", type=int, default=12, help="for each family")
-    parser.add_argument("--seed", type=int, default=0, help="counted from the first held-out seed")
-    parser.add_argument("--at-once", type=int, default=4, help="questions that are under way together")
-    parser.add_argument("--key", help="an API key, where the servers want one")
+    parser.add_argument("--questions", type=int, default=12, help="questions per family")
+    parser.add_argument("--seed", type=int, default=0, help="offset from the first held-out seed")
+    parser.add_argument("--at-once", type=int, default=4, help="questions in flight")
+    parser.add_argument("--key", help="API key, if the servers need one")
     parser.add_argument(
-        "--name", action="append", help="of the servers in the record, in their order; default: the URL"
+        "--name",
+        action="append",
+        help="name of a server in the record; give one per URL, in their order; default: the URL",
     )
-    parser.add_argument("--model", type=Path, help="folder of the checkpoint that they serve, for the record")
+    parser.add_argument("--model", type=Path, help="folder of the served checkpoint, stored in the record")
     parser.add_argument("--record", type=Path, help="file for the result, as JSON")
     options = parser.parse_args(arguments)
     for name in ("questions", "at_once"):

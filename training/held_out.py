@@ -31,7 +31,7 @@ def questions(each: int, seed: int, families: Sequence[str] = TEST_FAMILIES) -> 
         ValueError: there would be none.
     """
     if each < 1:
-        raise ValueError(f"{each} questions of each family were asked for; it must be at least 1")
+        raise ValueError(f"the number of questions per family is {each}; it must be at least 1")
     made = [single_question(HELD_OUT + seed + number, family) for family in families for number in range(each)]
     return sorted(made, key=_length)
 

@@ -15,36 +15,45 @@ from planner.traces import TraceError
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Goodput against as many vLLM servers.")
-    parser.add_argument("--gpus", type=int, default=1, help="one: encoder and language model share it (default 1)")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="number of GPUs; encoder and language model share a single one (default 1)"
+    )
     parser.add_argument(
         "--encoders", type=int, default=1, help="GPUs with encoders; others have language models (default 1)"
     )
-    parser.add_argument(
-        "--shared", action="store_true", help="encoders share GPUs with language models, of which each has one"
-    )
-    parser.add_argument("--parts", type=int, default=1, help="cut each GPU into so many, which --gpus counts then")
+    parser.add_argument("--shared", action="store_true", help="an encoder shares the GPU of each language model")
+    parser.add_argument("--parts", type=int, default=1, help="number of parts of each GPU; --gpus then counts parts")
     parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
-                        help="requests for each speed; may come again")  # fmt: skip
-    parser.add_argument("--pieces", type=int, default=2, help="in which servers take turns (default 2)")
-    parser.add_argument("--batched-tokens", type=int, default=2048, help="of our language models' steps (2048)")
+                        help="requests for each speed; may be given several times")  # fmt: skip
     parser.add_argument(
-        "--peer-batched-tokens", type=numbers, default=(8192,), help="of vLLM's: 2048,8192; default 8192"
+        "--pieces", type=int, default=2, help="number of pieces of a trace in which the servers take turns (default 2)"
     )
-    parser.add_argument("--peer-processes", type=numbers, default=(1,), help="API processes of vLLM's: 1,4; default 1")
+    parser.add_argument(
+        "--batched-tokens", type=int, default=2048, help="token budget of our language models' steps (default 2048)"
+    )
+    parser.add_argument(
+        "--peer-batched-tokens",
+        type=numbers,
+        default=(8192,),
+        help="token budgets of vLLM's steps, such as 2048,8192 (default 8192)",
+    )
+    parser.add_argument(
+        "--peer-processes", type=numbers, default=(1,), help="numbers of vLLM's API processes, such as 1,4 (default 1)"
+    )
     parser.add_argument("--ingresses", type=int, default=4)
-    parser.add_argument("--decode-workers", type=int, default=8, help="of each encoder (default 8)")
-    parser.add_argument("--kv-gib", type=float, default=30.0, help="of each engine (default 30)")
+    parser.add_argument("--decode-workers", type=int, default=8, help="decoder processes per encoder (default 8)")
+    parser.add_argument("--kv-gib", type=float, default=30.0, help="KV cache of each engine in GiB (default 30)")
     parser.add_argument("--slo", type=slo, action="append", metavar="TTFT:TPOT",
-                        help="milliseconds of a good answer; may come again (default 1000:50)")  # fmt: skip
-    parser.add_argument("--again", type=int, default=60, help="times that one request is sent again")
-    parser.add_argument("--alone", action="store_true", help="without vLLM's servers")
-    parser.add_argument("--answers", type=Path, help="append every request to this file, a line of JSON each")
-    parser.add_argument("--serve-proxy", action="store_true", help="Serve's own proxy in place of its HAProxy")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+                        help="milliseconds of a good answer; may be given several times (default 1000:50)")  # fmt: skip
+    parser.add_argument("--again", type=int, default=60, help="repetitions of one request")
+    parser.add_argument("--alone", action="store_true", help="do not measure vLLM's servers")
+    parser.add_argument("--answers", type=Path, help="append a line of JSON per request to this file")
+    parser.add_argument("--serve-proxy", action="store_true", help="use Serve's own proxy instead of its HAProxy")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
-    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; default: that of --out")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--logs", type=Path, help="folder of the servers' logs; default: the folder of --out")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     options = parser.parse_args(arguments)
     options.slo = options.slo or [Slo()]
     return options

@@ -44,9 +44,9 @@ def steps(folder: Path, *, commit: str | None, peers: str = "transformers") -> l
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="GPU tests and the encoder's ladders in one go.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
-    parser.add_argument("--peers", default="transformers", help="of the ladder: some of transformers,vllm")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
+    parser.add_argument("--peers", default="transformers", help="peers of the ladder: some of transformers,vllm")
     parser.add_argument("--only", help="some of the steps, by name, such as ladder; default: all")
     asked = parser.parse_args(arguments)
     folder: Path = asked.folder.resolve()

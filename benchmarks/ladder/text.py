@@ -34,7 +34,7 @@ def ladder_table(record: Record) -> str:
         *columns(["other", "peak GiB", "start s / first runs too", "unseen sizes, ms", "the same again, ms"], extra),
     ]
     lines += [_agreement(row) for row in rows if (row.get("facts") or {}).get("fp8")]
-    lines += [f"left out: {entry['name']}: {entry['reason']}" for entry in record["skipped"]]
+    lines += [f"skipped: {entry['name']}: {entry['reason']}" for entry in record["skipped"]]
     return "\n".join(lines)
 
 

@@ -37,11 +37,11 @@ def steps(folder: Path, *, commit: str | None, rungs: str | None, tiny: bool) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="An encoder's starts and the ladder end to end in one go.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
     parser.add_argument("--only", help="some of the steps: start,serving; default: all")
-    parser.add_argument("--rungs", help="of the end-to-end ladder, such as eager,fusion; default: all")
-    parser.add_argument("--tiny", action="store_true", help="small checkpoints without a GPU, to try the program")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--rungs", help="rungs of the end-to-end ladder, such as eager,fusion; default: all")
+    parser.add_argument("--tiny", action="store_true", help="small checkpoints, which run without a GPU")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     folder: Path = asked.folder.resolve()
     try:

@@ -56,7 +56,7 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
 
     found = [request for request in read_lines(path, request) if request.images]
     if not found:
-        raise TraceError(f"{path.name} holds no image")
+        raise TraceError(f"{path.name} has no image")
     return found
 
 

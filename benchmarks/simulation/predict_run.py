@@ -157,8 +157,8 @@ def surge(record: Record) -> dict[str, float | None]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the simulator predicts of recorded runs.")
     parser.add_argument("records", nargs="+", type=Path, metavar="run.json")
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     runs: dict[str, Any] = {}

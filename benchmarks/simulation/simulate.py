@@ -61,7 +61,7 @@ def read_visual(path: Path, rules: ImageRules) -> list[Arrival]:
     """Returns the requests with new images. Raises TraceError."""
     found = [arrival for arrival in read_arrivals(path, rules) if arrival.images]
     if not found:
-        raise TraceError(f"{path.name} holds no image")
+        raise TraceError(f"{path.name} has no image")
     return found
 
 
@@ -198,22 +198,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Scaling by visual work against Serve's request count, on traces.")
     parser.add_argument("traces", nargs="+", type=Path, metavar="trace.jsonl")
     parser.add_argument("--arch", choices=sorted(RULES), default="qwen3_vl")
-    parser.add_argument("--replicas", type=int, default=64, help="as many are kept busy on average (default 64)")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="of the run (default 1800)")
-    parser.add_argument("--warm-up-s", type=float, default=300.0, help="not counted (default 300)")
+    parser.add_argument(
+        "--replicas", type=int, default=64, help="number of replicas that the load keeps busy on average (default 64)"
+    )
+    parser.add_argument("--seconds", type=float, default=1800.0, help="duration of the run (default 1800)")
+    parser.add_argument(
+        "--warm-up-s", type=float, default=300.0, help="seconds at the start that are not counted (default 300)"
+    )
     parser.add_argument("--target-s", type=float, default=1.0, help="target_encode_delay_s (default 1)")
-    parser.add_argument("--start-s", type=float, default=30.0, help="a replica's start (default 30)")
-    parser.add_argument("--life-s", type=float, default=21_600.0, help="between failures of a replica (default 21600)")
-    parser.add_argument("--report-s", type=float, default=10.0, help="between reports; Serve's own are 10 (default)")
-    parser.add_argument("--spread-s", type=float, default=1.0, help="between the first and the last user (default 1)")
-    parser.add_argument("--swell", type=float, default=0.0, help="share by which load rises and falls (default 0)")
-    parser.add_argument("--swell-s", type=float, default=900.0, help="from one rise to the next (default 900)")
+    parser.add_argument("--start-s", type=float, default=30.0, help="start-up time of a replica (default 30)")
+    parser.add_argument(
+        "--life-s", type=float, default=21_600.0, help="mean time between failures of a replica (default 21600)"
+    )
+    parser.add_argument(
+        "--report-s", type=float, default=10.0, help="seconds between reports; Serve's own interval is 10 (default)"
+    )
+    parser.add_argument(
+        "--spread-s", type=float, default=1.0, help="seconds over which users' requests are spread (default 1)"
+    )
+    parser.add_argument("--swell", type=float, default=0.0, help="amplitude of the load's sine as a share (default 0)")
+    parser.add_argument(
+        "--swell-s", type=float, default=900.0, help="period of the load's sine in seconds (default 900)"
+    )
     parser.add_argument("--targets", type=int, default=16, help="target_ongoing_requests to try (default 16)")
-    parser.add_argument("--fixed", action="store_true", help="sweep fixed settings of our policy, none of Serve's")
-    parser.add_argument("--best-of", type=Path, help="sweep those settings alone that this result found best")
+    parser.add_argument(
+        "--fixed", action="store_true", help="sweep fixed settings of our policy instead of Serve's settings"
+    )
+    parser.add_argument("--best-of", type=Path, help="sweep only the settings that are best in this result")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the JSON to this file too")
-    parser.add_argument("--commit", help="of the sources, where git is not there to say it")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     found: dict[str, Any] = {}

@@ -20,7 +20,7 @@ def read_image_costs(path: Path, rules: ImageRules) -> list[ImageCost]:
     lines = read_lines(path, lambda line: [image_cost(image, rules) for image in line["images"]])
     costs = [cost for line in lines for cost in line]
     if not costs:
-        raise TraceError(f"{path.name} holds no image")
+        raise TraceError(f"{path.name} has no image")
     return costs
 
 

@@ -100,7 +100,7 @@ def read_trace(path: Path) -> Trace:
             raise TraceError(f"{path.name}, line {number}: {error!r}") from error
         requests.append(request)
     if not requests:
-        raise TraceError(f"{path.name} holds no request")
+        raise TraceError(f"{path.name} has no request")
     return Trace(path.stem, hashlib.sha256(content).hexdigest(), tuple(requests))
 
 

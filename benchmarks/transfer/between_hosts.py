@@ -53,7 +53,7 @@ class Encoder:
         """Prepares an embedding and returns the sum of its values."""
         room = self._store.allocate(tokens, WIDTH, torch.bfloat16)
         if room is None:
-            raise RuntimeError(f"no room for {tokens} tokens in {ROOM_BYTES} bytes")
+            raise RuntimeError(f"{tokens} tokens do not fit into {ROOM_BYTES} bytes")
         room.view(torch.int16).random_(0, 1000, generator=torch.Generator().manual_seed(number))
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
         self._ready = {number: EncodedImage.pack(room, (1, 2 * tokens, 2), f"{number:064x}", timings)}

@@ -74,7 +74,7 @@ class LanguageModel:
         self._to.send_multipart([shape.tobytes(), image.bits.data], copy=False)
         ended, found = np.frombuffer(self._from.recv(), dtype=np.float64)
         if int(found) != bits:
-            raise AssertionError(f"bits add up to {int(found)}, sent were {bits}")
+            raise AssertionError(f"the received bits add up to {int(found)}, the sent ones to {bits}")
         return float(ended) - began
 
 

@@ -130,7 +130,7 @@ class SharedMemoryReceiver:
                 self._lane.enqueue(partial(target[done:there].copy_, slot[done:there], non_blocking=True))
                 done = there
             elif time.monotonic() > patience:
-                raise TimeoutError(f"{done} of {total} bytes came within {PATIENCE_S} s")
+                raise TimeoutError(f"{done} of {total} bytes arrived within {PATIENCE_S} s")
         self._lane.mark().wait()
         return out
 
@@ -206,7 +206,7 @@ class LendingSender:
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
         image = EncodedImage.pack(fetched, (1, 2, 2 * rows), f"{self._number:064x}", timings)
         if not self._store.offer(image):
-            raise RuntimeError("the store has no room")
+            raise RuntimeError("the store is full")
         self._side.channel.send(image.shared_by(self._server.address))
 
 

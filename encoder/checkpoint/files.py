@@ -53,7 +53,7 @@ def read_index(file: Path) -> dict[str, str]:
     shards = {name: shard for name, shard in weight_map.items() if vision_name(name) is not None}
     for name, shard in shards.items():
         if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
-            raise CheckpointError(f"{file} puts {name} into {shard!r}, which is not the name of a safetensors file")
+            raise CheckpointError(f"{file} lists {name} in {shard!r}, which is not the name of a safetensors file")
     return shards
 
 

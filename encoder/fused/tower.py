@@ -107,7 +107,7 @@ def best_gemm(dtype: torch.dtype, device: torch.device) -> Gemm:
         try:
             from encoder.fused.quack_gemm import QuackGemm
         except ImportError:
-            logger.info("GEMMs by cuBLAS; QuACK's, which come with FlashAttention-4, would be faster here")
+            logger.info("using cuBLAS GEMMs; QuACK's, which come with FlashAttention-4, would be faster on this GPU")
         else:
             return QuackGemm(device)
     return CublasGemm()

@@ -86,7 +86,9 @@ class GraphCapturer:
         begun: list[GraphKey] = []
         for key in tqdm(keys, desc="GraphCapturer encoder graphs", unit="graph", disable=not progress):
             if not begun and len(self._refused) >= _GIVE_UP_AFTER:
-                logger.warning("%d encoder graphs were refused and none captured: running without", len(self._refused))
+                logger.warning(
+                    "%d encoder graphs were refused and none captured: running without graphs", len(self._refused)
+                )
                 break
             if self._begin(key):
                 begun.append(key)
@@ -129,7 +131,7 @@ class GraphCapturer:
             try:
                 self.wanted.save(self._state_file, self._fingerprint)
             except OSError as error:
-                logger.warning("what the traffic asks for is not kept: %s", error)
+                logger.warning("the traffic histogram cannot be saved: %s", error)
 
     def eager_reason(self, layout: Layout, budget: int | None) -> Reason:
         """Returns why a batch runs eagerly: no captured graph holds it, or `budget` is None."""
@@ -226,7 +228,7 @@ class GraphCapturer:
     def _refuse(self, key: GraphKey, error: GraphRefusedError) -> None:
         self._refused.add(key)
         self._counts.refusals += 1
-        logger.warning("a graph is not used: %s", error)
+        logger.warning("graph refused: %s", error)
 
     def _time(self, key: GraphKey, captured: CapturedGraph) -> None:
         self.costs.add_replay(key.budget, captured.replay_ms, attention_work(captured.grids))

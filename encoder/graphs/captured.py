@@ -120,7 +120,7 @@ class EncoderGraphs:
             with torch.cuda.device(self._forward.device):
                 trial = self._trials[key] = self._begin(key)
         except torch.cuda.OutOfMemoryError as error:
-            raise GraphMemoryError(f"no memory for the graph of budget {key.budget}: {error}") from error
+            raise GraphMemoryError(f"not enough memory for the graph of budget {key.budget}: {error}") from error
         except RuntimeError as error:
             raise GraphRefusedError(f"the graph of budget {key.budget} cannot be captured: {error}") from error
         return trial.pool_bytes

@@ -70,13 +70,13 @@ class TrafficHistogram:
         try:
             content = json.loads(path.read_text())
             if content["version"] != VERSION or content["fingerprint"] != fingerprint:
-                logger.info("%s is of another version or encoder; starting anew", path)
+                logger.info("%s is of another version or encoder; starting with an empty histogram", path)
                 return wanted
             rows = [(int(tokens), int(longest), int(number)) for tokens, longest, number in content["batches"]]
         except FileNotFoundError:
             return wanted
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be used; starting anew: %s", path, error)
+            logger.warning("%s cannot be used; starting with an empty histogram: %s", path, error)
             return wanted
         for tokens, longest, number in rows:
             if min(tokens, longest, number) > 0:

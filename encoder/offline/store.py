@@ -175,7 +175,7 @@ class EmbeddingFiles:
             found: dict[str, object] = json.loads(file.read_bytes())
             return found
         if any(there.suffix != _TEMPORARY_SUFFIX for there in self.folder.iterdir()):
-            raise EmbeddingFilesError(f"{self.folder} holds something else: name another folder")
+            raise EmbeddingFilesError(f"{self.folder} has other files and no {ABOUT}: name another folder")
         return None
 
     def _read(self) -> list[Entry]:
@@ -224,9 +224,7 @@ def same_encoder(about: dict[str, object], other: dict[str, object]) -> bool:
 
 def another_encoder_error(folder: Path) -> str:
     """Returns the error text for a folder that belongs to another encoder."""
-    return (
-        f"{folder} holds embeddings of other weights, dtype or bounds ({ABOUT} there says which): name another folder"
-    )
+    return f"{folder} holds embeddings of other weights, dtype or bounds (see its {ABOUT}): name another folder"
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class Staging:
             ValueError: there is no image, or a grid is invalid.
         """
         if not images:
-            raise ValueError("there is no image to stage")
+            raise ValueError("images is empty: a batch needs at least one image")
         planar = [is_planar(image) for image in images]
         shapes = [shape_of(image.values, planar=each) for image, each in zip(images, planar, strict=True)]
         plan = plan_pixels(shapes, [image.grid_thw for image in images], self.rules, self._taps)

@@ -106,15 +106,15 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
                     if name is None:
                         continue
                     if full_name not in there:
-                        raise WeightsError(f"{full_name} is not in {file.name}, where {INDEX_FILE} puts it")
+                        raise WeightsError(f"{full_name} is not in {file.name}, where {INDEX_FILE} lists it")
                     if name in stored:
-                        raise WeightsError(f"{name} is there twice: as {stored[name].name} and as {full_name}")
+                        raise WeightsError(f"{name} occurs twice: as {stored[name].name} and as {full_name}")
                     part = reader.get_slice(full_name)
                     stored[name] = _Stored(file, full_name, part.get_dtype(), tuple(part.get_shape()))
         except FileNotFoundError:
-            raise WeightsError(f"{path} has no {file.name}, in which {INDEX_FILE} puts vision tensors") from None
+            raise WeightsError(f"{path} lacks {file.name}, in which {INDEX_FILE} lists vision tensors") from None
         except SafetensorError as error:
-            raise WeightsError(f"{file} is not a whole safetensors file: {error}") from None
+            raise WeightsError(f"{file} is not a complete safetensors file: {error}") from None
     if not stored:
         prefixes = " or ".join(repr(prefix) for prefix in VISION_PREFIXES)
         raise WeightsError(f"{path} has no vision tensors: no name begins with {prefixes}")

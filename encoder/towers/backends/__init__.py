@@ -63,7 +63,7 @@ class BackendUnavailableError(RuntimeError):
 def load(backend: AttentionBackend) -> VarlenAttention:
     """Imports a backend and returns its function. Raises `BackendUnavailableError` if its package is missing."""
     if backend not in _MODULES:
-        raise BackendUnavailableError(f"attention backend {backend.value!r} has no kernel that reads borders")
+        raise BackendUnavailableError(f"attention backend {backend.value!r} has no kernel that reads segment borders")
     try:
         module = import_module(f"{__name__}.{_MODULES[backend]}")
     except ImportError as error:

@@ -98,7 +98,7 @@ def test_costs_give_back_what_they_were_made_of() -> None:
 def test_costs_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 3"):
         Costs.fit([Measured(1, 1, 1, 1)])
-    with pytest.raises(ValueError, match="would take"):
+    with pytest.raises(ValueError, match="fitted replay time"):
         Costs.fit([Measured(100, 0.1, 9.0, 9.0), Measured(900, 0.2, 5.0, 5.0), Measured(2000, 0.1, 1.0, 1.0)])
 
 

@@ -233,7 +233,7 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
     ("settings", "error", "told"),
     [
         ({"fused_kernels": True}, ValueError, "fused_kernels is true, and the device is cpu"),
-        ({"cudagraph_mm_encoder": True}, ValueError, "graphs cannot be had here: cpu_device"),
+        ({"cudagraph_mm_encoder": True}, ValueError, "CUDA graphs are not available: cpu_device"),
         ({"attention_backend": "fa4"}, BackendUnavailableError, "'fa4' needs a GPU; the device is cpu"),
     ],
 )

@@ -260,7 +260,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "out"):
         """The refused one has let go of it."""
     (tmp_path / "mine.txt").write_text("kept")
-    with pytest.raises(EmbeddingFilesError, match="something else"):
+    with pytest.raises(EmbeddingFilesError, match="has other files"):
         opened(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mine.txt", "out"]
 

@@ -233,5 +233,5 @@ def test_vllms_times_are_read_from_a_ladder_too(tmp_path: Path) -> None:
     file.write_text(json.dumps({"archs": {"qwen3_vl": {"shapes": shapes, "rows": [{"name": "eager"}, slow, fast]}}}))
     costs = read_vllm_costs(file, "qwen3_vl", work_ms=0.25)
     assert (costs.base_ms, costs.token_ms, costs.work_ms) == pytest.approx((1.0, 0.01, 0.25))
-    with pytest.raises(ValueError, match="only qwen3_vl"):
+    with pytest.raises(ValueError, match="it has qwen3_vl"):
         read_vllm_costs(file, "qwen2_5_vl", work_ms=0.25)

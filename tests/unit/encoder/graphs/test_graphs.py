@@ -147,7 +147,7 @@ def test_a_forward_that_fails_while_it_is_captured_is_refused(tower: VisionTower
     def full(patches: Tensor, metadata: TowerMetadata) -> Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    with pytest.raises(GraphMemoryError, match="no memory for the graph of budget 96"):
+    with pytest.raises(GraphMemoryError, match="not enough memory for the graph of budget 96"):
         graphs_of(dataclasses.replace(forward_of(tower), run=full)).capture(whole(96, tower.config))
 
 

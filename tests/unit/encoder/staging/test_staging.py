@@ -244,7 +244,7 @@ def test_a_batch_that_cannot_be_staged_leaves_the_buffers_usable(monkeypatch: py
         for _ in range(3):
             with pytest.raises(MemoryError):
                 next(pipeline.launch([image(4)]))
-    with pytest.raises(ValueError, match="no image to stage"):
+    with pytest.raises(ValueError, match="images is empty"):
         staging.stage([])
     with pytest.raises(ValueError, match="merge size"):
         staging.stage([Pixels(np.zeros((3, 12, 8), np.uint8), (1, 3, 2))])

@@ -33,7 +33,7 @@ def test_a_missing_backend_says_what_to_install(
 
 
 def test_dense_attention_is_no_backend_that_reads_borders() -> None:
-    with pytest.raises(BackendUnavailableError, match="'sdpa' has no kernel that reads borders"):
+    with pytest.raises(BackendUnavailableError, match="'sdpa' has no kernel that reads segment borders"):
         load(AttentionBackend.SDPA)
 
 

@@ -223,7 +223,7 @@ def test_both_prefixes_at_once_are_ambiguous(tmp_path: Path) -> None:
     path = _save(tmp_path / "x", "qwen3_vl", vision)
     both = {prefix + name: tensor for prefix in ("visual.", "model.visual.") for name, tensor in vision.items()}
     save_file({name: tensor.clone() for name, tensor in both.items()}, path / SINGLE_FILE)
-    with pytest.raises(WeightsError, match="is there twice"):
+    with pytest.raises(WeightsError, match="occurs twice"):
         _load(path)
 
 
@@ -231,13 +231,13 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     vision = _vision_tensors("qwen3_vl")
     path = _save(tmp_path / "sharded", "qwen3_vl", vision, shards=2)
     (path / "model-1.safetensors").write_bytes((path / "model-1.safetensors").read_bytes()[:-8])
-    with pytest.raises(WeightsError, match=r"model-1\.safetensors is not a whole safetensors file"):
+    with pytest.raises(WeightsError, match=r"model-1\.safetensors is not a complete safetensors file"):
         _load(path)
     (path / "model-1.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"has no model-1\.safetensors"):
         _load(path)
     save_file({"model.visual.merger.norm.bias": torch.zeros(32)}, path / "model-1.safetensors")
-    with pytest.raises(WeightsError, match=r"is not in model-1\.safetensors, where .* puts it"):
+    with pytest.raises(WeightsError, match=r"is not in model-1\.safetensors, where .* lists it"):
         _load(path)
     (path / INDEX_FILE).unlink()
     with pytest.raises(WeightsError, match="has neither"):

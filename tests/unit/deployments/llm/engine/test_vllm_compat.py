@@ -210,7 +210,7 @@ def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
     with pytest.raises(SystemExit) as ended:
         check_vllm_imports.main([str(tmp_path)])
     assert ended.value.code == 2
-    assert "holds no folder vllm" in capsys.readouterr().err
+    assert "has no folder vllm" in capsys.readouterr().err
     assert check_vllm_imports.main([str(write_tree(tmp_path, {"vllm/v1/base.py": ("shutdown", "stop")}))]) == 1
 
 
