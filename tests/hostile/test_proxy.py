@@ -10,6 +10,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -23,26 +24,44 @@ from deployments.ingress.deployment import Ingress
 from deployments.ingress.http import request_body
 from tests.hostile.ingress_server import TEXT, started
 from tests.hostile.proxy_server import GOOD, Noted, answered, chunked, flood, good, last, open_head, serving
-from tests.hostile.sockets import Address, connected, head, replies, statuses
+from tests.hostile.sockets import REPLY_S, Address, connected, head, replies, statuses
 from tests.unit.deployments.stand_ins import StandIns
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-@pytest.mark.parametrize("first", [open_head, chunked], ids=["head", "trailers"])
-def test_headers_without_end_take_no_memory(first: Callable[[Address], bytes]) -> None:
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answers before the body was read, as to a client without a key."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize(
+    ("first", "early"),
+    [(open_head, False), (chunked, False), (chunked, True)],
+    ids=["head", "trailers", "trailers after the answer"],
+)
+def test_headers_without_end_take_no_memory(first: Callable[[Address], bytes], early: bool) -> None:
     """100 MB of them: uvicorn as Serve starts it keeps every byte, and waits for more.
 
     Trailers of a chunked body were not counted, since the head was complete: 121 MB of them stayed in one connection.
+    `early`: the request is answered before its trailers begin.
     """
 
     def grown(*, bounded: bool) -> int:
         async def scenario() -> int:
-            async with serving(Noted(), bounded=bounded) as address:
+            async with serving(refuse if early else Noted(), bounded=bounded) as address:
                 before = tracemalloc.get_traced_memory()[0]
-                async with connected(address) as (_reader, writer):
-                    await flood(writer, first(address), 100_000_000)
-                    assert statuses(await replies(address, last(address))) == [200]  # on another connection
+                async with connected(address) as (reader, writer):
+                    if early:
+                        writer.write(first(address))
+                        assert statuses(await reader.readuntil(b"\r\n\r\n")) == [401]
+                    await flood(writer, b"" if early else first(address), 100_000_000)
+                    if bounded:
+                        with suppress(ConnectionError):
+                            await asyncio.wait_for(reader.read(), REPLY_S)  # ends when the server has closed
+                    found = statuses(await replies(address, last(address)))  # on another connection
+                    assert found == [401 if early else 200]
                     return tracemalloc.get_traced_memory()[0] - before
 
         # Not the process's memory: what earlier tests freed would be filled first.
@@ -98,10 +117,6 @@ def test_small_chunks_may_add_up() -> None:
 def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before its body was read, as without a key: each byte reset uvicorn's own keep-alive timer."""
     monkeypatch.setattr(proxy_bounds, "HEAD_TIMEOUT_S", 0.3)
-
-    async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
 
     async def scenario(*, bounded: bool) -> list[int] | None:
         async with serving(refuse, bounded=bounded) as address, connected(address) as (reader, writer):
