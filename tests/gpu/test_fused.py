@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="the fused towers are made of Triton's kernels")
 
+from benchmarks.ladder.towers import config_of, random_tower  # noqa: E402
+from configs.encoder_config import EncoderConfig  # noqa: E402
+from encoder.forwards import choose_forward  # noqa: E402
 from encoder.fused.gemm import CublasGemm  # noqa: E402
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan  # noqa: E402
 from encoder.fused.tower import FusedTower, fuse  # noqa: E402
 from encoder.metadata.segments import AttentionBackend, Segments  # noqa: E402
 from encoder.metadata.tower_metadata import TowerMetadata  # noqa: E402
+from encoder.start_check import StartCheck  # noqa: E402
 from encoder.towers.weights import load_tower  # noqa: E402
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error  # noqa: E402
 from tests.parity.reference_towers import Grid, Reference, make_reference, random_patches, relative_error  # noqa: E402
@@ -88,6 +93,18 @@ def test_what_is_installed_is_chosen_and_right(reference: Reference) -> None:
     assert (tower.config, tower.dtype, tower.device) == (eager.config, eager.dtype, eager.device)
     found = tower(patches.to(CUDA), tower.prepare(grid_thw))
     assert relative_error(found.cpu(), expected) <= BFLOAT16_RATIO * theirs
+
+
+def test_the_check_at_the_start_takes_less_than_two_seconds() -> None:
+    """Of Qwen3-VL-8B's tower with random weights, once its kernels are compiled, which is what the first check does."""
+    config = config_of("qwen3_vl", tiny=False, dtype="bfloat16")
+    tower = random_tower(config, seed=0, dtype=torch.bfloat16, device=CUDA)
+    forward = choose_forward(tower, EncoderConfig(fused_kernels=True))  # with the first check
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    StartCheck(tower)(forward.run_grids, forward.tolerance)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - began < 2
 
 
 def padded(
