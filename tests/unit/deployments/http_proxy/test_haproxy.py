@@ -161,6 +161,20 @@ def test_a_request_without_a_byte_of_its_answer_is_sent_to_the_other_ingress(
     assert (found.status_code, sizes) == (200, [num_bytes, num_bytes])
 
 
+@pytest.mark.parametrize("part", [b"", b"x" * 50], ids=["its head", "half of its body"])
+def test_a_request_that_has_part_of_its_answer_is_not_sent_again(part: bytes, folder: Path, ports: list[int]) -> None:
+    """The client would get the beginning of one answer and the end of another."""
+
+    async def answer_in_part(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + part)
+        await writer.drain()
+        writer.transport.abort()
+
+    found, sizes = asked(folder, ports, Ingress(answer_in_part), Ingress(answer_ok), body=b"x" * 12_000)
+    assert isinstance(found, httpx.RemoteProtocolError), found
+    assert sizes == [12_000]
+
+
 def test_serves_configuration_alone_loses_it(folder: Path, ports: list[int]) -> None:
     """It would wait for no body, and what HAProxy has passed on before it had all of it cannot be sent again."""
 
