@@ -25,11 +25,11 @@ from ray.exceptions import RayActorError
 from starlette.requests import Request
 
 from deployments.common.api_error import OverloadedError, Shed
-from deployments.common.messages import Accepted
+from deployments.common.messages import Accepted, ImageJob, ResponseHead
 from deployments.ingress.http.held_bytes import Held, HeldBytes
 from tests.serve.pictures import encoded
 from tests.unit.deployments.ingress.fetch.loopback import OPEN, answer, serving
-from tests.unit.deployments.ingress.test_overload import AtWork
+from tests.unit.deployments.ingress.test_overload import AtWork, settled
 from tests.unit.deployments.stand_ins import JSON_HEAD, RETRY_AFTER_S, SSE_HEAD, Pieces, StandIns, ingress_of, told
 
 FILE = encoded(Image.frombytes("RGB", (320, 320), random.Random(0).randbytes(320 * 320 * 3)))
@@ -117,6 +117,47 @@ def test_texts_are_given_up_once_the_files_are_there() -> None:
         await task
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("head", [JSON_HEAD, SSE_HEAD], ids=["whole", "stream"])
+def test_files_count_while_a_request_may_be_tried_again(head: ResponseHead) -> None:
+    """Another attempt sends them to an encoder: until a whole answer has come, or a stream has begun."""
+
+    async def scenario() -> None:
+        at_work = AtWork(1)
+        begins, ends = asyncio.Event(), asyncio.Event()
+        at_work.held[0]._pieces = [Accepted(), begins, head, ends, b"{}"]
+        task = asyncio.create_task(at_work._client.post(CHAT, content=BODY))
+        await begun(at_work)
+        await settled()
+        held = at_work.ingress._held_bytes
+        assert at_work.waiting == (0, 0, 0), "a language model has accepted it"
+        assert len(FILE) <= held.num_bytes < len(FILE) + 1000
+        begins.set()
+        await settled()
+        assert (held.num_bytes == 0) is (head is SSE_HEAD)
+        ends.set()
+        assert (await task).status_code == 200
+        assert held.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lost_at", [0, 1], ids=["before its head", "in its body"])
+def test_files_are_encoded_again_for_another_attempt(monkeypatch: pytest.MonkeyPatch, lost_at: int) -> None:
+    """Its language model is lost after it has accepted the request, and the embeddings with it."""
+    monkeypatch.setattr("deployments.ingress.attempt.FIRST_WAIT_S", 0.0)
+    lost: list[object] = [Accepted(), JSON_HEAD, b"{"]
+
+    async def scenario() -> list[object]:
+        at_work = AtWork(1)
+        at_work.held[0]._pieces = [*lost[: 1 + 2 * lost_at], RayActorError()]
+        assert (await at_work._client.post(CHAT, content=BODY)).status_code == 200
+        return [job for encoding in at_work.stand_ins.encodings for job in encoding._pieces]
+
+    jobs = asyncio.run(scenario())
+    assert [type(job) for job in jobs] == [ImageJob, ImageJob]
+    assert all(isinstance(job, ImageJob) and job.data == FILE for job in jobs)
 
 
 def _frames(ingress: object) -> Iterator[dict[str, object]]:
