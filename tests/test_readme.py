@@ -34,7 +34,7 @@ from deployments.cli import main as cli
 from deployments.common import names
 from deployments.common.messages import EncodedImage, EncodeTimings
 from deployments.ingress.http import chat_request
-from deployments.telemetry.server_timing import server_timing
+from deployments.telemetry.server_timing import format_server_timing
 from scripts import readme, setup
 from tests.programs import output_of
 from tests.threaded import serving
@@ -224,7 +224,11 @@ def test_server_timing_table_has_the_names_that_are_sent() -> None:
     image = EncodedImage.__new__(EncodedImage)
     object.__setattr__(image, "timings", EncodeTimings(1.0, 1.0, 1.0, 1.0, cached=False))
     object.__setattr__(image, "bits", np.zeros((4, 2), np.float32))
-    sent = ["fetch", "admission", *re.findall(r"(?:^|, )([\w-]+);", server_timing([image], 1.0, 1.0, 1.0, "way"))]
+    sent = [
+        "fetch",
+        "admission",
+        *re.findall(r"(?:^|, )([\w-]+);", format_server_timing([image], 1.0, 1.0, 1.0, "way")),
+    ]
     table = REQUESTS.read_text().partition("| metric | meaning |\n")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == [name.replace("image-1", "image-N") for name in sent]
 

@@ -52,7 +52,7 @@ class ImageJob:
     tokens_before: int = 0
     """Visual tokens of the images before it in its request; they delay it in the fair queue (`fair_queue.place_of`)."""
     read_on: tuple[str, ...] = ()
-    """Hosts (`unix_socket.host_name`) whose LLM replicas may receive the embedding, if shared memory is to be used."""
+    """Hosts (`unix_socket.host_id`) whose LLM replicas may receive the embedding, if shared memory is to be used."""
     pulled: bool = False
     """Whether the LLM replicas read embeddings from encoders on other hosts."""
     tower: str = ""

@@ -41,14 +41,23 @@ from deployments.scaling.encoder_scaler import (
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
 )
-from deployments.telemetry.log_buffers import log_buffers_kept
-from deployments.telemetry.metrics import Counter, Counters, Gauge, Histogram, Histograms, RunMetrics, Tier, setter
-from deployments.telemetry.tracing import Stage, stage
+from deployments.telemetry.log_buffers import preserve_log_buffers
+from deployments.telemetry.metrics import (
+    Counter,
+    Counters,
+    Gauge,
+    Histogram,
+    Histograms,
+    RunMetrics,
+    Tier,
+    gauge_setter,
+)
+from deployments.telemetry.tracing import Stage, record_span
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
-from deployments.transfer.unix_socket import ListenerError, host_name
+from deployments.transfer.unix_socket import ListenerError, host_id
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
@@ -70,22 +79,22 @@ def warm_encoder(path: Path, config: EncoderConfig) -> Encoder:
     return encoder
 
 
-def _trace(timings: EncodeTimings, num_tokens: int) -> None:
+def _record_spans(timings: EncodeTimings, num_tokens: int) -> None:
     """Records a span for each stage of an encoding, back to back, ending when the embedding was ready."""
     ended_s = timings.ready_at_s
-    for which, ms in (
+    for stage, ms in (
         (Stage.ENCODE, timings.encode_ms),
         (Stage.ENCODE_QUEUE, timings.queue_ms),
         (Stage.DECODE_IMAGE, timings.preprocess_ms),
     ):
-        stage(which, ms / 1e3, ended_s=ended_s, attributes={"vitray.visual_tokens": num_tokens})
+        record_span(stage, ms / 1e3, ended_s=ended_s, attributes={"vitray.visual_tokens": num_tokens})
         ended_s -= ms / 1e3
 
 
 class EncoderReplica:
     """Encodes images on one GPU. Serve calls `encode` once for every image of every request."""
 
-    @log_buffers_kept()  # loading an attention kernel may import vLLM
+    @preserve_log_buffers()  # loading an attention kernel may import vLLM
     def __init__(self, config: AppConfig) -> None:
         path: Path = resolve_checkpoint(local_model(config.model))
         limits = config.encoder_replica
@@ -98,7 +107,7 @@ class EncoderReplica:
         self._remote = None
         if store is not None and config.transfer == "nixl":
             self._remote = RemoteSender(store, NixlMemory(), on_error=self._listener_failed)
-        self._host = host_name()
+        self._host = host_id()
         self._times = Histograms()
         self._runs = RunMetrics(self._counts)
         self._worker = GpuWorker(
@@ -106,7 +115,7 @@ class EncoderReplica:
             max_queued_tokens=limits.max_queued_tokens,
             room=None if store is None else partial(self._room, store),
             events=WorkerEvents(
-                queued_tokens=setter(Gauge.ENCODER_QUEUED_TOKENS),
+                queued_tokens=gauge_setter(Gauge.ENCODER_QUEUED_TOKENS),
                 retried=lambda batches: self._counts.add(Counter.BATCHES_RETRIED, batches),
                 ran=self._runs,
                 sick=lambda fault: self._counts.add(Counter.GPU_FAILURES, reason=fault.value),
@@ -151,7 +160,7 @@ class EncoderReplica:
 
     def report(self) -> Report:
         """Returns this replica's row in the dashboard's view of the cluster."""
-        return encoder_report(self._name, self.record_autoscaling_stats(), self._runs.told, cached=len(self._cache))
+        return encoder_report(self._name, self.record_autoscaling_stats(), self._runs.last, cached=len(self._cache))
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Returns prefixes of the cached digests, which Serve sends to the routers every few seconds."""
@@ -242,7 +251,7 @@ class EncoderReplica:
             self._counts.add(Counter.CACHE_MISSES)
         else:
             self._counts.add(Counter.CACHE_HITS, tier=Tier.REPLICA.value)
-            stage(Stage.CACHED, 0)
+            record_span(Stage.CACHED, 0)
             return dataclasses.replace(
                 cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)
             )
@@ -250,7 +259,7 @@ class EncoderReplica:
         try:
             encoded = await self._flights.run(job.digest, lambda: self._encode_now(job))
             if joins:
-                stage(Stage.SHARED, time.perf_counter() - asked)
+                record_span(Stage.SHARED, time.perf_counter() - asked)
             return encoded
         except ImageError as error:
             self._counts.add(Counter.IMAGES_REFUSED)
@@ -288,7 +297,7 @@ class EncoderReplica:
             replica=self._name,
             ran=encoded.ran,
         )
-        _trace(timings, job.num_tokens)
+        _record_spans(timings, job.num_tokens)
         image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
         if self._server is not None:
             self._server.store.publish(image)

@@ -37,7 +37,7 @@ from deployments.ingress.image_jobs import EngineRequest, engine_request, fetch_
 from deployments.ingress.replica_client import Replicas
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
-from deployments.telemetry.server_timing import metric
+from deployments.telemetry.server_timing import format_metric
 from deployments.telemetry.tracing import Stage
 
 # Headers that vLLM's application reads. Others (cookies, credentials, …) are not forwarded.
@@ -86,7 +86,7 @@ class Ingress:
             asked = request.headers.get(TIMEOUT_HEADER)
             deadline = Deadline.of(asked, arrived=arrived, most_s=self._limits.request_timeout_s)
             async with asyncio.timeout_at(deadline.at):
-                with tracing.continued(request.headers):
+                with tracing.continue_trace(request.headers):
                     return await self._answer(request, deadline)
         except TimeoutError:
             error = deadline.error()
@@ -165,17 +165,17 @@ class Ingress:
             )
             prepare = partial(engine_request, chat, inner, identity, self._limits, client.salt)
             request = await self._off_loop.run(held.num_bytes, prepare)
-            stages = metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
+            stages = format_metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
             if not attempt:
                 self._times.observe(Histogram.FETCH_SECONDS, fetch_ms / 1e3)
-                tracing.stage(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(chat.images)})
+                tracing.record_span(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(chat.images)})
                 asked = time.perf_counter()
                 visit.ask(sum(job.num_tokens for job in request.jobs), len(request.jobs))
                 await self._access.charge_visual_tokens(client, request.visual_tokens)
                 await visit.turn()
-                stages += ", " + metric("admission", admission_ms := (time.perf_counter() - asked) * 1e3)
+                stages += ", " + format_metric("admission", admission_ms := (time.perf_counter() - asked) * 1e3)
                 self._times.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
-                tracing.stage(Stage.ADMISSION, admission_ms / 1e3)
+                tracing.record_span(Stage.ADMISSION, admission_ms / 1e3)
             try:
                 return await respond(Attempt(request, self._replicas, visit, deadline, self._times, stages))
             except IdentityGoneError:

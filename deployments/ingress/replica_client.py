@@ -30,7 +30,7 @@ from deployments.routing.affinity import Call
 from deployments.routing.calls import GrpcAnswer
 from deployments.routing.replica_identity import FleetIdentity
 from deployments.telemetry.metrics import Counter, Counters
-from deployments.telemetry.tracing import Stage, stage
+from deployments.telemetry.tracing import Stage, record_span
 
 T = TypeVar("T")
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
@@ -97,7 +97,7 @@ class Replicas:
         """
         if seen is not None:
             self._counts.add(Counter.EMBEDDING_DIRECTORY_HITS)
-            stage(Stage.CACHED, 0)
+            record_span(Stage.CACHED, 0)
             return seen
         pulled = not attempt and len(self._pulls) > 0 and all(self._pulls)
         job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)), pulled=pulled)

@@ -34,11 +34,11 @@ from deployments.routing.affinity import Call
 from deployments.routing.prefill_load import PrefillLoad
 from deployments.routing.replica_identity import llm_metadata
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
-from deployments.telemetry.log_buffers import log_buffers_kept
+from deployments.telemetry.log_buffers import preserve_log_buffers
 from deployments.telemetry.metrics import Counter, Counters, Histograms
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_receiver import ReceiveBuffer
-from deployments.transfer.unix_socket import host_name
+from deployments.transfer.unix_socket import host_id
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.towers.weights import tower_identity
 
@@ -67,7 +67,7 @@ class LLM:
         why_not = _engine_load_unsupported_reason(config)
         early_prefill_min_tokens = None if why_not else _early_prefill_min_tokens(config)
         self._stats = EngineStats()
-        with log_buffers_kept():
+        with preserve_log_buffers():
             self._engine, args = vllm_compat.start_engine(
                 local_model(config.model),
                 engine_args,
@@ -83,7 +83,7 @@ class LLM:
             keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
             app = await vllm_compat.build_application(self._engine, args, keys)
             self._frontend = VllmFrontend(app, keys, shape, engine_died=self._engine_died)
-            reads_on = None if config.transfer == "object_store" else host_name()
+            reads_on = None if config.transfer == "object_store" else host_id()
             early = max_ongoing_requests() // 2
             self._requests = Requests(self._receiver, self._frontend, counts, reads_on=reads_on, max_early=early)
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]

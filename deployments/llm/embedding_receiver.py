@@ -22,7 +22,7 @@ from deployments.llm.engine.link import Loaded
 from deployments.llm.engine.replica_link import LinkLostError, ReplicaLink
 from deployments.llm.prefix_cache_skip import Missing, MissingWatch
 from deployments.llm.received import EmbeddingSlot, Image, NotEncodedError, Peer, ReceivedEmbeddings, SlotState
-from deployments.telemetry.clocks import clamped_s
+from deployments.telemetry.clocks import clamp_duration
 from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
 from deployments.transfer.header import Header
 from deployments.transfer.remote_receiver import ReceiveBuffer
@@ -124,7 +124,7 @@ class EmbeddingReceiver:
             raise error from error.__cause__
         ready_at_s = [image.timings.ready_at_s for image in received.images if not isinstance(image, ImageRefused)]
         if ready_at_s:
-            received.transfer_s = clamped_s(time.time() - max(ready_at_s), self._counts)
+            received.transfer_s = clamp_duration(time.time() - max(ready_at_s), self._counts)
         for image, path in received.transferred():
             self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=path.value)
             self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, image.num_bytes, path=path.value)
@@ -302,7 +302,7 @@ class EmbeddingReceiver:
                 self.num_loaded += 1
             self._counts.add(Counter.EMBEDDINGS_LOADED)
             self._counts.add(Counter.EMBEDDING_BYTES_LOADED, loaded.num_bytes)
-            self._times.observe(Histogram.EMBEDDING_LOAD_SECONDS, clamped_s(loaded.seconds, self._counts))
+            self._times.observe(Histogram.EMBEDDING_LOAD_SECONDS, clamp_duration(loaded.seconds, self._counts))
 
 
 def _release(acquired: Future[Lease]) -> None:

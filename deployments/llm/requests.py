@@ -68,7 +68,7 @@ class Requests:
         if request.early and self._num_early >= self._max_early:
             yield TooEarly()
             return
-        request = dataclasses.replace(request, headers=tracing.passed_on(request.headers))
+        request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
         received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
         try:
             self._num_early += request.early

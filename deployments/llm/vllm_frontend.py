@@ -25,7 +25,7 @@ from deployments.llm.engine.media_connector import KeyStore
 from deployments.llm.received import ReceivedEmbeddings
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Histogram, Histograms
-from deployments.telemetry.server_timing import server_timing
+from deployments.telemetry.server_timing import format_server_timing
 from deployments.telemetry.tracing import Stage
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RequestTimeline:
     at_s: float = 0.0
     """`time.perf_counter()` when the embeddings were received."""
     received: asyncio.Event = field(default_factory=asyncio.Event)
-    trace: Context | None = field(default_factory=tracing.current)
+    trace: Context | None = field(default_factory=tracing.current_context)
 
     def mark_received(self) -> None:
         self.epoch_s, self.at_s = time.time(), time.perf_counter()
@@ -130,7 +130,7 @@ class VllmFrontend:
             self.keys.withdraw(tensors)
             if (first_token_s := timeline.first_token_s) is not None:
                 generated_s = time.perf_counter() - timeline.at_s - first_token_s
-                tracing.stage(Stage.GENERATE, generated_s, within=timeline.trace)
+                tracing.record_span(Stage.GENERATE, generated_s, parent=timeline.trace)
 
     async def _head(
         self,
@@ -152,7 +152,7 @@ class VllmFrontend:
                 refusal, refusal_body = error_head_and_body(dropped)
                 head = dataclasses.replace(refusal, body=refusal_body)
         self._observe_timings(received, timeline)
-        timing = server_timing(
+        timing = format_server_timing(
             received.images,
             received.transfer_s,
             timeline.at_s,
@@ -213,9 +213,9 @@ class VllmFrontend:
         if (transfer_s := received.transfer_s) is not None:
             self._times.observe(Histogram.TRANSFER_SECONDS, transfer_s)
             attributes = {"vitray.bytes": received.num_bytes}
-            tracing.stage(
-                Stage.TRANSFER, transfer_s, ended_s=timeline.epoch_s, within=timeline.trace, attributes=attributes
+            tracing.record_span(
+                Stage.TRANSFER, transfer_s, ended_s=timeline.epoch_s, parent=timeline.trace, attributes=attributes
             )
         if (seconds := timeline.first_token_s) is not None:
             self._times.observe(Histogram.LLM_FIRST_TOKEN_SECONDS, seconds)
-            tracing.stage(Stage.FIRST_TOKEN, seconds, ended_s=timeline.epoch_s + seconds, within=timeline.trace)
+            tracing.record_span(Stage.FIRST_TOKEN, seconds, ended_s=timeline.epoch_s + seconds, parent=timeline.trace)

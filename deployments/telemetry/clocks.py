@@ -19,7 +19,7 @@ class ClockDifference(Enum):
     BEHIND = "behind"
 
 
-def clamped_s(duration_s: float, counts: Counters) -> float:
+def clamp_duration(duration_s: float, counts: Counters) -> float:
     """Returns `duration_s` clamped to 0 to MAX_DURATION_S, and counts it if it was outside."""
     if 0 <= duration_s <= MAX_DURATION_S:
         return duration_s

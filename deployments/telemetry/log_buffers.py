@@ -16,7 +16,7 @@ SERVE_LOGGER = "ray.serve"
 
 
 @contextmanager
-def log_buffers_kept() -> Iterator[None]:
+def preserve_log_buffers() -> Iterator[None]:
     """Restores the targets of Serve's log buffers at its end, and flushes the buffers."""
     buffers = [handler for handler in logging.getLogger(SERVE_LOGGER).handlers if isinstance(handler, MemoryHandler)]
     targets = [buffer.target for buffer in buffers]

@@ -202,8 +202,10 @@ class Counters:
 
     def __init__(self) -> None:
         self._counters = {
-            one: metrics.Counter(one.metric, description=one.value, tag_keys=(LABELS[one],) if one in LABELS else None)
-            for one in Counter
+            counter: metrics.Counter(
+                counter.metric, description=counter.value, tag_keys=(LABELS[counter],) if counter in LABELS else None
+            )
+            for counter in Counter
         }
 
     def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
@@ -217,7 +219,8 @@ class Histograms:
 
     def __init__(self) -> None:
         self._histograms = {
-            one: metrics.Histogram(one.metric, description=one.value, boundaries=list(BUCKETS_S)) for one in Histogram
+            histogram: metrics.Histogram(histogram.metric, description=histogram.value, boundaries=list(BUCKETS_S))
+            for histogram in Histogram
         }
 
     def observe(self, histogram: Histogram, seconds: float) -> None:
@@ -230,11 +233,11 @@ class RunMetrics:
 
     def __init__(self, counts: Counters) -> None:
         self._counts = counts
-        self.told = RunCounts()
+        self.last = RunCounts()
         """Run counts at the last call."""
 
     def __call__(self, now: RunCounts) -> None:
-        before, self.told = self.told, now
+        before, self.last = self.last, now
         for count, new, old in (
             (Counter.GRAPH_REPLAYS, now.replays, before.replays),
             (Counter.GRAPH_CAPTURES, now.captures, before.captures),
@@ -260,7 +263,7 @@ class AdmissionMetrics:
     def __init__(self) -> None:
         self._counts = Counters()
         self._requests, self._waiting, self._in_flight, self.bytes_held = map(
-            setter,
+            gauge_setter,
             (
                 Gauge.INGRESS_WAITING_REQUESTS,
                 Gauge.INGRESS_QUEUED_TOKENS,
@@ -283,7 +286,7 @@ class AdmissionMetrics:
         self._counts.add(Counter.SHED_TOKENS, tokens, reason=reason.value)
 
 
-def setter(gauge: Gauge) -> Callable[[int], None]:
+def gauge_setter(gauge: Gauge) -> Callable[[int], None]:
     """Returns a thread-safe function that sets the gauge. Must be called in the replica."""
     made = metrics.Gauge(gauge.metric, description=gauge.value)
 

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding
 
-MAX_IMAGES_TOLD = 32
+MAX_IMAGES_LISTED = 32
 """Most images of a request in the header, since proxies and clients limit a header's size."""
 
 
-def metric(name: str, duration_ms: float) -> str:
+def format_metric(name: str, duration_ms: float) -> str:
     return f"{name};dur={duration_ms:.1f}"
 
 
-def server_timing(
+def format_server_timing(
     images: Sequence[EncodedImage | SharedEmbedding | ImageRefused],
     transfer_s: float | None,
-    arrived: float,
+    received_at_s: float,
     first_token_at_s: float | None,
     path: str | None = None,
 ) -> str:
@@ -26,40 +26,40 @@ def server_timing(
     A request's images are processed in parallel, so each stage states its slowest image. `transfer` is the time from
     the last embedding's readiness to its arrival at the language model, `first-token` the time from that arrival to
     vLLM's first token. `cache` states how many of the images were in the embedding cache, `path` how the embeddings
-    reached the engine, `image-N` how and where the N-th distinct image was encoded (`_image`).
+    reached the engine, `image-N` how and where the N-th distinct image was encoded (`_describe_image`).
     """
     metrics = []
     encoded = [image for image in images if not isinstance(image, ImageRefused)]
     if encoded:
         fresh = [image.timings for image in encoded if not image.timings.cached]
         metrics += [
-            metric("preprocess", max((timing.preprocess_ms for timing in fresh), default=0.0)),
-            metric("queue", max((timing.queue_ms for timing in fresh), default=0.0)),
-            metric("encode", max((timing.encode_ms for timing in fresh), default=0.0)),
-            metric("transfer", (transfer_s or 0.0) * 1e3),
+            format_metric("preprocess", max((timing.preprocess_ms for timing in fresh), default=0.0)),
+            format_metric("queue", max((timing.queue_ms for timing in fresh), default=0.0)),
+            format_metric("encode", max((timing.encode_ms for timing in fresh), default=0.0)),
+            format_metric("transfer", (transfer_s or 0.0) * 1e3),
             f'cache;desc="{sum(image.timings.cached for image in encoded)}/{len(encoded)}"',
         ]
         metrics += [f'path;desc="{path}"'] if path is not None else []
         metrics += [
-            f'image-{number};desc="{_image(image)}"'
-            for number, image in enumerate(images[:MAX_IMAGES_TOLD], 1)
+            f'image-{number};desc="{_describe_image(image)}"'
+            for number, image in enumerate(images[:MAX_IMAGES_LISTED], 1)
             if not isinstance(image, ImageRefused)
         ]
     if first_token_at_s is not None:
-        metrics.append(metric("first-token", (first_token_at_s - arrived) * 1e3))
+        metrics.append(format_metric("first-token", (first_token_at_s - received_at_s) * 1e3))
     return ", ".join(metrics)
 
 
-def _image(image: EncodedImage | SharedEmbedding) -> str:
+def _describe_image(image: EncodedImage | SharedEmbedding) -> str:
     """Returns how an image was encoded, such as `tokens=140 replica=x8f3 graph=512 batch=420/3 cached`.
 
     The fields are the image's tokens, the encoder replica, the token budget of the replayed graph (or `eager=REASON`),
     the tokens and images of its batch, and whether the embedding was cached.
     """
-    timings, told = image.timings, [f"tokens={image.num_tokens}"]
+    timings, fields = image.timings, [f"tokens={image.num_tokens}"]
     if timings.replica:
-        told.append(f"replica={timings.replica}")
+        fields.append(f"replica={timings.replica}")
     if (ran := timings.ran) is not None:
-        told.append(f"eager={ran.reason}" if ran.budget is None else f"graph={ran.budget}")
-        told.append(f"batch={ran.num_tokens}/{ran.num_images}")
-    return " ".join([*told, *(["cached"] if timings.cached else [])])
+        fields.append(f"eager={ran.reason}" if ran.budget is None else f"graph={ran.budget}")
+        fields.append(f"batch={ran.num_tokens}/{ran.num_images}")
+    return " ".join([*fields, *(["cached"] if timings.cached else [])])

@@ -70,36 +70,36 @@ def otlp() -> list[SpanProcessor]:
     return [BatchSpanProcessor(exporter)]
 
 
-def current() -> Context | None:
+def current_context() -> Context | None:
     """Returns the current trace context, or None."""
     return cast("Context | None", serve.get_trace_context())
 
 
-def stage(
-    which: Stage,
-    took_s: float,
+def record_span(
+    stage: Stage,
+    duration_s: float,
     *,
     ended_s: float | None = None,
-    within: Context | None = None,
+    parent: Context | None = None,
     attributes: Mapping[str, int | str | bool] | None = None,
 ) -> None:
-    """Records a span of `took_s` seconds that ended now or at `ended_s` (seconds since the epoch).
+    """Records a span of `duration_s` seconds that ended now or at `ended_s` (seconds since the epoch).
 
-    `within`: its parent's context; None takes the current one.
+    `parent`: context of the parent span; None takes the current one.
     """
-    context = within if within is not None else current()
+    context = parent if parent is not None else current_context()
     if context is None:
         return
     from opentelemetry import trace
 
     end_ns = time.time_ns() if ended_s is None else int(ended_s * 1e9)
-    start_ns = end_ns - int(max(took_s, 0.0) * 1e9)
-    span = trace.get_tracer("vitray").start_span(which.value, context, attributes=attributes, start_time=start_ns)
+    start_ns = end_ns - int(max(duration_s, 0.0) * 1e9)
+    span = trace.get_tracer("vitray").start_span(stage.value, context, attributes=attributes, start_time=start_ns)
     span.end(end_ns)
 
 
 @contextmanager
-def continued(headers: Mapping[str, str]) -> Iterator[None]:
+def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Continues the trace that a client's headers name, if Serve has not continued it already.
 
     Serve's proxy does so if the variables above are set; Serve's `tracing_config` does not apply to proxies.
@@ -110,28 +110,30 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
     from opentelemetry import context, trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    asked = TraceContextTextMapPropagator().extract({name: headers[name] for name in HEADERS if name in headers})
-    theirs = trace.get_current_span(asked).get_span_context()
-    if not theirs.is_valid or theirs.trace_id == trace.get_current_span().get_span_context().trace_id:
+    client_context = TraceContextTextMapPropagator().extract(
+        {name: headers[name] for name in HEADERS if name in headers}
+    )
+    client_span = trace.get_current_span(client_context).get_span_context()
+    if not client_span.is_valid or client_span.trace_id == trace.get_current_span().get_span_context().trace_id:
         yield
         return
-    token = context.attach(asked)
+    token = context.attach(client_context)
     try:
         yield
     finally:
         context.detach(token)
 
 
-def passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def inject_trace(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Returns the headers with the current trace in place of the client's, or unchanged if there is no trace."""
-    context = current()
+    context = current_context()
     if context is None:
         return list(headers)
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    ours: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(ours, context)
-    if not ours:
+    trace_headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(trace_headers, context)
+    if not trace_headers:
         return list(headers)
     kept = [(name, value) for name, value in headers if name.decode("latin-1").lower() not in HEADERS]
-    return [*kept, *((name.encode(), value.encode()) for name, value in ours.items())]
+    return [*kept, *((name.encode(), value.encode()) for name, value in trace_headers.items())]

@@ -37,7 +37,7 @@ ACCEPT_RETRY_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-def host_name() -> str:
+def host_id() -> str:
     """Identifies the scope of these sockets: this boot of this machine, the container's network, and the user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"

@@ -36,7 +36,7 @@ from deployments.llm.requests import Requests
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.routing.prefill_load import PrefillLoad
 from deployments.telemetry.metrics import Counters, Histograms
-from deployments.transfer.unix_socket import host_name
+from deployments.transfer.unix_socket import host_id
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
@@ -176,7 +176,7 @@ class StandInLLM(LLM):
         keys = KeyStore()
         shape = EmbeddingShape(width, merge_size)
         self._frontend = self.seen = SeenAnswers(stand_in(keys, self), keys, shape, engine_died=self._engine_died)
-        reads_on = None if config.transfer == "object_store" else host_name()
+        reads_on = None if config.transfer == "object_store" else host_id()
         early = max_ongoing_requests() // 2 or MAX_EARLY
         self._requests = Requests(self._receiver, self._frontend, Counters(), reads_on=reads_on, max_early=early)
         self.disconnects = 0

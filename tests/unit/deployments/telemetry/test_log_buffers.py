@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.telemetry.log_buffers import SERVE_LOGGER, log_buffers_kept
+from deployments.telemetry.log_buffers import SERVE_LOGGER, preserve_log_buffers
 
 logger = logging.getLogger(SERVE_LOGGER)
 
@@ -39,7 +39,7 @@ def set_up_by_somebody_else() -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_records_are_written_and_not_kept(kept: bool, buffer: MemoryHandler, log: Path) -> None:
-    with log_buffers_kept() if kept else nullcontext():
+    with preserve_log_buffers() if kept else nullcontext():
         logger.info("before")
         set_up_by_somebody_else()
         logger.info("while it starts")
@@ -56,7 +56,7 @@ def test_records_are_written_and_not_kept(kept: bool, buffer: MemoryHandler, log
 
 
 def test_what_fails_is_told_all_the_same(buffer: MemoryHandler, log: Path) -> None:
-    @log_buffers_kept()
+    @preserve_log_buffers()
     def start() -> None:
         set_up_by_somebody_else()
         logger.error("no weights")
@@ -70,7 +70,7 @@ def test_what_fails_is_told_all_the_same(buffer: MemoryHandler, log: Path) -> No
 
 def test_it_serves_as_a_decorator_more_than_once(buffer: MemoryHandler, log: Path) -> None:
     """Of a replica's constructor."""
-    start = log_buffers_kept()(set_up_by_somebody_else)
+    start = preserve_log_buffers()(set_up_by_somebody_else)
     start()
     start()
     logger.info("up")
@@ -79,6 +79,6 @@ def test_it_serves_as_a_decorator_more_than_once(buffer: MemoryHandler, log: Pat
 
 def test_a_logger_without_a_buffer_is_left_alone() -> None:
     before = logger.handlers[:]
-    with log_buffers_kept():
+    with preserve_log_buffers():
         pass
     assert logger.handlers == before

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.common.messages import EncodedImage, EncodeTimings, ImageRefused
-from deployments.telemetry.server_timing import MAX_IMAGES_TOLD, metric, server_timing
+from deployments.telemetry.server_timing import MAX_IMAGES_LISTED, format_metric, format_server_timing
 from encoder.packing.run_counts import Reason, RunRecord
 
 # RFC 9110 and w3.org/TR/server-timing: #( token *( OWS ";" OWS token OWS "=" OWS ( token / quoted-string ) ) )
@@ -34,7 +34,7 @@ def parsed(header: str, *, images: bool = False) -> dict[str, str]:
 
 def test_stages_count_their_slowest_fresh_image() -> None:
     images = [image(1, 20, 3, 100.0, False), image(10, 2, 30, 100.2, False), image(99, 99, 99, 100.1, True)]
-    assert parsed(server_timing(images, 0.05, 7.0, 7.5)) == {
+    assert parsed(format_server_timing(images, 0.05, 7.0, 7.5)) == {
         "preprocess": "dur=10.0",
         "queue": "dur=20.0",
         "encode": "dur=30.0",
@@ -45,11 +45,11 @@ def test_stages_count_their_slowest_fresh_image() -> None:
 
 
 def test_images_from_the_cache_cost_no_encoding() -> None:
-    timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 0.0, 7.0, None))
+    timing = parsed(format_server_timing([image(9, 9, 9, 100.0, True)], 0.0, 7.0, None))
     assert (timing["preprocess"], timing["queue"], timing["encode"]) == ("dur=0.0",) * 3
     assert timing["cache"] == 'desc="1/1"'
     assert "path" not in timing
-    timing = parsed(server_timing([image(9, 9, 9, 100.0, True)], 0.0, 7.0, None, "engine_loads"))
+    timing = parsed(format_server_timing([image(9, 9, 9, 100.0, True)], 0.0, 7.0, None, "engine_loads"))
     assert timing["path"] == 'desc="engine_loads"'
     assert "first-token" not in timing
 
@@ -65,7 +65,7 @@ def test_every_image_tells_where_and_how_it_was_encoded() -> None:
         made(RunRecord(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
         made(None, ""),
     ]
-    timing = parsed(server_timing(images, 0.0, 7.0, None), images=True)
+    timing = parsed(format_server_timing(images, 0.0, 7.0, None), images=True)
     assert timing["image-1"] == 'desc="tokens=6 replica=ab12 graph=64 batch=50/3"'
     assert "image-2" not in timing
     assert timing["image-3"] == 'desc="tokens=6 replica=cd34 eager=over_largest_budget batch=6/1 cached"'
@@ -73,18 +73,20 @@ def test_every_image_tells_where_and_how_it_was_encoded() -> None:
 
 
 def test_the_header_is_bounded() -> None:
-    many = parsed(server_timing([image(1, 1, 1, 100.0, False)] * 100, 0.0, 7.0, None), images=True)
-    assert [name for name in many if name.startswith("image-")] == [f"image-{n}" for n in range(1, MAX_IMAGES_TOLD + 1)]
+    many = parsed(format_server_timing([image(1, 1, 1, 100.0, False)] * 100, 0.0, 7.0, None), images=True)
+    assert [name for name in many if name.startswith("image-")] == [
+        f"image-{n}" for n in range(1, MAX_IMAGES_LISTED + 1)
+    ]
     assert many["cache"] == 'desc="0/100"'
 
 
 def test_text_only_has_the_first_token_alone() -> None:
-    assert parsed(server_timing([], None, 7.0, 7.25)) == {"first-token": "dur=250.0"}
-    assert server_timing([], None, 7.0, None) == ""
+    assert parsed(format_server_timing([], None, 7.0, 7.25)) == {"first-token": "dur=250.0"}
+    assert format_server_timing([], None, 7.0, None) == ""
 
 
 def test_a_refused_image_has_no_timings() -> None:
-    assert server_timing([ImageRefused("not an image")], None, 7.0, None) == ""
+    assert format_server_timing([ImageRefused("not an image")], None, 7.0, None) == ""
 
 
 @given(
@@ -95,7 +97,7 @@ def test_a_refused_image_has_no_timings() -> None:
 def test_the_header_keeps_to_the_grammar(
     numbers: list[tuple[float, float, float, float, bool]], transfer_s: float, first: float | None
 ) -> None:
-    assert HEADER.fullmatch(server_timing([image(*each) for each in numbers], transfer_s, 0.0, first))
+    assert HEADER.fullmatch(format_server_timing([image(*each) for each in numbers], transfer_s, 0.0, first))
 
 
 @pytest.mark.parametrize("broken", ["a;dur", "a b", "a;dur=1,,b", 'a;desc="x', "a;d=1;"])
@@ -104,4 +106,4 @@ def test_the_grammar_refuses_what_is_no_header(broken: str) -> None:
 
 
 def test_metric_is_rounded_to_a_tenth() -> None:
-    assert metric("fetch", 12.34) == "fetch;dur=12.3"
+    assert format_metric("fetch", 12.34) == "fetch;dur=12.3"

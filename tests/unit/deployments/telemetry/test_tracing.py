@@ -41,7 +41,9 @@ def within(headers: dict[str, str]) -> context.Context:
 
 
 def test_a_stage_is_a_span_of_its_time(spans: InMemorySpanExporter) -> None:
-    tracing.stage(Stage.ENCODE, 0.25, ended_s=1000.5, within=within(SAMPLED), attributes={"vitray.visual_tokens": 7})
+    tracing.record_span(
+        Stage.ENCODE, 0.25, ended_s=1000.5, parent=within(SAMPLED), attributes={"vitray.visual_tokens": 7}
+    )
     (span,) = spans.get_finished_spans()
     assert (span.name, dict(span.attributes or {})) == ("vitray.encode", {"vitray.visual_tokens": 7})
     assert (span.start_time, span.end_time) == (1_000_250_000_000, 1_000_500_000_000)
@@ -52,31 +54,31 @@ def test_a_stage_is_a_span_of_its_time(spans: InMemorySpanExporter) -> None:
 def test_a_stage_ends_now_and_never_before_it_began(spans: InMemorySpanExporter) -> None:
     """Clocks of two hosts may make a time negative."""
     before = time.time_ns()
-    tracing.stage(Stage.TRANSFER, -0.5, within=within(SAMPLED))
+    tracing.record_span(Stage.TRANSFER, -0.5, parent=within(SAMPLED))
     (span,) = spans.get_finished_spans()
     assert span.start_time == span.end_time
     assert before <= (span.end_time or 0) <= time.time_ns()
 
 
 def test_who_is_not_sampled_is_not_exported(spans: InMemorySpanExporter) -> None:
-    tracing.stage(Stage.FETCH, 0.1, within=within({"traceparent": f"00-{TRACE}-{PARENT}-00"}))
+    tracing.record_span(Stage.FETCH, 0.1, parent=within({"traceparent": f"00-{TRACE}-{PARENT}-00"}))
     assert spans.get_finished_spans() == ()
 
 
 def test_nothing_is_made_or_imported_where_nobody_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.setitem(sys.modules, name, None)  # an import of it would raise
-    tracing.stage(Stage.FETCH, 0.1)
-    assert tracing.passed_on(HEADERS) == HEADERS
-    with tracing.continued(SAMPLED):
-        assert tracing.current() is None
+    tracing.record_span(Stage.FETCH, 0.1)
+    assert tracing.inject_trace(HEADERS) == HEADERS
+    with tracing.continue_trace(SAMPLED):
+        assert tracing.current_context() is None
 
 
 def test_a_clients_trace_is_continued(on: None, spans: InMemorySpanExporter) -> None:
-    with tracing.continued(SAMPLED):
-        tracing.stage(Stage.FETCH, 0.1)
-        passed = dict(tracing.passed_on(HEADERS))
-    assert tracing.current() is None
+    with tracing.continue_trace(SAMPLED):
+        tracing.record_span(Stage.FETCH, 0.1)
+        passed = dict(tracing.inject_trace(HEADERS))
+    assert tracing.current_context() is None
     (span,) = spans.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE
     ours = {name.encode(): value.encode() for name, value in SAMPLED.items()}
@@ -88,7 +90,7 @@ def test_what_serve_has_taken_up_stays(on: None) -> None:
     serves = within({"traceparent": f"00-{TRACE}-{'ef' * 8}-01"})
     token = context.attach(serves)
     try:
-        with tracing.continued(SAMPLED):
+        with tracing.continue_trace(SAMPLED):
             assert trace.get_current_span().get_span_context().span_id == int("ef" * 8, 16)
     finally:
         context.detach(token)
@@ -96,8 +98,8 @@ def test_what_serve_has_taken_up_stays(on: None) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": "nonsense"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}])
 def test_what_names_no_trace_changes_nothing(on: None, headers: dict[str, str]) -> None:
-    with tracing.continued(headers):
-        assert tracing.current() is None
+    with tracing.continue_trace(headers):
+        assert tracing.current_context() is None
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ class Untold(FakeLaunched):
     def ran(self) -> RunRecord | None:
         raise AttributeError("ran")
 
-    @ran.setter
+    @ran.gauge_setter
     def ran(self, _: RunRecord | None) -> None: ...
 
 
