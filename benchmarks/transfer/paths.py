@@ -224,7 +224,7 @@ class BorrowingReceiver:
             self._client = ShmClient(image.server)
             self._memory.map(image.server, os.dup(self._client.file), self._client.num_bytes)
         lease = self._client.acquire(Header.of(image)).result(PATIENCE_S)
-        loaded = self._memory.load(EngineLease("", image.server, lease.start, lease.header, 0.0), out.dtype)
+        loaded = self._memory.load(EngineLease("", image.server, lease.offset, lease.header, 0.0), out.dtype)
         lease.release()
         return loaded
 

@@ -172,15 +172,15 @@ class EncoderReplica:
         """
         if self._worker.fault is not None:
             raise RuntimeError(f"the device has failed: {self._worker.fault.value}")
-        if not self._worker.alive:
+        if not self._worker.is_alive:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._handed_off and not await batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
         if self._server is not None:
-            if not self._server.alive:
+            if not self._server.is_alive:
                 raise RuntimeError("the thread that serves embeddings to this host has died")
-            self._server.store.expire()
-        if self._remote is not None and not self._remote.alive:
+            self._server.store.expire_offers()
+        if self._remote is not None and not self._remote.is_alive:
             raise RuntimeError("the thread that serves embeddings to other hosts has died")
 
     async def encode(self, job: ImageJob) -> EncodedImage | SharedEmbedding | ImageRefused:
@@ -215,7 +215,7 @@ class EncoderReplica:
         return EmbeddingStore(
             config.encoder_replica.embedding_shm_bytes,
             offer_timeout_s=config.ingress.request_timeout_s,
-            on_dropped=lambda number: self._counts.add(Counter.EMBEDDINGS_EVICTED_UNREAD, number),
+            on_evicted=lambda number: self._counts.add(Counter.EMBEDDINGS_EVICTED_UNREAD, number),
         )
 
     def _make_server(self, store: EmbeddingStore) -> ShmServer:

@@ -158,7 +158,7 @@ class EmbeddingReceiver:
         """Raises LinkLostError if embeddings no longer reach the engine or RDMA reads have ended. Must be called
         periodically: it also unmaps dead peers."""
         self.link.check()
-        if self._remote is not None and not self._remote.alive:
+        if self._remote is not None and not self._remote.is_alive:
             raise LinkLostError("the thread that reads from other hosts has ended")
         self.unmap_dead_peers()
 
@@ -171,7 +171,7 @@ class EmbeddingReceiver:
                 del self._peers[address]
                 continue
             peer = task.result()
-            if not peer.client.alive and not peer.num_leases:
+            if not peer.client.is_alive and not peer.num_leases:
                 del self._peers[address]
                 if peer.in_engine:
                     self.link.unmap(address)
@@ -275,7 +275,7 @@ class EmbeddingReceiver:
             self._granted[slot.engine_lease] = slot
         slot.state = SlotState.GRANTED
         ready_at_s = slot.image.timings.ready_at_s
-        self.link.grant(EngineLease(slot.engine_lease, address, slot.lease.start, slot.lease.header, ready_at_s))
+        self.link.grant(EngineLease(slot.engine_lease, address, slot.lease.offset, slot.lease.header, ready_at_s))
 
     def _engine_lease_ended(self, engine_lease: str) -> None:
         with self._lock:

@@ -38,7 +38,7 @@ class Header:
     def of(cls, image: EncodedImage | SharedEmbedding) -> Header:
         return cls(image.digest, image.dtype, image.shape, image.grid_thw)
 
-    def written(self) -> bytes:
+    def to_bytes(self) -> bytes:
         fields = _FIELDS.pack(
             _MAGIC, bytes.fromhex(self.digest), list(_DTYPES).index(self.dtype), *self.shape, *self.grid_thw
         )
@@ -54,16 +54,16 @@ def embedding_view(flat: Tensor, header: Header) -> Tensor:
 
     Raises WrongEmbeddingError if another embedding or none is stored there.
     """
-    check(flat[: len(EMPTY_HEADER)].numpy().tobytes(), header)
+    verify_header(flat[: len(EMPTY_HEADER)].numpy().tobytes(), header)
     rows, width = header.shape
     end = HEADER_BYTES + rows * width * _DTYPES[header.dtype]
     return tensor_of_bytes(flat[HEADER_BYTES:end], header.dtype, header.shape)
 
 
-def check(found: bytes | memoryview, expected: Header) -> None:
+def verify_header(found: bytes | memoryview, expected: Header) -> None:
     """Raises WrongEmbeddingError, which names the difference, if `found` is not the header `expected`."""
     found = bytes(found[: len(EMPTY_HEADER)])
-    if found == expected.written():
+    if found == expected.to_bytes():
         return
     fields = found[: _FIELDS.size]
     if len(found) < len(EMPTY_HEADER) or _CHECK.unpack(found[_FIELDS.size :])[0] != zlib.crc32(fields):

@@ -13,9 +13,9 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-INSTALL = "pip install 'vitray[nixl]'"
+INSTALL_COMMAND = "pip install 'vitray[nixl]'"
 BACKEND = "UCX"
-TRANSPORTS = "UCX_TLS"
+TRANSPORTS_VARIABLE = "UCX_TLS"
 """Environment variable of UCX by which an operator selects networks."""
 MAX_PEERS = 256
 """Maximum number of connections of a process to other processes."""
@@ -45,7 +45,7 @@ class RemoteMemory(Protocol):
         """Registers memory that others read, or that reads write to, for the lifetime of the process."""
         ...
 
-    def agent_metadata(self) -> bytes:
+    def get_agent_metadata(self) -> bytes:
         """Returns the metadata by which others read from this process; to be called after all calls of `register`."""
         ...
 
@@ -54,11 +54,11 @@ class RemoteMemory(Protocol):
         receives `notify` when the read is done. Raises ReadError."""
         ...
 
-    def forget(self, agent_metadata: bytes) -> None:
+    def disconnect(self, agent_metadata: bytes) -> None:
         """Closes the connection; a later read opens a new one."""
         ...
 
-    def notifications(self) -> list[bytes]:
+    def get_notifications(self) -> list[bytes]:
         """Returns readers' notifications. Must be polled often during reads: on some networks that moves the bytes."""
         ...
 
@@ -71,9 +71,12 @@ class NixlMemory:
         try:
             api, bindings = importlib.import_module("nixl._api"), importlib.import_module("nixl._bindings")
         except ImportError as error:  # a library that it needs may be missing, too
-            raise NotInstalledError(f"the package nixl cannot be imported ({error}): {INSTALL}") from error
+            raise NotInstalledError(f"the package nixl cannot be imported ({error}): {INSTALL_COMMAND}") from error
         # NIXL's exceptions have no common base class; other errors in its bindings are RuntimeErrors.
-        self._errors = (RuntimeError, *(one for one in vars(bindings).values() if _is_error(one)))
+        self._errors = (
+            RuntimeError,
+            *(candidate for candidate in vars(bindings).values() if _is_exception_class(candidate)),
+        )
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
             with _without_shared_memory():
@@ -90,39 +93,43 @@ class NixlMemory:
         except self._errors as error:
             raise NotInstalledError(f"NIXL cannot register {num_bytes} bytes: {error}; see ulimit -l") from error
 
-    def agent_metadata(self) -> bytes:
+    def get_agent_metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
     def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> NixlRead:
         agent = self._agent
         try:
-            name = self._peer(agent_metadata)
+            name = self._connect(agent_metadata)
             ours = agent.get_xfer_descs([(target, num_bytes, 0)], "DRAM")
             theirs = agent.get_xfer_descs([(source, num_bytes, 0)], "DRAM")
             handle = agent.initialize_xfer("READ", ours, theirs, name, notify)
-            started = NixlRead(agent, handle, self._errors)
-            started.state = agent.transfer(handle)
+            read = NixlRead(agent, handle, self._errors)
+            read.state = agent.transfer(handle)
         except self._errors as error:
             raise ReadError(f"{type(error).__name__}: {error}") from error
-        return started
+        return read
 
-    def forget(self, agent_metadata: bytes) -> None:
+    def disconnect(self, agent_metadata: bytes) -> None:
         name = self._peers.pop(agent_metadata, None)
         if name is not None:
             with contextlib.suppress(*self._errors):  # NIXL has forgotten a peer that ended
                 self._agent.remove_remote_agent(name)
 
-    def notifications(self) -> list[bytes]:
+    def get_notifications(self) -> list[bytes]:
         try:
-            return [each for sent in self._agent.get_new_notifs().values() for each in sent]
+            return [
+                notification
+                for notifications in self._agent.get_new_notifs().values()
+                for notification in notifications
+            ]
         except self._errors:  # a reader ended during the call
             return []
 
-    def _peer(self, agent_metadata: bytes) -> str:
+    def _connect(self, agent_metadata: bytes) -> str:
         name = self._peers.get(agent_metadata)
         if name is None:
             while len(self._peers) >= MAX_PEERS:
-                self.forget(next(iter(self._peers)))
+                self.disconnect(next(iter(self._peers)))
             added = self._agent.add_remote_agent(agent_metadata)
             name = added.decode() if isinstance(added, bytes) else str(added)
             self._peers[agent_metadata] = name
@@ -155,15 +162,15 @@ def _without_shared_memory() -> Iterator[None]:
     Shared memory does not help between hosts, and with UCX of NIXL 1.5.1 a connection over it aborts this process by a
     failed assertion when the other process is killed.
     """
-    if TRANSPORTS in os.environ:
+    if TRANSPORTS_VARIABLE in os.environ:
         yield
         return
-    os.environ[TRANSPORTS] = "^sm"
+    os.environ[TRANSPORTS_VARIABLE] = "^sm"
     try:
         yield
     finally:
-        del os.environ[TRANSPORTS]  # engines may use UCX too, within one host
+        del os.environ[TRANSPORTS_VARIABLE]  # engines may use UCX too, within one host
 
 
-def _is_error(one: object) -> bool:
-    return isinstance(one, type) and issubclass(one, Exception)
+def _is_exception_class(candidate: object) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, Exception)

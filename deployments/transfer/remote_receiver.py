@@ -43,7 +43,7 @@ class ReceivedEmbedding:
     def __init__(self, memory: Allocation, header: Header) -> None:
         self._memory: Allocation | None = memory
         self.header = header
-        self.start = memory.start
+        self.offset = memory.offset
         """Offset of the header in the buffer, in bytes."""
 
     def tensor(self) -> Tensor:
@@ -66,7 +66,7 @@ class _PendingRead:
     received: Future[ReceivedEmbedding]
     memory: Allocation | None = None
     read: Read | None = None
-    read_once: bool = False
+    is_body_read: bool = False
     """All bytes were read; the header is being read again."""
 
 
@@ -83,7 +83,7 @@ class ReceiveBuffer:
         on_error: OnError = lambda _: None,
     ) -> None:
         """`on_error` is called on the reading thread when it survived an error."""
-        self.arena = Arena(num_bytes, holds="received")
+        self.arena = Arena(num_bytes, purpose="received")
         memory.register(self.arena.address, self.arena.num_bytes)
         self.address = f"receive-buffer-{secrets.token_hex(8)}"
         self.file, self.num_bytes = self.arena.file, self.arena.num_bytes
@@ -95,7 +95,7 @@ class ReceiveBuffer:
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the reading thread is running."""
         return self._thread.is_alive()
 
@@ -129,7 +129,7 @@ class ReceiveBuffer:
         for pending in self._pending:
             _fail(pending, "the language model replica ends")
         for agent_metadata in self._connected:
-            self._memory.forget(agent_metadata)
+            self._memory.disconnect(agent_metadata)
 
     def _take_requests(self) -> bool:
         """Takes new requests from the queue, and waits for one if no read is pending. Returns False after `close`."""
@@ -155,7 +155,7 @@ class ReceiveBuffer:
                     return True
             except ReadError as error:
                 self._connected.discard(pending.location.agent_metadata)
-                self._memory.forget(pending.location.agent_metadata)
+                self._memory.disconnect(pending.location.agent_metadata)
                 _fail(pending, str(error))
                 return True
         except WrongEmbeddingError as error:
@@ -182,8 +182,8 @@ class ReceiveBuffer:
         _view(pending.memory, pending.header)
         if pending.received.done():
             return True
-        if not pending.read_once:  # the header may have changed while the bytes were read
-            pending.read_once = True
+        if not pending.is_body_read:  # the header may have changed while the bytes were read
+            pending.is_body_read = True
             self._read(pending, pending.memory, HEADER_BYTES, notify=pending.location.lease)
             return False
         with contextlib.suppress(InvalidStateError):  # its reader cancelled it
@@ -191,7 +191,7 @@ class ReceiveBuffer:
         return True
 
     def _read(self, pending: _PendingRead, memory: Allocation, num_bytes: int, *, notify: bytes = b"") -> None:
-        location, target = pending.location, self.arena.address + memory.start
+        location, target = pending.location, self.arena.address + memory.offset
         pending.read = self._memory.read(location.agent_metadata, location.address, target, num_bytes, notify=notify)
 
 

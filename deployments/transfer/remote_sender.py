@@ -32,7 +32,7 @@ class RemoteSender:
         """`on_error` is called on the polling thread when it survived an error."""
         self._store, self._memory, self._on_error = store, memory, on_error
         memory.register(store.arena.address, store.arena.num_bytes)
-        self._agent_metadata = memory.agent_metadata()
+        self._agent_metadata = memory.get_agent_metadata()
         self._leases: set[bytes] = set()
         self._changed = threading.Condition()
         self._closed = False
@@ -44,19 +44,19 @@ class RemoteSender:
         return len(self._leases)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """False if the polling thread died; True after `close`."""
         return self._closed or self._thread.is_alive()
 
     def publish(self, image: EncodedImage) -> SharedEmbedding | None:
         """Offers the embedding to one reader. Returns None if it is not in the store."""
-        lease, start = secrets.token_bytes(8), self._store.start_of(image)
-        if start is None or not self._store.offer(image, reader=lease.hex()):
+        lease, offset = secrets.token_bytes(8), self._store.offset_of(image)
+        if offset is None or not self._store.offer(image, reader=lease.hex()):
             return None
         with self._changed:
             self._leases.add(lease)
             self._changed.notify()
-        location = RemoteLocation(self._agent_metadata, self._store.arena.address + start, lease)
+        location = RemoteLocation(self._agent_metadata, self._store.arena.address + offset, lease)
         return dataclasses.replace(image.shared_by(""), remote=location)
 
     def close(self) -> None:
@@ -71,15 +71,15 @@ class RemoteSender:
                 if self._closed:
                     return
             try:
-                self._release()
+                self._process_notifications()
             except Exception:
                 logger.exception("notifications of readers on other hosts could not be read")
                 self._on_error(ListenerError.MESSAGE)
                 time.sleep(ERROR_PAUSE_S)
             time.sleep(POLL_S)
 
-    def _release(self) -> None:
-        for lease in self._memory.notifications():
-            self._store.complete(lease.hex())
+    def _process_notifications(self) -> None:
+        for lease in self._memory.get_notifications():
+            self._store.end_offer(lease.hex())
         with self._changed:  # the store also ends offers, by timeout or for their memory
             self._leases = {lease for lease in self._leases if self._store.is_offered(lease.hex())}

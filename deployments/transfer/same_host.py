@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.json import Decoder
 from torch import Tensor
 
@@ -58,7 +58,7 @@ class Acquired(Struct, frozen=True):
     """Answer of a server to `Acquire`."""
 
     lease: int
-    start: int | None
+    offset: int | None = field(name="start")  # the name on the wire: see PROTOCOL
     """Offset of the header in bytes; None if the embedding is not available."""
 
 
@@ -89,9 +89,9 @@ class ShmServer:
         self.address = self._listener.address
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """False if the thread that accepts clients died; True after `close`."""
-        return self._listener.alive
+        return self._listener.is_alive
 
     def close(self) -> None:
         self._listener.close()
@@ -99,7 +99,7 @@ class ShmServer:
     def _serve(self, connection: socket.socket) -> None:
         leased: dict[int, EncodedImage] = {}
         unix_socket.send(connection, self._hello(), self.store.arena.file)
-        unix_socket.handle_each(
+        unix_socket.handle_messages(
             connection, REQUEST, lambda request, _: self._handle(request, connection, leased), on_error=self._on_error
         )
 
@@ -127,7 +127,7 @@ class EmbeddingLease(Protocol):
     `remote_receiver.ReceivedEmbedding`."""
 
     @property
-    def start(self) -> int: ...
+    def offset(self) -> int: ...
 
     @property
     def header(self) -> Header: ...
@@ -172,7 +172,7 @@ class ShmClient:
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._pending: dict[int, tuple[Header, Future[Lease]]] = {}
-        self.alive = True
+        self.is_alive = True
         threading.Thread(target=self._listen, name="shm-client", daemon=True).start()
 
     def acquire(self, header: Header, *, direct_read: bool = False) -> Future[Lease]:
@@ -183,18 +183,18 @@ class ShmClient:
         acquired: Future[Lease] = Future()
         lease = next(self._ids)
         with self._lock:
-            alive = self.alive
-            if alive:
+            is_alive = self.is_alive
+            if is_alive:
                 self._pending[lease] = header, acquired
-        if alive:
+        if is_alive:
             self._send(Acquire(lease, header.digest, direct_read))
         else:
             acquired.set_exception(EmbeddingUnavailableError("the server has ended"))
         return acquired
 
-    def tensor(self, start: int, header: Header) -> Tensor:
+    def tensor(self, offset: int, header: Header) -> Tensor:
         """Returns the embedding `[num_tokens, width]`, a view of the server's memory. Raises WrongEmbeddingError."""
-        return embedding_view(self._flat[start:], header)
+        return embedding_view(self._flat[offset:], header)
 
     def release(self, lease: int) -> None:
         """Releases a lease; no effect if it was released before."""
@@ -212,10 +212,10 @@ class ShmClient:
 
     def _listen(self) -> None:
         try:
-            unix_socket.handle_each(self._connection, ANSWER, self._handle, on_error=self._on_error)
+            unix_socket.handle_messages(self._connection, ANSWER, self._handle, on_error=self._on_error)
         finally:
             with self._lock:
-                self.alive = False
+                self.is_alive = False
             for _, acquired in self._pending.values():
                 if acquired.set_running_or_notify_cancel():
                     acquired.set_exception(EmbeddingUnavailableError("the server has ended"))
@@ -225,11 +225,11 @@ class ShmClient:
     def _handle(self, answer: Acquired, _: int | None) -> None:
         header, acquired = self._pending.pop(answer.lease)
         is_awaited = acquired.set_running_or_notify_cancel()
-        if answer.start is None:
+        if answer.offset is None:
             if is_awaited:
                 acquired.set_exception(EmbeddingUnavailableError("the encoder does not have the embedding any more"))
         elif is_awaited:
-            acquired.set_result(Lease(self, answer.lease, answer.start, header))
+            acquired.set_result(Lease(self, answer.lease, answer.offset, header))
         else:
             self.release(answer.lease)
 
@@ -244,13 +244,13 @@ class Lease:
 
     client: ShmClient
     id: int
-    start: int
+    offset: int
     """Offset of the header in bytes."""
     header: Header
 
     def tensor(self) -> Tensor:
         """Returns the embedding `[num_tokens, width]`, a view of the encoder's memory. Raises WrongEmbeddingError."""
-        return self.client.tensor(self.start, self.header)
+        return self.client.tensor(self.offset, self.header)
 
     def release(self) -> None:
         self.client.release(self.id)

@@ -24,11 +24,11 @@ PAGE_BYTES = mmap.PAGESIZE
 class Arena:
     """Shared memory in the process that owns it. Thread-safe."""
 
-    def __init__(self, num_bytes: int, *, holds: str = "pixels") -> None:
-        """`num_bytes` is rounded up to whole pages, which take memory when they are first written to. `holds` is part
+    def __init__(self, num_bytes: int, *, purpose: str = "pixels") -> None:
+        """`num_bytes` is rounded up to whole pages, which take memory when they are first written to. `purpose` is part
         of the memfd's name."""
-        self.num_bytes = _pages(num_bytes)
-        self._file = os.memfd_create(f"vitray-{holds}", os.MFD_CLOEXEC)
+        self.num_bytes = _round_up_to_pages(num_bytes)
+        self._file = os.memfd_create(f"vitray-{purpose}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._file, self.num_bytes)
             self._memory = mmap.mmap(self._file, self.num_bytes)
@@ -38,8 +38,8 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)]  # (start, end), ascending, never adjacent
-        # The garbage collector may free an allocation while the lock is held, so `_end` only records it.
-        self._ended: deque[tuple[int, int]] = deque()
+        # The garbage collector may free an allocation while the lock is held, so `_free_later` only records it.
+        self._freed: deque[tuple[int, int]] = deque()
 
     @property
     def free_bytes(self) -> int:
@@ -49,13 +49,13 @@ class Arena:
 
     def allocate(self, num_bytes: int) -> Allocation | None:
         """Allocates from the first gap that is large enough. Returns None if there is none."""
-        wanted = _pages(num_bytes)
+        size_bytes = _round_up_to_pages(num_bytes)
         with self._lock:
             self._reclaim()
-            for place, (start, end) in enumerate(self._free):
-                if end - start >= wanted:
-                    self._free[place : place + 1] = [(start + wanted, end)] if end - start > wanted else []
-                    return Allocation(self, start, wanted)
+            for index, (start, end) in enumerate(self._free):
+                if end - start >= size_bytes:
+                    self._free[index : index + 1] = [(start + size_bytes, end)] if end - start > size_bytes else []
+                    return Allocation(self, start, size_bytes)
         return None
 
     @property
@@ -67,16 +67,16 @@ class Arena:
         """Returns an argument for a child process that is started by the method "spawn"."""
         return ArenaHandle(self._file, self.num_bytes)
 
-    def write(self, start: int, written: bytes) -> None:
-        """Writes bytes at offset `start`, inside an allocation of the caller."""
-        self._memory[start : start + len(written)] = written
+    def write(self, offset: int, content: bytes) -> None:
+        """Writes bytes at offset `offset`, inside an allocation of the caller."""
+        self._memory[offset : offset + len(content)] = content
 
-    def _end(self, start: int, num_bytes: int) -> None:
-        self._ended.append((start, start + num_bytes))
+    def _free_later(self, offset: int, num_bytes: int) -> None:
+        self._freed.append((offset, offset + num_bytes))
 
     def _reclaim(self) -> None:
-        while self._ended:
-            self._free.append(self._ended.popleft())
+        while self._freed:
+            self._free.append(self._freed.popleft())
         self._free.sort()
         merged: list[tuple[int, int]] = []
         for start, end in self._free:
@@ -94,8 +94,8 @@ class Arena:
 class Allocation:
     """Part of an arena, freed with the last reference to it or to an array of `array`."""
 
-    def __init__(self, arena: Arena, start: int, num_bytes: int) -> None:
-        self.start, self.num_bytes = start, num_bytes
+    def __init__(self, arena: Arena, offset: int, num_bytes: int) -> None:
+        self.offset, self.num_bytes = offset, num_bytes
         self._arena = arena
 
     def array(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -103,10 +103,10 @@ class Allocation:
         needed = int(np.prod(shape, dtype=np.int64))
         if min(shape, default=0) < 0 or needed > self.num_bytes:
             raise ValueError(f"{shape} takes {needed} bytes, the allocation has {self.num_bytes}")
-        return np.asarray(_View(self, self._arena.address + self.start, shape))
+        return np.asarray(_View(self, self._arena.address + self.offset, shape))
 
     def __del__(self) -> None:
-        self._arena._end(self.start, self.num_bytes)  # noqa: SLF001
+        self._arena._free_later(self.offset, self.num_bytes)  # noqa: SLF001
 
 
 class _View:
@@ -117,7 +117,7 @@ class _View:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": (address, False)}
 
 
-class _Inherited(Protocol):
+class _InheritedFile(Protocol):
     """Type of an unpickled `reduction.DupFd` in the child."""
 
     def detach(self) -> int: ...
@@ -136,12 +136,12 @@ class ArenaHandle:
         return memory
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _inherited, (reduction.DupFd(self._file), self._num_bytes)
+        return _unpickle_handle, (reduction.DupFd(self._file), self._num_bytes)
 
 
-def _inherited(file: _Inherited, num_bytes: int) -> ArenaHandle:
+def _unpickle_handle(file: _InheritedFile, num_bytes: int) -> ArenaHandle:
     return ArenaHandle(file.detach(), num_bytes)
 
 
-def _pages(num_bytes: int) -> int:
+def _round_up_to_pages(num_bytes: int) -> int:
     return -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES

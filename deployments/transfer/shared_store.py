@@ -22,7 +22,7 @@ from deployments.transfer.shared_memory import Arena
 
 OFFER_TIMEOUT_S = 600.0
 """Maximum time from an encoder's answer to its reader's `acquire`."""
-MIN_OFFER_S = 10.0
+MIN_OFFER_AGE_S = 10.0
 """Minimum age of an offer that is ended because its memory is needed."""
 RECENT_READS = 256
 
@@ -32,7 +32,7 @@ class _Offer:
     """An embedding that readers are about to acquire."""
 
     image: EncodedImage
-    made_at_s: deque[float] = field(default_factory=deque)
+    offered_at_s: deque[float] = field(default_factory=deque)
     """Time of the offer to each reader, ascending."""
 
 
@@ -41,7 +41,7 @@ class EmbeddingStore:
 
     tokens = store.allocate(num_tokens, width, torch.bfloat16)  # the encoder writes to it
     store.offer(EncodedImage.pack(tokens, grid_thw, digest, timings))
-    start, image = store.acquire(digest)  # kept while `image` is referenced
+    offset, image = store.acquire(digest)  # kept while `image` is referenced
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class EmbeddingStore:
         *,
         offer_timeout_s: float = OFFER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
-        on_dropped: Callable[[int], None] = lambda number: None,
+        on_evicted: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`on_dropped` receives the number of offers that ended unread because their memory was needed."""
-        self.arena = Arena(num_bytes, holds="embeddings")
-        self._offer_timeout_s, self._clock, self._on_dropped = offer_timeout_s, clock, on_dropped
+        """`on_evicted` receives the number of offers that ended unread because their memory was needed."""
+        self.arena = Arena(num_bytes, purpose="embeddings")
+        self._offer_timeout_s, self._clock, self._on_evicted = offer_timeout_s, clock, on_evicted
         self._lock = threading.Lock()
         # Last published copy by digest. The weak reference is to the image, not its bits: all holders hold the image.
-        self._known: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
+        self._published_images: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
         self._offers: dict[str, _Offer] = {}  # by digest or reader, ascending by time of the last offer
-        self._waits_s: deque[float] = deque([0.0], RECENT_READS)
+        self._recent_waits_s: deque[float] = deque([0.0], RECENT_READS)
 
     def allocate(self, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Allocates an embedding `[num_tokens, width]`, freed with the tensor and its views. Returns None if full.
@@ -70,9 +70,9 @@ class EmbeddingStore:
         memory = self.arena.allocate(HEADER_BYTES + num_bytes)
         if memory is None:
             with self._lock:
-                dropped = self._end_offers(max(MIN_OFFER_S, *self._waits_s))
-            if dropped:
-                self._on_dropped(dropped)
+                num_evicted = self._end_offers(max(MIN_OFFER_AGE_S, *self._recent_waits_s))
+            if num_evicted:
+                self._on_evicted(num_evicted)
             memory = self.arena.allocate(HEADER_BYTES + num_bytes)
         if memory is None:
             return None
@@ -83,24 +83,24 @@ class EmbeddingStore:
     def publish(self, image: EncodedImage) -> bool:
         """Allows readers to acquire the embedding while it is referenced. Returns False if it is not stored here."""
         with self._lock:
-            return self._published(image) is not None
+            return self._publish(image) is not None
 
     def find(self, digest: str) -> EncodedImage | None:
         """Returns the embedding if it is still stored here."""
         with self._lock:
-            return self._live(digest)
+            return self._find(digest)
 
     def offer(self, image: EncodedImage, *, reader: str | None = None) -> bool:
         """Publishes the embedding and keeps it for one reader, which is about to acquire it. Returns False if it is not
-        stored here. `reader`: name of a reader whose offer ends by `complete`, not by `acquire`."""
+        stored here. `reader`: name of a reader whose offer ends by `end_offer`, not by `acquire`."""
         key = reader or image.digest
         with self._lock:
-            published = self._published(image)
+            published = self._publish(image)
             if published is None:
                 return False
             offer = self._offers.pop(key, None)
-            self._offers[key] = _Offer(published, offer.made_at_s if offer else deque())
-            self._offers[key].made_at_s.append(self._clock())
+            self._offers[key] = _Offer(published, offer.offered_at_s if offer else deque())
+            self._offers[key].offered_at_s.append(self._clock())
         return True
 
     def acquire(self, digest: str, *, offered: bool = True) -> tuple[int, EncodedImage] | None:
@@ -109,52 +109,52 @@ class EmbeddingStore:
         `offered`: the embedding was offered to this reader, and the call ends one offer.
         """
         with self._lock:
-            image = self._live(digest)
+            image = self._find(digest)
             if offered:
-                self._end_first_offer(digest)
-        start = None if image is None else self.start_of(image)
-        return None if image is None or start is None else (start, image)
+                self._end_oldest_offer(digest)
+        offset = None if image is None else self.offset_of(image)
+        return None if image is None or offset is None else (offset, image)
 
-    def complete(self, reader: str) -> None:
+    def end_offer(self, reader: str) -> None:
         """Ends the offer to `reader`, which has read the embedding."""
         with self._lock:
-            self._end_first_offer(reader)
+            self._end_oldest_offer(reader)
 
     def is_offered(self, key: str) -> bool:
         """Whether there is an offer for `key`, a digest or a reader's name."""
         return key in self._offers
 
-    def expire(self) -> None:
+    def expire_offers(self) -> None:
         """Ends offers older than `offer_timeout_s`: their readers' requests have timed out."""
         with self._lock:
             self._end_offers(self._offer_timeout_s)
 
-    def start_of(self, image: EncodedImage) -> int | None:
+    def offset_of(self, image: EncodedImage) -> int | None:
         """Returns the offset of the image's header, or None if it is not stored here."""
-        start = image.bits.ctypes.data - self.arena.address - HEADER_BYTES
-        return start if 0 <= start <= self.arena.num_bytes - HEADER_BYTES - image.bits.nbytes else None
+        offset = image.bits.ctypes.data - self.arena.address - HEADER_BYTES
+        return offset if 0 <= offset <= self.arena.num_bytes - HEADER_BYTES - image.bits.nbytes else None
 
-    def _live(self, digest: str) -> EncodedImage | None:
+    def _find(self, digest: str) -> EncodedImage | None:
         offer = self._offers.get(digest)
-        return self._known.get(digest) if offer is None else offer.image
+        return self._published_images.get(digest) if offer is None else offer.image
 
-    def _published(self, image: EncodedImage) -> EncodedImage | None:
+    def _publish(self, image: EncodedImage) -> EncodedImage | None:
         """Returns the published object with these bits, or None if they are not stored here."""
-        start = self.start_of(image)
-        if start is None:
+        offset = self.offset_of(image)
+        if offset is None:
             return None
-        known = self._known.get(image.digest)
+        known = self._published_images.get(image.digest)
         if known is not None and known.bits is image.bits:
             return known
-        self.arena.write(start, Header.of(image).written())
-        self._known[image.digest] = image
+        self.arena.write(offset, Header.of(image).to_bytes())
+        self._published_images[image.digest] = image
         return image
 
-    def _end_first_offer(self, key: str) -> None:
+    def _end_oldest_offer(self, key: str) -> None:
         offer = self._offers.get(key)
         if offer is not None:
-            self._waits_s.append(self._clock() - offer.made_at_s.popleft())
-            if not offer.made_at_s:
+            self._recent_waits_s.append(self._clock() - offer.offered_at_s.popleft())
+            if not offer.offered_at_s:
                 del self._offers[key]
 
     def _end_offers(self, age_s: float) -> int:
@@ -162,8 +162,8 @@ class EmbeddingStore:
         until, ended = self._clock() - age_s, 0
         while self._offers:
             key, offer = next(iter(self._offers.items()))
-            if offer.made_at_s[-1] > until:
+            if offer.offered_at_s[-1] > until:
                 break
             del self._offers[key]
-            ended += len(offer.made_at_s)
+            ended += len(offer.offered_at_s)
         return ended

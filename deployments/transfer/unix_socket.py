@@ -46,18 +46,18 @@ def host_id() -> str:
 def listen() -> tuple[socket.socket, str]:
     """Returns a listening socket and its address."""
     address = f"vitray-{secrets.token_hex(16)}"
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind("\0" + address)
-    listening.listen()
-    return listening, address
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + address)
+    listener.listen()
+    return listener, address
 
 
-def accept(listening: socket.socket) -> socket.socket:
-    """Returns the next connection of the same user; closes others. Raises OSError once `listening` is shut down."""
+def accept(listener: socket.socket) -> socket.socket:
+    """Returns the next connection of the same user; closes others. Raises OSError once `listener` is shut down."""
     while True:
-        connection, _ = listening.accept()
-        given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(given)[1] == os.getuid():
+        connection, _ = listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
             return connection
         connection.close()
 
@@ -68,8 +68,8 @@ def connect(address: str, *, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         connection.connect("\0" + address)
-        given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(given)[1] != os.getuid():
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
             raise ConnectionRefusedError("another user listens there")
     except BaseException:
         connection.close()
@@ -83,7 +83,7 @@ def send(connection: socket.socket, message: object, file: int | None = None) ->
 
     Raises OSError if the peer has ended, ValueError for a packet over MAX_PACKET_BYTES.
     """
-    _transmit(connection, _encoded(message), file)
+    _transmit(connection, _encode(message), file)
 
 
 def receive(connection: socket.socket, decoder: Decoder[T]) -> tuple[T, int | None] | None:
@@ -91,11 +91,11 @@ def receive(connection: socket.socket, decoder: Decoder[T]) -> tuple[T, int | No
 
     Raises OSError, TimeoutError among them, and ValueError for a message that `decoder` does not accept.
     """
-    written, files, _, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1)
-    if not written:
+    packet, files, _, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1)
+    if not packet:
         return None
     try:
-        return decoder.decode(written), files[0] if files else None
+        return decoder.decode(packet), files[0] if files else None
     except Exception:
         for file in files:
             os.close(file)
@@ -135,7 +135,7 @@ class Sender:
             OSError: the connection has ended; its reader sees the end too.
             ValueError: the packet is over MAX_PACKET_BYTES.
         """
-        encoded = _encoded(message)
+        encoded = _encode(message)
         with self._lock:
             if self._ended:
                 raise ConnectionAbortedError("the connection has ended")
@@ -210,38 +210,38 @@ class Listener:
         self._serve, self._name, self._on_error = serve, name, on_error
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
-        self._listening, self.address = listen()
+        self._listener_socket, self.address = listen()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """False if the accepting thread died; True after `close`."""
         return self._closed.is_set() or self._thread.is_alive()
 
     def close(self) -> None:
         """Stops accepting and closes all connections."""
         self._closed.set()
-        close(self._listening)
+        close(self._listener_socket)
         for connection in list(self._connections):
             close(connection)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connection = accept(self._listening)
+                connection = accept(self._listener_socket)
             except Exception as error:
                 if not self._closed.is_set():
-                    self._failed_to_accept(error)
+                    self._report_accept_error(error)
                 continue
             self._connections.add(connection)
             try:
                 threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
             except RuntimeError as error:
                 self._end(connection)
-                self._failed_to_accept(error)
+                self._report_accept_error(error)
 
-    def _failed_to_accept(self, error: Exception) -> None:
+    def _report_accept_error(self, error: Exception) -> None:
         logger.warning("a connection of another process could not be accepted: %s", error)
         self._on_error(ListenerError.ACCEPT)
         self._closed.wait(ACCEPT_RETRY_S)
@@ -263,7 +263,7 @@ class Listener:
         close(connection)
 
 
-def handle_each(
+def handle_messages(
     connection: socket.socket,
     decoder: Decoder[T],
     handle: Callable[[T, int | None], None],
@@ -291,7 +291,7 @@ def handle_each(
             on_error(ListenerError.MESSAGE)
 
 
-def _encoded(message: object) -> bytes:
+def _encode(message: object) -> bytes:
     encoded = msgspec.json.encode(message)
     if len(encoded) > MAX_PACKET_BYTES:
         raise ValueError(f"a packet of {len(encoded)} bytes is over the limit of {MAX_PACKET_BYTES}")

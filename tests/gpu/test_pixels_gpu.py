@@ -286,4 +286,4 @@ def test_a_worker_answers_every_image_of_a_long_run(reference: Reference) -> Non
             assert torch.linalg.norm(tokens - first) < 2e-2 * torch.linalg.norm(first)
     worker.stop()
     worker._thread.join(60)
-    assert not worker.alive
+    assert not worker.is_alive

@@ -48,7 +48,7 @@ def test_it_arrives_bit_by_bit(dtype: torch.dtype) -> None:
         image = EncodedImage.pack(first, (1, 4, 6), DIGEST, timings)
         assert store.offer(image)
         held = client.acquire(Header.of(image)).result(PATIENCE_S)
-        place = EngineLease("lease", server.address, held.start, held.header, 0.0)
+        place = EngineLease("lease", server.address, held.offset, held.header, 0.0)
         loaded = memory.load(place, torch.bfloat16)
         assert loaded.device.type == "cuda"
         assert torch.equal(loaded, outputs[:6].to(torch.bfloat16))

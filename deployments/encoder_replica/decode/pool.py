@@ -130,7 +130,7 @@ class DecodePool:
             self._piped()
         # Outside of shared memory, only the limit on queued tokens bounds the waiting pixels, and only resized ones.
         resize = self._resize or allocation is None
-        place = (allocation.start, allocation.num_bytes) if allocation is not None else (0, 0)
+        place = (allocation.offset, allocation.num_bytes) if allocation is not None else (0, 0)
         decoder = self._idle.get()
         try:
             values = decoder.run(Task(data, bounds, resize, *place), allocation, self._timeout_s)

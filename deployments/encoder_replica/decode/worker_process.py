@@ -50,7 +50,7 @@ class Task:
     bounds: PixelBounds | None
     resize: bool
     """Whether to resize to the size that the rules give, `[3, H, W]`; else the decoded `[H, W, 3]` is returned."""
-    start: int
+    offset: int
     """Offset in shared memory at which the pixels are stored."""
     num_bytes: int
     """Bytes allocated there; 0 if the pixels are sent through the pipe."""
@@ -81,7 +81,7 @@ def serve_tasks(
             continue
         shared = values.nbytes <= task.num_bytes
         if shared:
-            memory[task.start : task.start + values.nbytes].reshape(values.shape)[...] = values
+            memory[task.offset : task.offset + values.nbytes].reshape(values.shape)[...] = values
         connection.send_bytes(json.dumps({"shape": values.shape, "shared": shared}).encode())
         if not shared:
             connection.send_bytes(values.reshape(-1).data)

@@ -64,7 +64,7 @@ class GpuWorker:
         self.identity, self.resizes_on_device = encoder.identity, encoder.resizes_on_device
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     @property

@@ -21,7 +21,7 @@ class EngineLease:
     name: str
     server: str
     """Address of the server whose memory, mapped by workers, holds the embedding."""
-    start: int
+    offset: int
     """Offset of the header in bytes."""
     header: Header
     ready_at_s: float

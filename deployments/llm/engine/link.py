@@ -130,7 +130,7 @@ class EngineConnection:
 
     def _listen(self, decoder: Decoder[T], handle: Callable[[T, int | None], None]) -> None:
         try:
-            unix_socket.handle_each(
+            unix_socket.handle_messages(
                 self._connection, decoder, handle, on_error=lambda error: self.send(ListenerFailed(error))
             )
         finally:

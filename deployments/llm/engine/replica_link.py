@@ -80,7 +80,7 @@ class ReplicaLink:
 
     def check(self) -> None:
         """Raises LinkLostError if leases may no longer end, or memory can no longer be mapped."""
-        if not self._listener.alive:
+        if not self._listener.is_alive:
             raise LinkLostError("the thread that accepts the engine's connections has ended")
         with self._lock:
             if self._was_connected and not self._is_connected():
@@ -138,7 +138,9 @@ class ReplicaLink:
     def _serve(self, connection: socket.socket) -> None:
         process = Sender(connection)
         try:
-            unix_socket.handle_each(connection, FROM_ENGINE, partial(self._handle, process), on_error=self._on_error)
+            unix_socket.handle_messages(
+                connection, FROM_ENGINE, partial(self._handle, process), on_error=self._on_error
+            )
         finally:
             with self._lock:
                 if process is self._scheduler:

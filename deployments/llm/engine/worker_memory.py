@@ -52,7 +52,7 @@ class WorkerMemory:
             WrongEmbeddingError: it holds another embedding.
         """
         with self._lock:
-            flat = self._mapped[lease.server][lease.start :]
+            flat = self._mapped[lease.server][lease.offset :]
         found = embedding_view(flat, lease.header)
         loaded = found.to(dtype, copy=True) if self._stream is None else self._copied(found, dtype, self._stream)
         embedding_view(flat, lease.header)  # it may have changed during the copy

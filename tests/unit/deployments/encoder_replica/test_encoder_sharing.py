@@ -112,7 +112,7 @@ def test_what_a_reader_holds_is_not_encoded_again(cache_bytes: int) -> None:
         assert replica.num_encoded == 1
         assert replica.counts.added[Counter.CACHE_HITS, Tier.REPLICA.value] == 1
         assert replica.counts.added[Counter.CACHE_MISSES, None] == 1
-        assert first.start == second.start
+        assert first.offset == second.offset
         first.release()
         barrier(client)
         replica.forget()
@@ -125,12 +125,12 @@ def test_what_a_reader_holds_is_not_encoded_again(cache_bytes: int) -> None:
 
 
 def test_offers_that_make_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_store, "MIN_OFFER_S", 0.0)
+    monkeypatch.setattr(shared_store, "MIN_OFFER_AGE_S", 0.0)
     with closing(Replica(cache_bytes=0, shared_bytes=2 * (HEADER_BYTES + PAGE_BYTES))) as replica:
         images = [replica.answer(number) for number in (1, 2, 3)]
         assert [type(image) for image in images] == [SharedEmbedding] * 3
         assert replica.counts.added[Counter.EMBEDDINGS_EVICTED_UNREAD, None] == 2, "those that waited"
-        replica.store.expire()
+        replica.store.expire_offers()
         assert replica.store.is_offered(digest(3)), "it is kept for as long as its request may take"
 
 
@@ -174,10 +174,10 @@ class FailingMemory(FakeMemory):
         super().__init__(FakeNetwork())
         self.errors = [error]
 
-    def notifications(self) -> list[bytes]:
+    def get_notifications(self) -> list[bytes]:
         if self.errors:
             raise self.errors.pop()
-        return super().notifications()
+        return super().get_notifications()
 
 
 def publishes_remotely(replica: Replica, memory: FakeMemory) -> RemoteSender:

@@ -307,7 +307,7 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             arriving = asyncio.create_task(given.receiver.receive([*at_once(first), second_is_encoded], arrived))
             await eventually(lambda: [slot.is_leased for slot in arrived.slots] == [True, False])
             given.server.close()
-            await eventually(lambda: not given.receiver._peers[first.server].result().client.alive)
+            await eventually(lambda: not given.receiver._peers[first.server].result().client.is_alive)
             given.receiver.unmap_dead_peers()
             second_is_encoded.set_result(second.shared_by(other_server.address))
             await arriving  # the worker maps the second server's memory after it has forgotten the first server's

@@ -101,7 +101,7 @@ def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() 
     survived: list[ListenerError] = []
 
     class Stubborn(FakeMemory):
-        def forget(self, agent_metadata: bytes) -> None:
+        def disconnect(self, agent_metadata: bytes) -> None:
             raise RuntimeError("NIXL refused")
 
     async def scenario() -> None:

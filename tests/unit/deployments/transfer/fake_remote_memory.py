@@ -37,7 +37,7 @@ class FakeMemory:
     def register(self, address: int, num_bytes: int) -> None:
         self.registered.append((address, num_bytes))
 
-    def agent_metadata(self) -> bytes:
+    def get_agent_metadata(self) -> bytes:
         return self.name
 
     def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> FakeRead:
@@ -46,10 +46,10 @@ class FakeMemory:
         assert any(start <= target and target + num_bytes <= start + length for start, length in self.registered)
         return FakeRead(self.network, agent_metadata, source, target, num_bytes, notify)
 
-    def forget(self, agent_metadata: bytes) -> None:
+    def disconnect(self, agent_metadata: bytes) -> None:
         self.forgotten.append(agent_metadata)
 
-    def notifications(self) -> list[bytes]:
+    def get_notifications(self) -> list[bytes]:
         received, self.network.notified[self.name] = self.network.notified[self.name], []
         return received
 

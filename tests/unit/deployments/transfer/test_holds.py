@@ -18,7 +18,7 @@ from deployments.common.messages import EncodedImage
 from deployments.transfer.header import HEADER_BYTES, Header
 from deployments.transfer.same_host import EmbeddingUnavailableError, Lease, ShmClient, ShmServer
 from deployments.transfer.shared_memory import PAGE_BYTES
-from deployments.transfer.shared_store import MIN_OFFER_S, EmbeddingStore
+from deployments.transfer.shared_store import MIN_OFFER_AGE_S, EmbeddingStore
 from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, TIMINGS, barrier, digest, eventually
 
 WIDTH = 16
@@ -70,7 +70,7 @@ class Holds(RuleBasedStateMachine):
     def encode(self, number: int) -> None:
         """Whether there is a copy already or not; the cache drops an earlier one."""
         if len(self.live()) == COPIES:
-            self.end_offers(max(MIN_OFFER_S, *self.waits_s))
+            self.end_offers(max(MIN_OFFER_AGE_S, *self.waits_s))
         is_full = len(self.live()) == COPIES
         room = self.store.allocate(ROWS, WIDTH, torch.float32)
         assert (room is None) == is_full
@@ -134,10 +134,10 @@ class Holds(RuleBasedStateMachine):
         self.readers[reader] = ShmClient(self.server.address)
         barrier(self.readers[reader])
 
-    @rule(seconds=st.sampled_from((1.0, MIN_OFFER_S, OFFER_TIMEOUT_S)))
+    @rule(seconds=st.sampled_from((1.0, MIN_OFFER_AGE_S, OFFER_TIMEOUT_S)))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.store.expire()
+        self.store.expire_offers()
         self.end_offers(OFFER_TIMEOUT_S)
 
     @invariant()

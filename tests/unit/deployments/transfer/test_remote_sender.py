@@ -95,14 +95,14 @@ def test_what_nobody_reads_is_published_for_a_bounded_time(
     image = published(sender, store)
     clock.now = OFFER_TIMEOUT_S - 1
     published(sender, store, 2)
-    store.expire()
+    store.expire_offers()
     assert len(sender) == 2
     clock.now = OFFER_TIMEOUT_S
-    store.expire()
+    store.expire_offers()
     eventually(lambda: len(sender) == 1)
     assert not is_free(store)
     clock.now = 2 * OFFER_TIMEOUT_S
-    store.expire()
+    store.expire_offers()
     eventually(lambda: is_free(store))
     assert image.remote is not None
 
@@ -117,7 +117,7 @@ def test_another_embedding_in_its_place_is_noticed(
 ) -> None:
     image = published(sender, store, 1)
     clock.now = OFFER_TIMEOUT_S
-    store.expire()
+    store.expire_offers()
     assert is_free(store)
     published(sender, store, 2)
     with pytest.raises(EmbeddingUnavailableError, match="embedding of 000000000000"):
@@ -154,7 +154,7 @@ def test_an_encoder_that_is_gone_is_told_and_connected_to_anew(
     assert isinstance(buffer._memory, FakeMemory)
     assert buffer._memory.forgotten == [image.remote.agent_metadata]
     network.gone.clear()
-    assert buffer.receive(image).result(PATIENCE_S).start == 0
+    assert buffer.receive(image).result(PATIENCE_S).offset == 0
 
 
 def test_a_read_that_does_not_end_is_given_up_and_its_memory_kept_until_it_has(
@@ -189,7 +189,7 @@ def test_without_room_in_time_it_is_given_up(sender: RemoteSender, store: Embedd
         kept = buffer.receive(published(sender, store)).result(PATIENCE_S)
         with pytest.raises(EmbeddingUnavailableError, match=r"no room for an embedding of \d+ bytes"):
             buffer.receive(published(sender, store, 2)).result(PATIENCE_S)
-        assert kept.start == 0
+        assert kept.offset == 0
 
 
 def test_what_could_never_fit_is_refused_at_once(sender: RemoteSender, store: EmbeddingStore) -> None:

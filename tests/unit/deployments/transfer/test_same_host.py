@@ -25,7 +25,7 @@ from deployments.common.messages import EncodedImage, EncodeTimings
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
 from deployments.transfer import unix_socket
-from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError, check
+from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError, verify_header
 from deployments.transfer.same_host import (
     PROTOCOL,
     EmbeddingUnavailableError,
@@ -179,12 +179,12 @@ def test_a_release_is_of_the_copy_that_was_held(store: EmbeddingStore, client: S
         copies.append(hold(client, image))
         del image
     first, second = copies
-    assert first.start != second.start
+    assert first.offset != second.offset
     expected = second.tensor().clone()
     first.release()
     barrier(client)
     other = encoded(store, 2)
-    assert store.start_of(other) == first.start
+    assert store.offset_of(other) == first.offset
     assert torch.equal(second.tensor(), expected)
 
 
@@ -285,7 +285,7 @@ def test_a_client_goes_on_after_an_error(store: EmbeddingStore, server: ShmServe
         unix_socket.send(connection, {"lease": 1_000_000, "start": 0})
         hold(client, image)
         assert failed.get(timeout=PATIENCE_S) is ListenerError.MESSAGE
-        assert client.alive
+        assert client.is_alive
 
 
 def test_a_server_accepts_clients_after_it_was_out_of_file_descriptors(
@@ -307,7 +307,7 @@ def test_a_server_accepts_clients_after_it_was_out_of_file_descriptors(
         closing(ShmClient(server.address)) as client,
     ):
         hold(client, image)
-        assert server.alive
+        assert server.is_alive
 
 
 def test_a_server_of_another_version_is_not_read_from(server: ShmServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,13 +337,13 @@ def test_memory_that_is_being_written_holds_nothing(store: EmbeddingStore, clien
     image = encoded(store)
     store.offer(image)
     held = hold(client, image)
-    start = held.start
+    start = held.offset
     del image
     held.release()
     eventually(lambda: store.arena.free_bytes == store.arena.num_bytes)
     kept = store.allocate(6, WIDTH, torch.bfloat16)
     assert kept is not None
-    assert held.start == start
+    assert held.offset == start
     with pytest.raises(WrongEmbeddingError, match="no embedding"):
         held.tensor()
 
@@ -358,20 +358,20 @@ def test_memory_that_is_being_written_holds_nothing(store: EmbeddingStore, clien
     ],
 )
 def test_every_field_of_a_header_counts(other: Header) -> None:
-    written = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)).written()
-    check(written, Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)))
+    written = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)).to_bytes()
+    verify_header(written, Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)))
     with pytest.raises(WrongEmbeddingError):
-        check(written, other)
+        verify_header(written, other)
 
 
 def test_a_torn_header_is_none() -> None:
     expected = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6))
-    written = bytearray(expected.written())
+    written = bytearray(expected.to_bytes())
     written[20] ^= 1
     with pytest.raises(WrongEmbeddingError, match="no embedding"):
-        check(bytes(written), expected)
+        verify_header(bytes(written), expected)
     with pytest.raises(WrongEmbeddingError, match="no embedding"):
-        check(expected.written()[:10], expected)
+        verify_header(expected.to_bytes()[:10], expected)
 
 
 def test_nobody_listens() -> None:
@@ -387,7 +387,7 @@ def test_a_server_that_closes_answers_those_who_wait_and_keeps_what_is_held(
     held = hold(client, image)
     expected = held.tensor().clone()
     server.close()
-    eventually(lambda: not client.alive)
+    eventually(lambda: not client.is_alive)
     with pytest.raises(EmbeddingUnavailableError):
         client.acquire(Header.of(image)).result(PATIENCE_S)
     held.release()  # of no effect, and no error
@@ -483,7 +483,7 @@ def survives(client: ShmClient, lends: subprocess.Popen[str], image: EncodedImag
     """What is held of a server that is killed stays whole; the number of its memory, and the file that it came as."""
     held = hold(client, image)
     lends.send_signal(signal.SIGKILL)
-    eventually(lambda: not client.alive)
+    eventually(lambda: not client.is_alive)
     assert torch.equal(held.tensor(), image.unpack(width=WIDTH, merge_size=2))
     inode = str(os.fstat(client.file).st_ino)
     assert any(inode == line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines())

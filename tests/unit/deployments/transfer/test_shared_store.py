@@ -7,7 +7,7 @@ import torch
 
 from deployments.common.messages import EncodedImage
 from deployments.transfer.header import HEADER_BYTES
-from deployments.transfer.shared_store import MIN_OFFER_S, EmbeddingStore
+from deployments.transfer.shared_store import MIN_OFFER_AGE_S, EmbeddingStore
 from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded
 
 OFFER_TIMEOUT_S = 600.0
@@ -34,7 +34,7 @@ def dropped() -> list[int]:
 @pytest.fixture
 def store(clock: Clock, dropped: list[int]) -> EmbeddingStore:
     """With room for two embeddings."""
-    return EmbeddingStore(2 * SLOT_BYTES, offer_timeout_s=OFFER_TIMEOUT_S, clock=clock, on_dropped=dropped.append)
+    return EmbeddingStore(2 * SLOT_BYTES, offer_timeout_s=OFFER_TIMEOUT_S, clock=clock, on_evicted=dropped.append)
 
 
 def offer(store: EmbeddingStore, number: int) -> None:
@@ -54,13 +54,13 @@ def test_an_offer_is_kept_for_as_long_as_its_request_may_wait(
     offer(store, 1)
     offer(store, 1)
     clock.now = OFFER_TIMEOUT_S - 0.1
-    store.expire()
+    store.expire_offers()
     lent = store.acquire(digest(1))
     assert lent is not None
     del lent
     assert offered(store) == [1], "to the other reader"
     clock.now = OFFER_TIMEOUT_S
-    store.expire()
+    store.expire_offers()
     assert store.arena.free_bytes == store.arena.num_bytes
     assert dropped == [], "nobody can come for it any more"
 
@@ -70,7 +70,7 @@ def test_old_offers_make_room_the_oldest_first(store: EmbeddingStore, clock: Clo
     clock.now = 1.0
     offer(store, 2)
     assert store.allocate(6, WIDTH, torch.bfloat16) is None
-    clock.now = MIN_OFFER_S
+    clock.now = MIN_OFFER_AGE_S
     offer(store, 3)
     assert offered(store) == [2, 3]
     assert dropped == [1]
@@ -101,7 +101,7 @@ def test_an_offer_that_is_repeated_counts_from_then_on(store: EmbeddingStore, cl
     clock.now = 2.0
     store.offer(image)
     del image
-    clock.now = MIN_OFFER_S + 1.0
+    clock.now = MIN_OFFER_AGE_S + 1.0
     offer(store, 3)
     assert offered(store) == [1, 3]
 

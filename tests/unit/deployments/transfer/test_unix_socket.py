@@ -104,7 +104,7 @@ def test_two_that_answer_each_message_under_their_locks_do_not_wait_for_each_oth
                 elif next(answers) == MANY:
                     ended.put(packet["answer"])
 
-        threading.Thread(target=unix_socket.handle_each, args=(connection, ANY, handle), daemon=True).start()
+        threading.Thread(target=unix_socket.handle_messages, args=(connection, ANY, handle), daemon=True).start()
         for number in range(MANY):
             with lock:
                 sender.send({"ask": number})
@@ -202,7 +202,7 @@ def test_a_bad_message_does_not_end_the_listening(pair: Pair) -> None:
         handled.put(10 // packet["number"])
 
     arguments = {"connection": pair[1], "decoder": ANY, "handle": handle, "on_error": failed.put}
-    thread = threading.Thread(target=unix_socket.handle_each, kwargs=arguments, daemon=True)
+    thread = threading.Thread(target=unix_socket.handle_messages, kwargs=arguments, daemon=True)
     thread.start()
     for written in (b'{"number": 0}', b"{", b"[]", b"[" * 50_000, b'{"other": 1}', b'{"number": 5}'):
         pair[0].send(written)
@@ -222,7 +222,7 @@ def test_a_file_that_comes_with_a_bad_message_is_closed(pair: Pair) -> None:
 
 
 def echo(connection: socket.socket) -> None:
-    unix_socket.handle_each(connection, ANY, lambda packet, _: unix_socket.send(connection, packet))
+    unix_socket.handle_messages(connection, ANY, lambda packet, _: unix_socket.send(connection, packet))
 
 
 def asked(listener: Listener) -> Packet:
@@ -247,7 +247,7 @@ def test_a_connection_that_is_not_accepted_does_not_end_the_accepting(
     with closing(Listener(echo, name="test", on_error=failed.put)) as listener:
         assert asked(listener) == {"there": True}
         assert [failed.get(timeout=PATIENCE_S) for _ in range(2)] == [ListenerError.ACCEPT] * 2
-        assert listener.alive
+        assert listener.is_alive
 
 
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,14 +275,14 @@ def test_a_connection_whose_serving_fails_is_closed_and_counted() -> None:
         with unix_socket.connect(listener.address, timeout_s=PATIENCE_S) as connection:
             assert unix_socket.receive(connection, ANY) is None
         assert failed.get(timeout=PATIENCE_S) is ListenerError.MESSAGE
-        assert listener.alive
+        assert listener.is_alive
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_accepting_thread_is_told_from_a_closed_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Listener(echo, name="test")) as listener:
-        assert listener.alive
-    assert listener.alive
+        assert listener.is_alive
+    assert listener.is_alive
     listener._thread.join(PATIENCE_S)
     assert not listener._thread.is_alive()
 
@@ -292,7 +292,7 @@ def test_a_dead_accepting_thread_is_told_from_a_closed_listener(monkeypatch: pyt
     monkeypatch.setattr(unix_socket, "accept", die)
     with closing(Listener(echo, name="test")) as listener:
         listener._thread.join(PATIENCE_S)
-        assert not listener.alive
+        assert not listener.is_alive
 
 
 def test_a_listener_that_closes_ends_its_connections() -> None:

@@ -83,7 +83,7 @@ def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: li
         owned.worker.submit(image(4))
     assert owned.encoder.calls == [[0], [1, 2, 3]]
     assert faults == [owned.worker.fault] == [Fault.CUDA_ERROR]
-    assert owned.worker.alive
+    assert owned.worker.is_alive
     assert owned.worker.queued_tokens == 0
 
 

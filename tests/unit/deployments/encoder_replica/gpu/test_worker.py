@@ -140,7 +140,7 @@ class Owned:
 
     def join(self) -> None:
         self.worker._thread.join(WAIT_S)
-        assert not self.worker.alive
+        assert not self.worker.is_alive
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_a_failing_image_fails_alone(error: Exception) -> None:
     assert [value_of(future) for value, future in others.items() if value != 3] == [1, 2, 4, 5]
     assert value_of(first) == 0
     assert retried == [1]
-    assert owned.worker.alive
+    assert owned.worker.is_alive
     assert value_of(owned.worker.submit(image(9))) == 9
     owned.worker.stop()
     owned.join()
@@ -381,7 +381,7 @@ def test_a_failure_in_an_idle_moment_ends_no_thread(owned: Owned) -> None:
     owned.encoder.idle_error = RuntimeError("no graph")
     assert value_of(owned.worker.submit(image(1))) == 1
     assert value_of(owned.worker.submit(image(2))) == 2
-    assert owned.worker.alive
+    assert owned.worker.is_alive
     deadline = time.monotonic() + WAIT_S
     while owned.worker._idling and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -463,7 +463,7 @@ class Untold(FakeLaunched):
     def ran(self) -> RunRecord | None:
         raise AttributeError("ran")
 
-    @ran.gauge_setter
+    @ran.setter
     def ran(self, _: RunRecord | None) -> None: ...
 
 
