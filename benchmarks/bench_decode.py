@@ -124,7 +124,7 @@ def measure(arch: str, asked: Options, files: Sequence[bytes]) -> dict[str, obje
         workers=asked.workers,
         max_pixels=MAX_PIXELS,
         timeout_s=120,
-        shared_bytes=asked.shared_bytes,
+        shm_bytes=asked.shared_bytes,
         resize=not encoder.resizes_on_device,
     )
     if encoder.resizes_on_device:
@@ -200,7 +200,7 @@ async def file_rates(
 
     async def one(number: int, *, encoded: bool) -> None:
         async with places:
-            pixels = await pool.pixels(files[number % len(files)], None, size)
+            pixels = await pool.decode(files[number % len(files)], None, size)
             if encoded:
                 await asyncio.wrap_future(worker.submit(pixels))
 

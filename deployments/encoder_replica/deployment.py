@@ -100,25 +100,25 @@ class EncoderReplica:
         limits = config.encoder_replica
         self._counts = Counters()
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
-        shares = config.transfer != "object_store"
-        store = self._make_store(config) if shares else None
+        uses_shared_memory = config.transfer != "object_store"
+        store = self._make_store(config) if uses_shared_memory else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server = None if store is None else self._make_server(store)
         self._remote = None
         if store is not None and config.transfer == "nixl":
-            self._remote = RemoteSender(store, NixlMemory(), on_error=self._listener_failed)
+            self._remote = RemoteSender(store, NixlMemory(), on_error=self._count_listener_error)
         self._host = host_id()
         self._times = Histograms()
-        self._runs = RunMetrics(self._counts)
+        self._run_metrics = RunMetrics(self._counts)
         self._worker = GpuWorker(
             lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
-            room=None if store is None else partial(self._room, store),
+            allocate=None if store is None else partial(self._allocate, store),
             events=WorkerEvents(
-                queued_tokens=gauge_setter(Gauge.ENCODER_QUEUED_TOKENS),
-                retried=lambda batches: self._counts.add(Counter.BATCHES_RETRIED, batches),
-                ran=self._runs,
-                sick=lambda fault: self._counts.add(Counter.GPU_FAILURES, reason=fault.value),
+                on_queued_tokens=gauge_setter(Gauge.ENCODER_QUEUED_TOKENS),
+                on_retry=lambda batches: self._counts.add(Counter.BATCHES_RETRIED, batches),
+                on_run=self._run_metrics,
+                on_gpu_failure=lambda fault: self._counts.add(Counter.GPU_FAILURES, reason=fault.value),
             ),
         )
         self._decoders = DecodePool(
@@ -126,9 +126,9 @@ class EncoderReplica:
             workers=limits.decode_workers,
             max_pixels=config.ingress.max_image_pixels,
             timeout_s=limits.decode_timeout_s,
-            shared_bytes=limits.pixel_shm_bytes,
+            shm_bytes=limits.pixel_shm_bytes,
             resize=not self._worker.resizes_on_device,
-            piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
+            on_piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
             memory_bytes=limits.decode_memory_bytes,
         )
         if self._worker.resizes_on_device:
@@ -137,10 +137,10 @@ class EncoderReplica:
                     pin_shared(arena.address, arena.num_bytes)
                 except RuntimeError as error:  # staging then copies through its own pinned memory
                     logger.warning("images or embeddings take one more copy on the host: %s", error)
-        self._flights: SingleFlight[EncodedImage] = SingleFlight()
-        self._work = InFlightTokens()
+        self._single_flight: SingleFlight[EncodedImage] = SingleFlight()
+        self._in_flight = InFlightTokens()
         self._name = replica_name()
-        self._handed_off = False  # Serve creates its batching task on the first call
+        self._has_batching_task = False  # Serve creates its batching task on the first call
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns the identity, which Serve sends to routers and ingresses once. Waits for its turn in a rollout."""
@@ -150,17 +150,19 @@ class EncoderReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load, which Serve passes to `deployments/scaling/policies.py` every few seconds."""
         return {
-            BACKLOG_TOKENS: float(self._work.tokens),
-            ARRIVING_TOKENS_PER_S: self._work.arriving_per_s(),
-            GIVEN_TOKENS: float(self._work.given),
+            BACKLOG_TOKENS: float(self._in_flight.tokens),
+            ARRIVING_TOKENS_PER_S: self._in_flight.arriving_per_s(),
+            GIVEN_TOKENS: float(self._in_flight.given),
             TOKENS_PER_S: self._worker.tokens_per_s,
-            TOKENS_PER_IMAGE: self._work.tokens_per_job(),
+            TOKENS_PER_IMAGE: self._in_flight.tokens_per_job(),
             CACHE_BYTES: float(self._cache.num_bytes),
         }
 
     def report(self) -> Report:
         """Returns this replica's row in the dashboard's view of the cluster."""
-        return encoder_report(self._name, self.record_autoscaling_stats(), self._runs.last, cached=len(self._cache))
+        return encoder_report(
+            self._name, self.record_autoscaling_stats(), self._run_metrics.last, cached=len(self._cache)
+        )
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Returns prefixes of the cached digests, which Serve sends to the routers every few seconds."""
@@ -174,7 +176,7 @@ class EncoderReplica:
             raise RuntimeError(f"the device has failed: {self._worker.fault.value}")
         if not self._worker.is_alive:
             raise RuntimeError("the thread that owns the GPU has died")
-        if self._handed_off and not await batching_task_alive(self._hand_off):
+        if self._has_batching_task and not await batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
         if self._server is not None:
             if not self._server.is_alive:
@@ -196,7 +198,7 @@ class EncoderReplica:
             DeviceMemoryError: the GPU has too little memory for this image.
         """
         self._loop = asyncio.get_running_loop()
-        image = await self._encoded(job)
+        image = await self._get_or_encode(job)
         if self._server is None or isinstance(image, ImageRefused):
             return image
         if self._remote is not None:
@@ -219,14 +221,14 @@ class EncoderReplica:
         )
 
     def _make_server(self, store: EmbeddingStore) -> ShmServer:
-        return ShmServer(store, on_direct_read=self._count_direct_read, on_error=self._listener_failed)
+        return ShmServer(store, on_direct_read=self._count_direct_read, on_error=self._count_listener_error)
 
-    def _listener_failed(self, failed: ListenerError) -> None:
+    def _count_listener_error(self, failed: ListenerError) -> None:
         self._counts.add(Counter.LISTENER_ERRORS, operation=failed.value)
 
-    def _room(self, store: EmbeddingStore, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
+    def _allocate(self, store: EmbeddingStore, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Allocates shared memory for an embedding, evicting cached ones if needed. Runs on the completion thread."""
-        while (found := store.allocate(num_tokens, width, dtype)) is None and self._cache.drop_oldest():
+        while (found := store.allocate(num_tokens, width, dtype)) is None and self._cache.evict_oldest():
             pass
         return found
 
@@ -235,18 +237,18 @@ class EncoderReplica:
         recently used. Runs on the server's thread.
         """
 
-        def used() -> None:
+        def count_hit() -> None:
             if self._cache.get(digest) is not None:
                 self._counts.add(Counter.CACHE_HITS, tier=Tier.HOST.value)
 
         if self._loop is not None:  # no embedding can be read before the first call
             with contextlib.suppress(RuntimeError):  # the event loop is closed: the replica is shutting down
-                self._loop.call_soon_threadsafe(used)
+                self._loop.call_soon_threadsafe(count_hit)
 
-    async def _encoded(self, job: ImageJob) -> EncodedImage | ImageRefused:
+    async def _get_or_encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
         if job.identity != self._worker.identity.fingerprint:
             raise OtherIdentityError("the encoder has other weights or numerics than the job's digest was made for")
-        cached = self._cache.get(job.digest) or self._still_shared(job.digest)
+        cached = self._cache.get(job.digest) or self._find_in_shared_memory(job.digest)
         if cached is None:
             self._counts.add(Counter.CACHE_MISSES)
         else:
@@ -255,25 +257,25 @@ class EncoderReplica:
             return dataclasses.replace(
                 cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)
             )
-        asked, joins = time.perf_counter(), job.digest in self._flights
+        started, is_coalesced = time.perf_counter(), job.digest in self._single_flight
         try:
-            encoded = await self._flights.run(job.digest, lambda: self._encode_now(job))
-            if joins:
-                record_span(Stage.SHARED, time.perf_counter() - asked)
+            encoded = await self._single_flight.run(job.digest, lambda: self._encode_counted(job))
+            if is_coalesced:
+                record_span(Stage.SHARED, time.perf_counter() - started)
             return encoded
         except ImageError as error:
             self._counts.add(Counter.IMAGES_REFUSED)
             return ImageRefused(str(error))
 
-    def _still_shared(self, digest: str) -> EncodedImage | None:
+    def _find_in_shared_memory(self, digest: str) -> EncodedImage | None:
         """Returns an embedding that the cache evicted but shared memory still holds for a reader, and caches it."""
         image = None if self._server is None else self._server.store.find(digest)
         if image is not None:
             self._cache.put(digest, image, image.num_bytes)
         return image
 
-    async def _encode_now(self, job: ImageJob) -> EncodedImage:
-        with self._work.job(job.num_tokens):
+    async def _encode_counted(self, job: ImageJob) -> EncodedImage:
+        with self._in_flight.job(job.num_tokens):
             return await self._decode_and_encode(job)
 
     async def _decode_and_encode(self, job: ImageJob) -> EncodedImage:
@@ -284,7 +286,7 @@ class EncoderReplica:
             tokens_before=job.tokens_before,
             tokens_per_s=self._worker.tokens_per_s,
         )
-        pixels = await self._decoders.pixels(job.data, job.bounds, job.size, place)
+        pixels = await self._decoders.decode(job.data, job.bounds, job.size, place)
         preprocess_ms = (time.perf_counter() - started) * 1e3
         encoded: Encoded = await (await self._hand_off((pixels, place)))
         self._counts.add(Counter.IMAGES_ENCODED)
@@ -313,7 +315,7 @@ class EncoderReplica:
         Serve would form small batches while the GPU is busy; instead, the worker's queue fills and is packed as a whole
         when the GPU is free. An error is set on its image's future: raising here would fail every image of the call.
         """
-        self._handed_off = True
+        self._has_batching_task = True
         futures: list[asyncio.Future[Encoded]] = []
         for pixels, place in images:
             try:
@@ -321,9 +323,9 @@ class EncoderReplica:
             except (QueueFullError, WorkerEndedError) as error:
                 if isinstance(error, QueueFullError):
                     self._counts.add(Counter.ENCODER_REJECTIONS)
-                refused: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-                refused.set_exception(error)
-                futures.append(refused)
+                failed_future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+                failed_future.set_exception(error)
+                futures.append(failed_future)
         return futures
 
     def __del__(self) -> None:

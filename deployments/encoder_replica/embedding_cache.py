@@ -37,7 +37,7 @@ class EmbeddingCache(Generic[V]):
                 self._entries[key] = (value, num_bytes)
             return fits
 
-    def drop_oldest(self) -> bool:
+    def evict_oldest(self) -> bool:
         """Evicts the least recently used entry to free its memory. Returns False if the cache is empty."""
         with self._lock:
             if self._entries:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 @dataclass
 class _Flight(Generic[T]):
     task: asyncio.Task[T]
-    waiting: int = 0
+    num_waiting: int = 0
 
 
 class SingleFlight(Generic[T]):
@@ -29,26 +29,26 @@ class SingleFlight(Generic[T]):
         """Whether a task for `key` is in flight."""
         return key in self._flights
 
-    async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Returns the result of `work`, or of the task in flight for `key` if there is one.
+    async def run(self, key: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Returns the result of `start`, or of the task in flight for `key` if there is one.
 
         Raises:
-            the exception of `work`, in every caller.
+            the exception of `start`, in every caller.
         """
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(work()))
-            flight.task.add_done_callback(lambda task: self._landed(key, flight, task))
-        flight.waiting += 1
+            flight = self._flights[key] = _Flight(asyncio.create_task(start()))
+            flight.task.add_done_callback(lambda task: self._finish(key, flight, task))
+        flight.num_waiting += 1
         try:
             return await asyncio.shield(flight.task)
         finally:
-            flight.waiting -= 1
-            if flight.waiting == 0 and not flight.task.done():
+            flight.num_waiting -= 1
+            if flight.num_waiting == 0 and not flight.task.done():
                 self._forget(key, flight)  # a later caller must not join a task that is being cancelled
                 flight.task.cancel()
 
-    def _landed(self, key: str, flight: _Flight[T], task: asyncio.Task[T]) -> None:
+    def _finish(self, key: str, flight: _Flight[T], task: asyncio.Task[T]) -> None:
         self._forget(key, flight)
         if not task.cancelled():
             task.exception()  # retrieved, or asyncio logs the exception of a task whose callers have left

@@ -105,7 +105,7 @@ class ControlledEncoder(EncoderReplica):
             "pid": os.getpid(),
             "encoded": GatedEncoder.num_encoded,
             "queued_tokens": self._worker.queued_tokens,
-            "flights": len(self._flights),
+            "flights": len(self._single_flight),
         }
 
     def counts(self) -> dict[str, int]:

@@ -235,15 +235,13 @@ def test_from_files_to_embeddings_as_a_replica_does_it(reference: Reference) -> 
     """Decoder processes, shared memory, resizing on the device, captures in idle moments, fetching beside."""
     worker = GpuWorker(lambda: encoder_of(reference.path), max_queued_tokens=10**9)
     assert worker.resizes_on_device
-    pool = DecodePool(
-        worker.identity.rules, workers=2, max_pixels=10**7, timeout_s=60, shared_bytes=2**23, resize=False
-    )
+    pool = DecodePool(worker.identity.rules, workers=2, max_pixels=10**7, timeout_s=60, shm_bytes=2**23, resize=False)
     pin_shared(pool.arena.address, pool.arena.num_bytes)
     sizes = [(60 + 7 * number, 300 - 5 * number) for number in range(40)]
     files = [jpeg(*size, number) for number, size in enumerate(sizes)]
 
     async def one(number: int) -> Encoded:
-        pixels = await pool.pixels(files[number], None, sizes[number])
+        pixels = await pool.decode(files[number], None, sizes[number])
         return await asyncio.wrap_future(worker.submit(pixels))
 
     async def several() -> list[Encoded]:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from configs.schema import FetchConfig, IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.encoder_replica.decode.memory_bound import OutOfBoundError, memory_bound
+from deployments.encoder_replica.decode.memory_bound import MemoryLimitError, limit_memory
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.http.chat_request import ImagePart
@@ -32,7 +32,7 @@ from tests.hostile.files import BMP, GIF, JPEG, PNG, TIFF, WEBP, chunk, encoded,
 from tests.unit.deployments.samples import IDENTITY, RULES, request_images
 
 MEMORY_BYTES = 400_000_000
-SHARED: Any = {"shared_bytes": 2**26, "resize": True}
+SHARED: Any = {"shm_bytes": 2**26, "resize": True}
 INSIDES = re.compile(r"0x[0-9a-f]{4,}|/usr|/tmp|\.py|site-packages|Traceback|PIL|Pillow|object at|Error", re.IGNORECASE)
 LIMITS = IngressConfig(max_image_pixels=4_000_000)
 
@@ -133,7 +133,7 @@ async def through(data: bytes, pool: DecodePool, limits: IngressConfig = LIMITS)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     try:
         found = await request_images([ImagePart({}, url, "auto", "image 1 of 1")], None, IDENTITY, fetcher, limits)
-        pixels = await pool.pixels(found.jobs[0].data, None, found.jobs[0].size)
+        pixels = await pool.decode(found.jobs[0].data, None, found.jobs[0].size)
     except ApiError as error:
         return f"{error.status}, {error.message}"
     except ImageError as error:  # the replica names the image then: deployments/llm/deployment.py
@@ -161,8 +161,8 @@ def test_a_hostile_file_is_refused_and_told(name: str, pool: DecodePool, runner:
 @pytest.mark.parametrize("name", ["animated gif", "animated png", "animated webp"])
 def test_of_an_animation_the_first_frame_counts(name: str, pool: DecodePool, runner: asyncio.Runner) -> None:
     first = Image.open(io.BytesIO(IMAGES[name])).convert("RGB")
-    still = runner.run(pool.pixels(encoded(first, "PNG"), None, first.size))
-    assert np.array_equal(runner.run(pool.pixels(IMAGES[name], None, first.size)).values, still.values)
+    still = runner.run(pool.decode(encoded(first, "PNG"), None, first.size))
+    assert np.array_equal(runner.run(pool.decode(IMAGES[name], None, first.size)).values, still.values)
 
 
 def test_nothing_is_kept_of_what_was_refused(pool: DecodePool, runner: asyncio.Runner) -> None:
@@ -217,8 +217,8 @@ def test_memory_is_bounded_for_one_image(pool: DecodePool, runner: asyncio.Runne
             bomb = encoded(Image.new("L", (9000, 9000)), "PNG")
             assert len(bomb) < 200_000
             with pytest.raises(ImageError, match=r"more than 60000000 bytes of memory, the limit|truncated or corrupt"):
-                await small.pixels(bomb, None, (9000, 9000))
-            assert (await small.pixels(PNG, None, (64, 48))).grid_thw[0] == 1
+                await small.decode(bomb, None, (9000, 9000))
+            assert (await small.decode(PNG, None, (64, 48))).grid_thw[0] == 1
         finally:
             small.stop()
 
@@ -228,10 +228,10 @@ def test_memory_is_bounded_for_one_image(pool: DecodePool, runner: asyncio.Runne
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux")
 def test_the_bound_on_memory_holds_and_is_taken_back() -> None:
     """An allocation over it fails and one under it does not; afterwards everything goes again."""
-    with memory_bound(200_000_000):
+    with limit_memory(200_000_000):
         bytearray(50_000_000)
-    with pytest.raises(OutOfBoundError), memory_bound(200_000_000):
+    with pytest.raises(MemoryLimitError), limit_memory(200_000_000):
         bytearray(400_000_000)
     bytearray(400_000_000)
-    with pytest.raises(RuntimeError, match="another"), memory_bound(200_000_000):
+    with pytest.raises(RuntimeError, match="another"), limit_memory(200_000_000):
         raise RuntimeError("another")

@@ -129,10 +129,10 @@ def test_an_image_of_one_pixel() -> None:
     assert guessed_channels(np.asarray(Image.open(io.BytesIO(pixel)).convert("RGB")).shape) == 1
 
     async def scenario() -> None:
-        pool = DecodePool(RULES, workers=1, max_pixels=10**6, timeout_s=60, shared_bytes=2**26, resize=True)
+        pool = DecodePool(RULES, workers=1, max_pixels=10**6, timeout_s=60, shm_bytes=2**26, resize=True)
         try:
             for size in ((1, 1), (1, 3), (3, 1), (3, 3)):
-                pixels = await pool.pixels(encoded(picture(*size), "PNG"), None, size)
+                pixels = await pool.decode(encoded(picture(*size), "PNG"), None, size)
                 assert pixels.grid_thw == image_grid(*size, RULES)
         finally:
             pool.stop()

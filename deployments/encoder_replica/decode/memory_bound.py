@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class OutOfBoundError(Exception):
+class MemoryLimitError(Exception):
     """The task tried to allocate more memory than its limit."""
 
 
 @contextmanager
-def memory_bound(num_bytes: int) -> Iterator[None]:
+def limit_memory(num_bytes: int) -> Iterator[None]:
     """Limits the growth of this process's address space within the context to `num_bytes`.
 
     Allocations beyond the limit fail. The limit holds for the whole process, so the process must run one task at a
@@ -24,17 +24,17 @@ def memory_bound(num_bytes: int) -> Iterator[None]:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    bound = pages * resource.getpagesize() + num_bytes
+    limit = pages * resource.getpagesize() + num_bytes
     if hard != resource.RLIM_INFINITY:
-        bound = min(bound, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     except MemoryError as error:
-        raise OutOfBoundError from error
+        raise MemoryLimitError from error
     except RuntimeError as error:  # torch's CPU allocator raises no more specific type
         if "not enough memory" in str(error) or "can't allocate memory" in str(error):
-            raise OutOfBoundError from error
+            raise MemoryLimitError from error
         raise
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -23,35 +23,35 @@ def _ignore() -> None: ...
 
 
 class FairSemaphore:
-    """Semaphore of `at_once` permits whose waiters form a fair queue. For one event loop."""
+    """Semaphore of `num_permits` permits whose waiters form a fair queue. For one event loop."""
 
-    def __init__(self, at_once: int) -> None:
-        self._free = at_once
-        self._line: FairQueue[asyncio.Future[None]] = FairQueue()
+    def __init__(self, num_permits: int) -> None:
+        self._num_free = num_permits
+        self._waiters: FairQueue[asyncio.Future[None]] = FairQueue()
 
-    async def begin(self, place: float) -> None:
-        """Acquires a permit, which `end` releases. A cancelled caller leaves the queue."""
-        if self._free:
-            self._free -= 1
+    async def acquire(self, place: float) -> None:
+        """Acquires a permit, which `release` releases. A cancelled caller leaves the queue."""
+        if self._num_free:
+            self._num_free -= 1
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.add(place, turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(place, waiter)
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._line.discard(turn)
+            if waiter.cancelled():
+                self._waiters.discard(waiter)
             else:
-                self.end()  # the permit was granted while the caller was cancelled
+                self.release()  # the permit was granted while the caller was cancelled
             raise
 
-    def end(self) -> None:
-        while self._line:
-            turn = self._line.pop()
-            if not turn.done():
-                turn.set_result(None)
+    def release(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.pop()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
-        self._free += 1
+        self._num_free += 1
 
 
 class DecodePool:
@@ -64,9 +64,9 @@ class DecodePool:
         workers: int,
         max_pixels: int,
         timeout_s: float,
-        shared_bytes: int,
+        shm_bytes: int,
         resize: bool,
-        piped: Callable[[], None] = _ignore,
+        on_piped: Callable[[], None] = _ignore,
         memory_bytes: int = 2 * 1024**3,
     ) -> None:
         """Starts the workers.
@@ -81,8 +81,8 @@ class DecodePool:
         self._rules = rules
         self._timeout_s = timeout_s
         self._resize = resize
-        self._piped = piped
-        self.arena = Arena(shared_bytes)
+        self._on_piped = on_piped
+        self.arena = Arena(shm_bytes)
         self._decoders = [
             Decoder(rules, max_pixels, memory_bytes, self.arena.handle(), resizes=resize) for _ in range(workers)
         ]
@@ -91,9 +91,9 @@ class DecodePool:
             self._idle.put(decoder)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
         # Further jobs wait in the fair queue, where cancelling is free. The extra job keeps the workers busy.
-        self._turns = FairSemaphore(workers + 1)
+        self._permits = FairSemaphore(workers + 1)
 
-    async def pixels(
+    async def decode(
         self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int], place: float = 0.0
     ) -> Pixels | Decoded:
         """Decodes an image.
@@ -109,17 +109,17 @@ class DecodePool:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
             WorkerEndedError: no decoder can be started.
         """
-        await self._turns.begin(place)
+        await self._permits.acquire(place)
         try:
             future = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, bounds, size)
         except BaseException:
-            self._turns.end()
+            self._permits.release()
             raise
-        future.add_done_callback(self._done)
+        future.add_done_callback(self._release_permit)
         return await asyncio.shield(future)
 
-    def _done(self, future: asyncio.Future[Pixels | Decoded]) -> None:
-        self._turns.end()
+    def _release_permit(self, future: asyncio.Future[Pixels | Decoded]) -> None:
+        self._permits.release()
         if not future.cancelled():
             future.exception()  # retrieved, or asyncio logs the exception if the caller was cancelled
 
@@ -127,7 +127,7 @@ class DecodePool:
         width, height = resized_size(*size, self._rules, bounds) if self._resize else size
         allocation = self.arena.allocate(3 * width * height)
         if allocation is None:
-            self._piped()
+            self._on_piped()
         # Outside of shared memory, only the limit on queued tokens bounds the waiting pixels, and only resized ones.
         resize = self._resize or allocation is None
         place = (allocation.offset, allocation.num_bytes) if allocation is not None else (0, 0)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deployments.common.replica_errors import WorkerEndedError
-from deployments.encoder_replica.decode.memory_bound import OutOfBoundError, memory_bound
+from deployments.encoder_replica.decode.memory_bound import MemoryLimitError, limit_memory
 from deployments.transfer.shared_memory import Allocation, ArenaHandle
 from encoder.images.decoded import Decoded, decode
 from encoder.images.size import ImageError, ImageRules, PixelBounds
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve")
 
-START_S = 120.0
+START_TIMEOUT_S = 120.0
 """Timeout for a process to start and finish its imports."""
 
 MAX_ANSWER_BYTES = 65_536
 """Limit of the JSON part of an answer."""
 
-GAVE_UP = "the decoder gave up on this image"
+DECODER_FAILED = "the decoder gave up on this image"
 
 _READY, _STARTED = b"ready", b"started"
 
@@ -61,7 +61,7 @@ def serve_tasks(
 ) -> None:
     """Answers tasks until the parent's end of the pipe closes. `resizes`: whether to warm up for resizing."""
     memory = np.frombuffer(arena.open(), np.uint8)
-    _values(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
+    _decode(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
     connection.send_bytes(_READY)
     while True:
         try:
@@ -69,15 +69,15 @@ def serve_tasks(
         except EOFError:
             return
         if task.resize:
-            _resizing()  # imports torch before the image's timeout begins
+            _import_resize()  # imports torch before the image's timeout begins
         connection.send_bytes(_STARTED)
         try:
-            with memory_bound(memory_bytes):
-                values = _values(task, rules, max_pixels)
-        except (ImageError, OutOfBoundError) as error:
+            with limit_memory(memory_bytes):
+                values = _decode(task, rules, max_pixels)
+        except (ImageError, MemoryLimitError) as error:
             over = f"decoding takes more than {memory_bytes} bytes of memory, the limit"
-            told = over if isinstance(error, OutOfBoundError) else str(error)
-            connection.send_bytes(json.dumps({"error": told}).encode())
+            message = over if isinstance(error, MemoryLimitError) else str(error)
+            connection.send_bytes(json.dumps({"error": message}).encode())
             continue
         shared = values.nbytes <= task.num_bytes
         if shared:
@@ -95,14 +95,14 @@ def _warm_up_file() -> bytes:
     return file.getvalue()
 
 
-def _values(task: Task, rules: ImageRules, max_pixels: int) -> NDArray[np.uint8]:
+def _decode(task: Task, rules: ImageRules, max_pixels: int) -> NDArray[np.uint8]:
     decoded = decode(task.data, rules, task.bounds, max_pixels_decoded=max_pixels)
     if not task.resize:
         return decoded.values
-    return _resizing()(decoded, rules).values
+    return _import_resize()(decoded, rules).values
 
 
-def _resizing() -> Callable[[Decoded, ImageRules], Pixels]:
+def _import_resize() -> Callable[[Decoded, ImageRules], Pixels]:
     """Imports torch on the first call, so that a process that only decodes does without."""
     import torch
 
@@ -132,40 +132,42 @@ class Decoder:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
             WorkerEndedError: no decoder can be started.
         """
-        self._hand_over(task)
+        self._send_task(task)
         try:
-            answer = json.loads(self._received(timeout_s, MAX_ANSWER_BYTES))
-            told = answer.get("error")
-            if told is None:
-                return self._pixels(answer, allocation, timeout_s)
+            answer = json.loads(self._receive(timeout_s, MAX_ANSWER_BYTES))
+            message = answer.get("error")
+            if message is None:
+                return self._parse_pixels(answer, allocation, timeout_s)
         except TimeoutError as error:
             self._restart()
             raise ImageError(f"decoding took longer than {timeout_s:g} s") from error
         except (EOFError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._restart()
-            raise ImageError(GAVE_UP) from error
-        raise ImageError(str(told))
+            raise ImageError(DECODER_FAILED) from error
+        raise ImageError(str(message))
 
-    def _pixels(self, answer: Mapping[str, Any], allocation: Allocation | None, timeout_s: float) -> NDArray[np.uint8]:
+    def _parse_pixels(
+        self, answer: Mapping[str, Any], allocation: Allocation | None, timeout_s: float
+    ) -> NDArray[np.uint8]:
         shape = tuple(int(side) for side in answer["shape"])
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"pixels have the shape {shape}")
         if answer["shared"] and allocation is not None:
             return allocation.array(shape)
         _, _, memory_bytes, *_ = self._settings
-        return np.frombuffer(bytearray(self._received(timeout_s, memory_bytes)), np.uint8).reshape(shape)
+        return np.frombuffer(bytearray(self._receive(timeout_s, memory_bytes)), np.uint8).reshape(shape)
 
-    def _received(self, timeout_s: float, most_bytes: int) -> bytes:
+    def _receive(self, timeout_s: float, max_bytes: int) -> bytes:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        return self._connection.recv_bytes(most_bytes)
+        return self._connection.recv_bytes(max_bytes)
 
     def stop(self) -> None:
         """Kills the process for good."""
         self._stopped = True
-        self._end()
+        self._kill()
 
-    def _hand_over(self, task: Task) -> None:
+    def _send_task(self, task: Task) -> None:
         """Sends the task to the process, or to a new one: an earlier loss of the process is not this image's fault."""
         for _ in range(2):
             try:
@@ -180,35 +182,35 @@ class Decoder:
                 self._restart()
         raise WorkerEndedError("no decoder can be started")
 
-    def _expect(self, word: bytes) -> None:
-        """Waits for the message `word`. Raises EOFError if another message or none arrives."""
-        if not self._connection.poll(START_S) or self._connection.recv_bytes() != word:
+    def _expect(self, message: bytes) -> None:
+        """Waits for `message`. Raises EOFError if another message or none arrives."""
+        if not self._connection.poll(START_TIMEOUT_S) or self._connection.recv_bytes() != message:
             raise EOFError
 
     def _start(self) -> None:
         """Raises OSError, with the handle unchanged, if the system has no process or file left."""
-        ours, theirs = multiprocessing.Pipe()
+        parent_end, child_end = multiprocessing.Pipe()
         # Forking a process that uses CUDA or threads is not safe.
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_tasks, args=(theirs, *self._settings), name="decoder", daemon=True
+            target=serve_tasks, args=(child_end, *self._settings), name="decoder", daemon=True
         )
         try:
             process.start()
         finally:
-            theirs.close()  # or reading would not raise EOFError when the process ends
-        self._connection, self._process = ours, process
+            child_end.close()  # or reading would not raise EOFError when the process ends
+        self._connection, self._process = parent_end, process
         self._ready = False
 
     def _restart(self) -> None:
         """Kills the process and starts another one; if that fails, the next task tries again."""
-        self._end()
+        self._kill()
         if not self._stopped:
             try:
                 self._start()
             except OSError as error:
                 logger.warning("a decoder cannot be started: %s", error)
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         self._process.kill()
         self._process.join()  # from here on it cannot write to an allocation that is reused
         self._connection.close()

@@ -20,11 +20,11 @@ logger = logging.getLogger("ray.serve")
 class Completion:
     """Completes jobs, on any thread, and tracks the device's health."""
 
-    def __init__(self, events: WorkerEvents, again: Callable[[Job], None], room: HostAllocator | None) -> None:
-        """`again` queues a job that is retried alone; `room` allocates memory for embeddings."""
+    def __init__(self, events: WorkerEvents, retry: Callable[[Job], None], allocate: HostAllocator | None) -> None:
+        """`retry` queues a job that is retried alone; `allocate` allocates memory for embeddings."""
         self._events = events
-        self._again = again
-        self._room = room
+        self._retry = retry
+        self._allocate = allocate
         self._health = DeviceHealth()
 
     @property
@@ -32,52 +32,52 @@ class Completion:
         """Why the device failed permanently, or None."""
         return self._health.fault
 
-    def fetch(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
+    def complete_batch(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
         """Waits for a batch and completes its jobs. `started`: when the batch left the queue, by `time.perf_counter`.
 
         Every step that may fail precedes the first completion, so that each job gets an embedding or an error.
         """
         try:
-            fetched, ran = launched.fetch(self._room), launched.run_record
+            fetched, ran = launched.fetch(self._allocate), launched.run_record
             if len(fetched) != len(jobs):
                 raise RuntimeError(f"a batch of {len(jobs)} images gave {len(fetched)} embeddings")
         except BaseException as error:
-            self.failed(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
+            self.fail_or_retry(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
             return
         done = time.perf_counter()
-        self._health.worked()
+        self._health.record_success()
         for job, tokens in zip(jobs, fetched, strict=True):
-            queue_ms, encode_ms = (started - job.queued_at) * 1e3, (done - started) * 1e3
+            queue_ms, encode_ms = (started - job.queued_at_s) * 1e3, (done - started) * 1e3
             job.future.set_result(Encoded(tokens, queue_ms, encode_ms, ran))
 
-    def failed(self, jobs: Sequence[Job], error: BaseException, *, alone: bool) -> None:
+    def fail_or_retry(self, jobs: Sequence[Job], error: BaseException, *, alone: bool) -> None:
         """Sets the error on jobs that failed alone. Others are retried, each alone."""
         self.diagnose(error, alone=alone)
         if self.fault is not None:
-            self.refuse(jobs)
+            self.fail_jobs(jobs)
             return
         if alone:
-            told = DeviceMemoryError(str(error)) if is_out_of_memory(error) else error
+            failure = DeviceMemoryError(str(error)) if is_out_of_memory(error) else error
             for job in jobs:
-                job.future.set_exception(told)
+                job.future.set_exception(failure)
             return
-        self._events.retried(1)
+        self._events.on_retry(1)
         logger.error("a batch failed; %d images of it are tried alone", len(jobs), exc_info=error)
         for job in jobs:
-            self._again(replace(job, alone=True))
+            self._retry(replace(job, alone=True))
 
     def diagnose(self, error: BaseException, *, alone: bool) -> None:
         """Updates the device's health. `alone`: whether the batch was one image, which is not retried."""
-        if self._health.failed(error, alone=alone) and self.fault is not None:
+        if self._health.record_failure(error, alone=alone) and self.fault is not None:
             logger.error("the device has failed, it is not used any more", exc_info=error)
-            self._events.sick(self.fault)
+            self._events.on_gpu_failure(self.fault)
 
-    def refuse(self, jobs: Sequence[Job]) -> None:
+    def fail_jobs(self, jobs: Sequence[Job]) -> None:
         """Fails the jobs because the device failed; another replica may encode them."""
         for job in jobs:
             job.future.set_exception(DeviceFailedError("the device has failed"))
 
-    def abandon(self, jobs: Sequence[Job]) -> None:
+    def fail_pending(self, jobs: Sequence[Job]) -> None:
         """Fails those of the jobs that are neither completed nor cancelled, because the thread has ended."""
         for job in jobs:
             future = job.future

@@ -13,9 +13,9 @@ logger = logging.getLogger("ray.serve")
 class CompletionThread:
     """A FIFO worker thread with a queue of depth one. Its methods are called on one thread."""
 
-    def __init__(self, done: Callable[[], None] = lambda: None) -> None:
-        """`done` is called on the worker thread after each item."""
-        self._done = done
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        """`on_done` is called on the worker thread after each item."""
+        self._on_done = on_done
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._run, name="gpu-answers", daemon=True)
         self._thread.start()
@@ -25,7 +25,7 @@ class CompletionThread:
         self._queue.put(work)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no item runs or is queued."""
         return self._queue.unfinished_tasks == 0
 
@@ -47,5 +47,5 @@ class CompletionThread:
             finally:
                 del work  # it may hold embeddings, and `get` may block for long
                 self._queue.task_done()
-            self._done()
+            self._on_done()
         self._queue.task_done()

@@ -11,7 +11,7 @@ from enum import Enum
 
 from encoder.device_errors import is_cuda_error, is_out_of_memory
 
-OUT_OF_MEMORY_IN_A_ROW = 6
+MAX_OUT_OF_MEMORY_IN_A_ROW = 6
 """Consecutive out-of-memory errors of images encoded alone. Exceeds the attempts per request, so it takes two."""
 
 
@@ -27,16 +27,16 @@ class DeviceHealth:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._out_of_memory = 0
+        self._num_out_of_memory = 0
         self.fault: Fault | None = None
         """Once set, it stays."""
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """Records that a batch was encoded."""
         with self._lock:
-            self._out_of_memory = 0
+            self._num_out_of_memory = 0
 
-    def failed(self, error: BaseException, *, alone: bool) -> bool:
+    def record_failure(self, error: BaseException, *, alone: bool) -> bool:
         """Records that a batch failed, and returns whether the device thereby failed permanently.
 
         `alone`: whether the batch was one image, which is not retried.
@@ -46,7 +46,7 @@ class DeviceHealth:
             if is_cuda_error(error):
                 self.fault = Fault.CUDA_ERROR
             elif alone and is_out_of_memory(error):
-                self._out_of_memory += 1
-                if self._out_of_memory >= OUT_OF_MEMORY_IN_A_ROW:
+                self._num_out_of_memory += 1
+                if self._num_out_of_memory >= MAX_OUT_OF_MEMORY_IN_A_ROW:
                     self.fault = self.fault or Fault.OUT_OF_MEMORY
             return before is None and self.fault is not None

@@ -33,7 +33,7 @@ class Job:
 
     pixels: Pixels | Decoded
     num_tokens: int
-    queued_at: float
+    queued_at_s: float
     place: float
     """Place in the queue, from `fair_queue.place_of`."""
     future: Future[Encoded] = field(default_factory=Future)
@@ -45,7 +45,7 @@ class Signal(Enum):
     """Signals in the queue of jobs."""
 
     STOP = "stop"
-    LOOK = "look whether there is something to do while nothing waits"
+    WAKE = "wake"
 
 
 def _ignore(_: object) -> None: ...
@@ -55,11 +55,11 @@ def _ignore(_: object) -> None: ...
 class WorkerEvents:
     """Callbacks for metrics, called on any thread."""
 
-    queued_tokens: Callable[[int], None] = _ignore
+    on_queued_tokens: Callable[[int], None] = _ignore
     """Tokens that are queued or being encoded now."""
-    retried: Callable[[int], None] = _ignore
+    on_retry: Callable[[int], None] = _ignore
     """Number of batches that failed and are retried image by image."""
-    ran: Callable[[RunCounts], None] = _ignore
+    on_run: Callable[[RunCounts], None] = _ignore
     """The encoder's counts since its start, such as replays, and eager runs by reason."""
-    sick: Callable[[Fault], None] = _ignore
+    on_gpu_failure: Callable[[Fault], None] = _ignore
     """The device failed permanently."""

@@ -39,28 +39,30 @@ class GpuWorker:
         *,
         max_queued_tokens: int,
         events: WorkerEvents | None = None,
-        room: HostAllocator | None = None,
+        allocate: HostAllocator | None = None,
     ) -> None:
         """Blocks until `make_encoder` has returned on the GPU thread, and raises its exception.
 
-        `room` allocates memory for embeddings; it is called on the completion thread.
+        `allocate` allocates memory for embeddings; it is called on the completion thread.
         """
         self._max_queued_tokens = max_queued_tokens
         self._events = events or WorkerEvents()
-        self._queue: queue.SimpleQueue[Job | Signal] = queue.SimpleQueue()
-        self._line: FairQueue[Job] = FairQueue()
-        self._window: list[Job] = []
+        self._inbox: queue.SimpleQueue[Job | Signal] = queue.SimpleQueue()
+        self._fair_queue: FairQueue[Job] = FairQueue()
+        self._launching: list[Job] = []
         """Jobs of the `launch_batches` call in progress."""
         self._stopping = self._ended = False
         self._lock = threading.Lock()
         self._queued_tokens = 0
         self._speed = BusySpeed()
-        self._outcomes = Completion(self._events, self._queue.put, room)
-        self._idling = True
-        made: Future[Encoder] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make_encoder, made), name="gpu-owner", daemon=True)
+        self._completion = Completion(self._events, self._inbox.put, allocate)
+        self._can_idle = True
+        encoder_future: Future[Encoder] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(make_encoder, encoder_future), name="gpu-owner", daemon=True
+        )
         self._thread.start()
-        encoder = made.result()
+        encoder = encoder_future.result()
         self.identity, self.resizes_on_device = encoder.identity, encoder.resizes_on_device
 
     @property
@@ -70,7 +72,7 @@ class GpuWorker:
     @property
     def fault(self) -> Fault | None:
         """Why the device failed permanently, or None. After a failure, every image is refused."""
-        return self._outcomes.fault
+        return self._completion.fault
 
     @property
     def queued_tokens(self) -> int:
@@ -91,139 +93,140 @@ class GpuWorker:
             QueueFullError: the queue has no room for the image's tokens.
             WorkerEndedError: the thread has ended, or the device has failed.
         """
-        count = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
+        num_job_tokens = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
         now = time.perf_counter()
-        job = Job(pixels, count, now, now if place is None else place)
+        job = Job(pixels, num_job_tokens, now, now if place is None else place)
         if self.fault is not None:
             raise DeviceFailedError(f"the device has failed: {self.fault.value}")
         with self._lock:
             if self._ended:
                 raise WorkerEndedError("the thread that owned the GPU has ended")
-            if self._queued_tokens and self._queued_tokens + count > self._max_queued_tokens:
+            if self._queued_tokens and self._queued_tokens + num_job_tokens > self._max_queued_tokens:
                 raise QueueFullError(
-                    f"{self._queued_tokens} visual tokens wait, {count} more would pass {self._max_queued_tokens}"
+                    f"the encoder's queue holds {self._queued_tokens} visual tokens; {num_job_tokens} more would exceed "
+                    f"its limit of {self._max_queued_tokens}"
                 )
-            self._queued_tokens += count
+            self._queued_tokens += num_job_tokens
             self._speed.begin()
-            self._events.queued_tokens(self._queued_tokens)
-            self._queue.put(job)  # under the lock, so that no job is queued after the thread's last look
-        job.future.add_done_callback(lambda done: self._release(count, done))
+            self._events.on_queued_tokens(self._queued_tokens)
+            self._inbox.put(job)  # under the lock, so that no job is queued after the thread's last look
+        job.future.add_done_callback(lambda done: self._release(num_job_tokens, done))
         return job.future
 
     def stop(self, *, wait: bool = False) -> None:
         """Ends the thread after the queued jobs. `wait`: whether to block until it has ended."""
-        self._queue.put(Signal.STOP)
+        self._inbox.put(Signal.STOP)
         if wait:
             self._thread.join()
 
-    def _release(self, count: int, done: Future[Encoded]) -> None:
+    def _release(self, num_job_tokens: int, done: Future[Encoded]) -> None:
         encoded = not done.cancelled() and done.exception() is None
         with self._lock:
-            self._queued_tokens -= count
-            self._speed.end(count if encoded else 0)
-            self._events.queued_tokens(self._queued_tokens)
+            self._queued_tokens -= num_job_tokens
+            self._speed.end(num_job_tokens if encoded else 0)
+            self._events.on_queued_tokens(self._queued_tokens)
 
-    def _run(self, make_encoder: Callable[[], Encoder], made: Future[Encoder]) -> None:
+    def _run(self, make_encoder: Callable[[], Encoder], encoder_future: Future[Encoder]) -> None:
         try:
             encoder = make_encoder()
         except BaseException as error:
-            made.set_exception(error)
+            encoder_future.set_exception(error)
             return
-        made.set_result(encoder)
-        self._answers = CompletionThread(lambda: self._queue.put(Signal.LOOK))
-        self._events.ran(encoder.counts)
-        self._idle(encoder)
+        encoder_future.set_result(encoder)
+        self._completion_thread = CompletionThread(lambda: self._inbox.put(Signal.WAKE))
+        self._events.on_run(encoder.counts)
+        self._run_idle_steps(encoder)
         late: list[Job] = []
         try:
             while not self._stopping:
-                self._round(encoder)
-                self._events.ran(encoder.counts)
-                self._idle(encoder)
-            late = self._last_round(encoder)
-            self._events.ran(encoder.counts)
+                self._encode_queued(encoder)
+                self._events.on_run(encoder.counts)
+                self._run_idle_steps(encoder)
+            late = self._run_retries(encoder)
+            self._events.on_run(encoder.counts)
             encoder.close()
         finally:
-            self._answers.close()
-            self._end(late)
+            self._completion_thread.close()
+            self._fail_remaining(late)
 
-    def _idle(self, encoder: Encoder) -> None:
+    def _run_idle_steps(self, encoder: Encoder) -> None:
         """Runs the encoder's idle steps while no job is queued or in flight.
 
         A graph capture needs the device to itself. After an idle step that raised, none is tried again.
         """
         try:
             while (
-                self._idling
+                self._can_idle
                 and not self._stopping
                 and self.fault is None
-                and self._queue.empty()
-                and self._answers.idle
+                and self._inbox.empty()
+                and self._completion_thread.is_idle
                 and encoder.idle_step()
             ):
-                self._events.ran(encoder.counts)
+                self._events.on_run(encoder.counts)
         except Exception as error:
-            self._idling = False
-            self._outcomes.diagnose(error, alone=False)
+            self._can_idle = False
+            self._completion.diagnose(error, alone=False)
             logger.exception("what the encoder does in idle moments failed; it goes on without")
 
-    def _round(self, encoder: Encoder) -> None:
+    def _encode_queued(self, encoder: Encoder) -> None:
         """Blocks until an item arrives, then launches all queued jobs, batch by batch."""
-        self._collect(self._queue.get())
-        while self._line:
+        self._enqueue(self._inbox.get())
+        while self._fair_queue:
             encoder.wait_for_room()  # jobs that arrive meanwhile are packed too
-            self._drain()
-            self._encode(encoder, self._first_in_line(encoder))
+            self._drain_inbox()
+            self._launch(encoder, self._select_jobs(encoder))
 
-    def _first_in_line(self, encoder: Encoder) -> list[Job]:
+    def _select_jobs(self, encoder: Encoder) -> list[Job]:
         """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
-        first = [job for _, job in self._line.take(WINDOW)]
+        first = [job for _, job in self._fair_queue.take(WINDOW)]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
         together = together[: encoder.num_to_launch([job.num_tokens for job in together], self._queued_tokens)]
-        self._put_back(set(first).difference(together))
+        self._requeue(set(first).difference(together))
         # Cancelled jobs are dropped here, before they cost GPU time; from here on, jobs cannot be cancelled.
         return [job for job in together if job.future.running() or job.future.set_running_or_notify_cancel()]
 
-    def _put_back(self, jobs: Iterable[Job]) -> None:
+    def _requeue(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            self._line.add(job.place, job)
+            self._fair_queue.add(job.place, job)
 
-    def _last_round(self, encoder: Encoder) -> list[Job]:
+    def _run_retries(self, encoder: Encoder) -> list[Job]:
         """Runs the retries that are queued, and returns the jobs that arrived after the stop signal."""
-        self._answers.wait_idle()
+        self._completion_thread.wait_idle()
         late: list[Job] = []
-        for job in self._taken():
+        for job in self._inbox_jobs():
             if job.alone:
-                self._encode(encoder, [job])
+                self._launch(encoder, [job])
             else:
                 late.append(job)
         return late
 
-    def _end(self, late: list[Job]) -> None:
+    def _fail_remaining(self, late: list[Job]) -> None:
         """Refuses further jobs and fails those that remain, so that no caller waits for a thread that has ended."""
         with self._lock:
             self._ended = True
-        jobs = [*late, *self._window, *(job for _, job in self._line.take()), *self._taken()]
-        self._window = []
-        self._outcomes.abandon(jobs)
+        jobs = [*late, *self._launching, *(job for _, job in self._fair_queue.take()), *self._inbox_jobs()]
+        self._launching = []
+        self._completion.fail_pending(jobs)
 
-    def _taken(self) -> Iterator[Job]:
+    def _inbox_jobs(self) -> Iterator[Job]:
         """Yields the jobs of the inbox until it is empty."""
-        while not self._queue.empty():
-            if isinstance(item := self._queue.get(), Job):
+        while not self._inbox.empty():
+            if isinstance(item := self._inbox.get(), Job):
                 yield item
 
-    def _drain(self) -> None:
+    def _drain_inbox(self) -> None:
         """Moves jobs from the inbox to the fair queue, up to a stop signal."""
-        while not self._stopping and not self._queue.empty():
-            self._collect(self._queue.get())
+        while not self._stopping and not self._inbox.empty():
+            self._enqueue(self._inbox.get())
 
-    def _collect(self, item: Job | Signal) -> None:
+    def _enqueue(self, item: Job | Signal) -> None:
         if isinstance(item, Job):
-            self._line.add(item.place, item)
+            self._fair_queue.add(item.place, item)
         elif item is Signal.STOP:
             self._stopping = True
 
-    def _encode(self, encoder: Encoder, jobs: list[Job]) -> None:
+    def _launch(self, encoder: Encoder, jobs: list[Job]) -> None:
         """Launches the batch with the first job, then the other batches as long as no new job arrives; returns the
         rest to the queue.
 
@@ -232,22 +235,22 @@ class GpuWorker:
         if not jobs:
             return
         if self.fault is not None:
-            self._outcomes.refuse(jobs)
+            self._completion.fail_jobs(jobs)
             return
-        self._window = jobs
-        given: set[int] = set()
+        self._launching = jobs
+        launched_indices: set[int] = set()
         started = time.perf_counter()
         try:
             for launched in encoder.launch_batches([job.pixels for job in jobs]):
-                given.update(launched.batch.indices)
+                launched_indices.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
-                self._answers.put(partial(self._outcomes.fetch, launched, batch, started))
-                self._drain()
-                if self._line:  # a new job may precede the remaining ones, or be packed with them
+                self._completion_thread.put(partial(self._completion.complete_batch, launched, batch, started))
+                self._drain_inbox()
+                if self._fair_queue:  # a new job may precede the remaining ones, or be packed with them
                     break
                 started = time.perf_counter()
-            self._put_back([job for index, job in enumerate(jobs) if index not in given])
+            self._requeue([job for index, job in enumerate(jobs) if index not in launched_indices])
         except Exception as error:
-            left = [job for index, job in enumerate(jobs) if index not in given]
-            self._outcomes.failed(left, error, alone=len(jobs) == 1)
-        self._window = []
+            remaining = [job for index, job in enumerate(jobs) if index not in launched_indices]
+            self._completion.fail_or_retry(remaining, error, alone=len(jobs) == 1)
+        self._launching = []

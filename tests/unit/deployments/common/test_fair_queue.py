@@ -93,19 +93,19 @@ def test_turns_come_by_place_and_those_who_leave_hold_up_nobody() -> None:
         turns, order = FairSemaphore(1), []
 
         async def take(name: str, place: float) -> None:
-            await turns.begin(place)
+            await turns.acquire(place)
             order.append(name)
 
         await take("first", 0.0)
         waiting = [asyncio.create_task(take(name, place)) for name, place in (("c", 3), ("a", 1), ("b", 2), ("d", 4))]
         await asyncio.sleep(0)
         waiting[2].cancel()  # b, as it waits
-        turns.end()
+        turns.release()
         waiting[1].cancel()  # a, as its turn has just come
         await asyncio.gather(*waiting[1:3], return_exceptions=True)
         assert order == ["first", "c"]
-        turns.end()
-        turns.end()
+        turns.release()
+        turns.release()
         await asyncio.gather(*waiting, return_exceptions=True)
         await take("e", 0.0)
         return order

@@ -44,10 +44,10 @@ def test_what_was_used_least_recently_can_be_dropped_for_somebody_else() -> None
     cache.put("a", 1, 30)
     cache.put("b", 2, 30)
     cache.get("a")
-    assert cache.drop_oldest()
+    assert cache.evict_oldest()
     assert ("a" in cache, "b" in cache) == (True, False)
-    assert cache.drop_oldest()
-    assert not cache.drop_oldest()
+    assert cache.evict_oldest()
+    assert not cache.evict_oldest()
     assert cache.num_bytes == 0
 
 

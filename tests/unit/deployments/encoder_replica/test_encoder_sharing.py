@@ -64,17 +64,17 @@ class Replica(EncoderReplica):
         self._flights, self._work = SingleFlight(), InFlightTokens()
         self._times: Any = SimpleNamespace(observe=lambda *_: None)
         self._worker: Any = SimpleNamespace(
-            identity=IDENTITY, tokens_per_s=0.0, fault=None, alive=True, stop=lambda: None
+            identity=IDENTITY, tokens_per_s=0.0, fault=None, is_alive=True, stop=lambda: None
         )
         self._decoders: Any = SimpleNamespace(pixels=self._pixels, stop=lambda: None)
-        self._handed_off = False
+        self._has_batching_task = False
 
     async def _pixels(self, *_: object) -> Pixels:
         return Pixels(np.zeros((3, 4, 4), np.uint8), GRID)
 
     async def _hand_off(self, _: object) -> asyncio.Future[Encoded]:
         self.num_encoded += 1
-        tokens = self._room(self.store, 6, WIDTH, torch.float32)
+        tokens = self._allocate(self.store, 6, WIDTH, torch.float32)
         assert tokens is not None
         encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         encoded.set_result(Encoded(tokens.fill_(self.num_encoded), 0.0, 0.0))

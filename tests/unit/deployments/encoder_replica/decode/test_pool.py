@@ -61,8 +61,8 @@ def decoded(pool: DecodePool, data: bytes, bounds: PixelBounds | None = None) ->
     try:
         found = read_header(data)
     except ImageError:
-        return pool.pixels(data, bounds, (10, 10))
-    return pool.pixels(data, bounds, (found.width, found.height))
+        return pool.decode(data, bounds, (10, 10))
+    return pool.decode(data, bounds, (found.width, found.height))
 
 
 def freed(pool: DecodePool, patience_s: float = 10) -> bool:
@@ -84,9 +84,7 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def pool(runner: asyncio.Runner) -> Iterator[DecodePool]:
     before = decoders()
-    pool = DecodePool(
-        RULES, workers=1, max_pixels=MAX_PIXELS, timeout_s=TIMEOUT_S, shared_bytes=SHARED_BYTES, resize=True
-    )
+    pool = DecodePool(RULES, workers=1, max_pixels=MAX_PIXELS, timeout_s=TIMEOUT_S, shm_bytes=SHARED_BYTES, resize=True)
     yield pool
     runner.run(decoded(pool, GOOD))
     assert len(decoders() - before) == 1
@@ -169,13 +167,13 @@ def test_an_image_that_takes_too_long_is_refused_and_the_pool_goes_on(pool: Deco
 def handed_over(pool: DecodePool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the process has begun with an image."""
     begun, (decoder,) = threading.Event(), pool._decoders
-    hand_over = decoder._hand_over
+    hand_over = decoder._send_task
 
     def told(task: Task) -> None:
         hand_over(task)
         begun.set()
 
-    monkeypatch.setattr(decoder, "_hand_over", told)
+    monkeypatch.setattr(decoder, "_send_task", told)
     return begun
 
 
@@ -269,7 +267,7 @@ def test_a_decoder_that_answers_anything_costs_one_image(
                 theirs.send_bytes(one)
 
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "_hand_over", hand_over)
+            patch.setattr(decoder, "_send_task", hand_over)
             with pytest.raises(ImageError):
                 await decoded(pool, GOOD)
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1
@@ -293,7 +291,7 @@ def test_without_room_pixels_come_through_the_pipe_and_are_counted(
     pool: DecodePool, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piped: list[int] = []
-    monkeypatch.setattr(pool, "_piped", lambda: piped.append(1))
+    monkeypatch.setattr(pool, "_on_piped", lambda: piped.append(1))
     assert freed(pool)
     everything = pool.arena.allocate(SHARED_BYTES)
     assert everything is not None
@@ -318,7 +316,7 @@ def test_a_file_that_holds_more_than_its_header_said_comes_through_the_pipe(
     neighbour[:] = 77
     del first  # the gap before the neighbour is what the next image gets
     large = png(560, 280)
-    pixels = runner.run(pool.pixels(large, None, (28, 28)))
+    pixels = runner.run(pool.decode(large, None, (28, 28)))
     assert np.array_equal(pixels.values, Preprocessor(RULES).preprocess(large).values)
     assert (neighbour == 77).all()
 
@@ -343,7 +341,7 @@ def test_a_killed_decoders_memory_is_free_again(
 def test_where_the_device_resizes_the_workers_only_decode(runner: asyncio.Runner) -> None:
     """They need no torch then, which is most of what a worker would take to start and in memory."""
     before = decoders()
-    pool = DecodePool(RULES, workers=1, max_pixels=MAX_PIXELS, timeout_s=9, shared_bytes=SHARED_BYTES, resize=False)
+    pool = DecodePool(RULES, workers=1, max_pixels=MAX_PIXELS, timeout_s=9, shm_bytes=SHARED_BYTES, resize=False)
     try:
         image = runner.run(decoded(pool, GOOD))
         assert isinstance(image, Decoded)
@@ -369,10 +367,10 @@ OWNER = textwrap.dedent("""
 
     async def main():
         pool = DecodePool(RULES, workers=2, max_pixels=10**6, timeout_s=60, shared_bytes=2**26, resize=False)
-        images = await asyncio.gather(*[pool.pixels(png(100, 60), None, (100, 60)) for _ in range(4)])
+        images = await asyncio.gather(*[pool.decode(png(100, 60), None, (100, 60)) for _ in range(4)])
         print(*[decoder._process.pid for decoder in pool._decoders], flush=True)
         slow = slow_bitmap(6_000_000)
-        await asyncio.gather(*[pool.pixels(slow, None, (30, 30)) for _ in range(4)])
+        await asyncio.gather(*[pool.decode(slow, None, (30, 30)) for _ in range(4)])
         await asyncio.sleep(600)
 
     if __name__ == "__main__":

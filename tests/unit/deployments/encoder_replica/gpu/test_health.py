@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
-from deployments.encoder_replica.gpu.health import OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
+from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import WorkerEvents
 from deployments.ingress.attempt import MAX_TRIES
 from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, Owned, image, value_of
@@ -21,10 +21,10 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 G
 @pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL), RuntimeError(ILLEGAL)])
 def test_one_cuda_error_is_enough(error: Exception) -> None:
     health = DeviceHealth()
-    assert health.failed(error, alone=False)
+    assert health.record_failure(error, alone=False)
     assert health.fault is Fault.CUDA_ERROR
-    assert not health.failed(error, alone=True), "told once"
-    health.worked()
+    assert not health.record_failure(error, alone=True), "told once"
+    health.record_success()
     assert health.fault is Fault.CUDA_ERROR
 
 
@@ -33,24 +33,24 @@ def test_memory_has_to_run_out_again_and_again(error: Exception) -> None:
     """Whole batches do not count, they are tried image by image; and what is encoded between is a sign of health."""
     health = DeviceHealth()
     for _ in range(3):
-        for _ in range(OUT_OF_MEMORY_IN_A_ROW - 1):
-            assert not health.failed(error, alone=True)
-            assert not health.failed(error, alone=False)
-        health.worked()
-    for _ in range(OUT_OF_MEMORY_IN_A_ROW - 1):
-        assert not health.failed(error, alone=True)
-    assert health.failed(error, alone=True)
+        for _ in range(MAX_OUT_OF_MEMORY_IN_A_ROW - 1):
+            assert not health.record_failure(error, alone=True)
+            assert not health.record_failure(error, alone=False)
+        health.record_success()
+    for _ in range(MAX_OUT_OF_MEMORY_IN_A_ROW - 1):
+        assert not health.record_failure(error, alone=True)
+    assert health.record_failure(error, alone=True)
     assert health.fault is Fault.OUT_OF_MEMORY
 
 
 def test_one_request_cannot_make_a_device_sick_by_its_size() -> None:
-    assert OUT_OF_MEMORY_IN_A_ROW > MAX_TRIES
+    assert MAX_OUT_OF_MEMORY_IN_A_ROW > MAX_TRIES
 
 
 def test_other_errors_say_nothing_about_the_device() -> None:
     health = DeviceHealth()
     for error in (ValueError("a grid that cannot be"), RuntimeError("shape mismatch"), MemoryError()):
-        assert not any(health.failed(error, alone=True) for _ in range(20))
+        assert not any(health.record_failure(error, alone=True) for _ in range(20))
     assert health.fault is None
 
 
@@ -61,7 +61,7 @@ def faults() -> list[Fault]:
 
 @pytest.fixture
 def owned(faults: list[Fault]) -> Iterator[Owned]:
-    owned = Owned(events=WorkerEvents(sick=faults.append))
+    owned = Owned(events=WorkerEvents(on_gpu_failure=faults.append))
     yield owned
     owned.encoder.gate.set()
     owned.worker.stop()
@@ -89,7 +89,7 @@ def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: li
 
 def test_a_cuda_error_in_an_idle_moment_counts() -> None:
     told: queue.SimpleQueue[Fault] = queue.SimpleQueue()
-    owned = Owned(events=WorkerEvents(sick=told.put))
+    owned = Owned(events=WorkerEvents(on_gpu_failure=told.put))
     owned.encoder.idle_error = torch.AcceleratorError(ILLEGAL)
     assert value_of(owned.worker.submit(image(1))) == 1  # after it comes an idle moment
     assert told.get(timeout=WAIT_S) is Fault.CUDA_ERROR
@@ -110,8 +110,8 @@ def test_an_image_too_large_for_the_memory_fails_alone(owned: Owned, faults: lis
 
 
 def test_memory_that_never_comes_back_is_a_fault(owned: Owned, faults: list[Fault]) -> None:
-    for value in range(OUT_OF_MEMORY_IN_A_ROW):
+    for value in range(MAX_OUT_OF_MEMORY_IN_A_ROW):
         owned.encoder.bad[value] = NO_MEMORY
-    errors = [owned.worker.submit(image(value)).exception(WAIT_S) for value in range(OUT_OF_MEMORY_IN_A_ROW)]
+    errors = [owned.worker.submit(image(value)).exception(WAIT_S) for value in range(MAX_OUT_OF_MEMORY_IN_A_ROW)]
     assert [type(error) for error in errors] == [DeviceMemoryError] * (len(errors) - 1) + [DeviceFailedError]
     assert faults == [Fault.OUT_OF_MEMORY]

@@ -216,7 +216,7 @@ def test_tokens_over_the_bound_are_refused_until_some_are_done() -> None:
     owned = Owned(max_queued_tokens=10)
     first = owned.occupy()
     second = owned.worker.submit(image(1, num_tokens=9))
-    with pytest.raises(QueueFullError, match="10 visual tokens wait, 1 more would pass 10"):
+    with pytest.raises(QueueFullError, match="holds 10 visual tokens; 1 more would exceed its limit of 10"):
         owned.worker.submit(image(2))
     owned.encoder.gate.set()
     wait([first, second], WAIT_S)
@@ -242,7 +242,7 @@ def test_an_image_over_the_bound_is_taken_when_nothing_waits() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ValueError("odd grid"), MemoryError()])
 def test_a_failing_image_fails_alone(error: Exception) -> None:
     retried: list[int] = []
-    owned = Owned(events=WorkerEvents(retried=retried.append))
+    owned = Owned(events=WorkerEvents(on_retry=retried.append))
     owned.encoder.bad[3] = error
     first = owned.occupy()
     others = {value: owned.worker.submit(image(value)) for value in range(1, 6)}
@@ -317,7 +317,7 @@ def test_stop_drains_what_is_queued_and_refuses_what_comes_later() -> None:
 
 def test_the_level_of_the_queue_is_told_at_every_change() -> None:
     levels: list[int] = []
-    owned = Owned(events=WorkerEvents(queued_tokens=levels.append))
+    owned = Owned(events=WorkerEvents(on_queued_tokens=levels.append))
     first = owned.occupy()
     second = owned.worker.submit(image(1, num_tokens=4))
     owned.encoder.gate.set()
@@ -339,7 +339,7 @@ def test_an_idle_worker_holds_no_embeddings(owned: Owned) -> None:
 def test_idle_moments_are_the_encoders_on_its_own_thread() -> None:
     """One step at a time for as long as nothing waits, and none while something does."""
     told: list[RunCounts] = []
-    owned = Owned(events=WorkerEvents(ran=told.append))
+    owned = Owned(events=WorkerEvents(on_run=told.append))
     first = owned.occupy()
     owned.encoder.idle_steps = 3
     second = owned.worker.submit(image(1))
@@ -383,9 +383,9 @@ def test_a_failure_in_an_idle_moment_ends_no_thread(owned: Owned) -> None:
     assert value_of(owned.worker.submit(image(2))) == 2
     assert owned.worker.is_alive
     deadline = time.monotonic() + WAIT_S
-    while owned.worker._idling and time.monotonic() < deadline:
+    while owned.worker._can_idle and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not owned.worker._idling
+    assert not owned.worker._can_idle
 
 
 def test_the_next_batch_is_launched_while_the_last_is_fetched(owned: Owned) -> None:
@@ -408,7 +408,7 @@ def test_the_next_batch_is_launched_while_the_last_is_fetched(owned: Owned) -> N
 
 def test_images_whose_embeddings_were_lost_are_encoded_again_one_by_one() -> None:
     retried: list[int] = []
-    owned = Owned(events=WorkerEvents(retried=retried.append))
+    owned = Owned(events=WorkerEvents(on_retry=retried.append))
     error = RuntimeError("a device lost them")
     owned.encoder.lost[3] = error
     first = owned.occupy()
