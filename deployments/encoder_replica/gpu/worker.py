@@ -103,8 +103,8 @@ class GpuWorker:
                 raise WorkerEndedError("the thread that owned the GPU has ended")
             if self._queued_tokens and self._queued_tokens + num_job_tokens > self._max_queued_tokens:
                 raise QueueFullError(
-                    f"the encoder's queue holds {self._queued_tokens} visual tokens; {num_job_tokens} more would exceed "
-                    f"its limit of {self._max_queued_tokens}"
+                    f"the encoder's queue holds {self._queued_tokens} visual tokens; {num_job_tokens} more would "
+                    f"exceed its limit of {self._max_queued_tokens}"
                 )
             self._queued_tokens += num_job_tokens
             self._speed.begin()
