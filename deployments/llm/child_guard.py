@@ -20,28 +20,28 @@ GRACE_S = 10.0
 def guard_children(grace_s: float = GRACE_S) -> subprocess.Popen[bytes]:
     """Guards all current descendants of this process, which live no longer than the returned process object."""
     children = psutil.Process().children(recursive=True)
-    named = [f"{child.pid}:{child.create_time()}" for child in children]
+    process_names = [f"{child.pid}:{child.create_time()}" for child in children]
     # In its own session: signals to the replica's process group must not end the guard first.
-    command = [sys.executable, __file__, str(grace_s), *named]
+    command = [sys.executable, __file__, str(grace_s), *process_names]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def main(grace_s: float, named: list[str]) -> None:
-    """Ends the processes of `named`, `pid:create_time` each, once standard input closes."""
+def main(grace_s: float, process_names: list[str]) -> None:
+    """Ends the processes of `process_names`, `pid:create_time` each, once standard input closes."""
     guarded = []
-    for name in named:
+    for name in process_names:
         pid, _, created = name.partition(":")
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(int(pid))
             if process.create_time() == float(created):
                 guarded.append(process)
     sys.stdin.buffer.read()  # returns when no process has the other end open
-    left = [process for process in guarded if process.is_running()]
-    for process in left:
+    running = [process for process in guarded if process.is_running()]
+    for process in running:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, stubborn = psutil.wait_procs(left, timeout=grace_s)
-    for process in stubborn:
+    _, surviving = psutil.wait_procs(running, timeout=grace_s)
+    for process in surviving:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 

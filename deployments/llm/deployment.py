@@ -55,17 +55,17 @@ class LLM:
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
         counts = Counters()
-        remote = None
+        receive_buffer = None
         if config.transfer == "nixl":
-            remote = ReceiveBuffer(
+            receive_buffer = ReceiveBuffer(
                 NixlMemory(),
                 config.llm.nixl_buffer_bytes,
                 on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
             )
         workers = cast(int, engine_args.get("tensor_parallel_size", 1))
-        self._receiver = EmbeddingReceiver(counts, Histograms(), num_workers=workers, remote=remote)
-        why_not = _engine_load_unsupported_reason(config)
-        early_prefill_min_tokens = None if why_not else _early_prefill_min_tokens(config)
+        self._receiver = EmbeddingReceiver(counts, Histograms(), num_workers=workers, receive_buffer=receive_buffer)
+        unsupported_reason = _engine_load_unsupported_reason(config)
+        early_prefill_min_tokens = None if unsupported_reason else _early_prefill_min_tokens(config)
         self._stats = EngineStats()
         with preserve_log_buffers():
             self._engine, args = vllm_compat.start_engine(
@@ -73,42 +73,44 @@ class LLM:
                 engine_args,
                 config.llm.server_args,
                 cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
-                link=self._receiver.link.address if why_not is None else None,
+                link=self._receiver.link.address if unsupported_reason is None else None,
                 stats=self._stats,
                 early_prefill_min_tokens=early_prefill_min_tokens,
             )
-            caches_prefixes = vllm_compat.caches_prefixes(self._engine)
-            self._prompts = PrefillLoad(remembers=caches_prefixes)
+            has_prefix_cache = vllm_compat.has_prefix_cache(self._engine)
+            self._prefill_load = PrefillLoad(remembers=has_prefix_cache)
             self._guard = guard_children()
             keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
             app = await vllm_compat.build_application(self._engine, args, keys)
             self._frontend = VllmFrontend(app, keys, shape, engine_died=self._engine_died)
-            reads_on = None if config.transfer == "object_store" else host_id()
-            early = max_ongoing_requests() // 2
-            self._requests = Requests(self._receiver, self._frontend, counts, reads_on=reads_on, max_early=early)
+            shm_host = None if config.transfer == "object_store" else host_id()
+            max_early_requests = max_ongoing_requests() // 2
+            self._requests = Requests(
+                self._receiver, self._frontend, counts, shm_host=shm_host, max_early_requests=max_early_requests
+            )
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await warm_up(app, args.model)  # the first served model name
         self._tower = await asyncio.to_thread(tower_identity, resolve_checkpoint(local_model(config.model)))
-        if why_not is None:
-            why_not = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
-        self._receiver.prefix_cached = why_not is None and caches_prefixes
-        if why_not is None and early_prefill_min_tokens is not None:
+        if unsupported_reason is None:
+            unsupported_reason = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
+        self._receiver.has_prefix_cache = unsupported_reason is None and has_prefix_cache
+        if unsupported_reason is None and early_prefill_min_tokens is not None:
             if refused := vllm_compat.early_prefill_refused_by_model(self._engine):
                 logger.warning("vLLM is given requests once all of their images are encoded: %s", refused)
             else:
-                self._requests.early = EarlyPrefill()
-        if why_not is not None and config.transfer != "object_store":
+                self._requests.early_prefill = EarlyPrefill()
+        if unsupported_reason is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
-                raise RuntimeError(f"transfer: shared_memory is not possible: {why_not}")
-            logger.warning("embeddings go to the engine with the requests: %s", why_not)
+                raise RuntimeError(f"transfer: shared_memory is not possible: {unsupported_reason}")
+            logger.warning("embeddings go to the engine with the requests: %s", unsupported_reason)
 
-    async def _answer_probe(self, request: HttpRequest, place: ImageReference, image: SharedEmbedding) -> int:
+    async def _answer_probe(self, request: HttpRequest, image_ref: ImageReference, image: SharedEmbedding) -> int:
         """Returns the status of the probe's answer; 504 if it takes longer than PROBE_TIMEOUT_S."""
         status = 500
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async for piece in self.handle(request, [place], [_at_once(image)]):
+                async for piece in self.handle(request, [image_ref], [_resolved(image)]):
                     if isinstance(piece, ResponseHead):
                         status = piece.status
         except TimeoutError:
@@ -130,7 +132,7 @@ class LLM:
             return True
         return False
 
-    def _refuse_if_dead(self) -> None:
+    def _raise_if_dead(self) -> None:
         if self._engine_died():
             raise EngineDeadError(replica_name(), had_request=False)
 
@@ -140,7 +142,7 @@ class LLM:
         It is 0 without requests in flight: an idle engine reports nothing, not even that its requests were aborted.
         """
         requests = self._requests
-        load = self._stats.load(besides=requests.num_early_prefills) if requests.num_in_flight else EngineLoad()
+        load = self._stats.load(num_excluded=requests.num_early_prefills) if requests.num_in_flight else EngineLoad()
         return {
             RUNNING_REQUESTS: float(load.running),
             WAITING_REQUESTS: float(load.waiting),
@@ -157,8 +159,8 @@ class LLM:
 
         Raises EngineDeadError if the engine has ended: without any load it would seem the best choice.
         """
-        self._refuse_if_dead()
-        return self._prompts.told()
+        self._raise_if_dead()
+        return self._prefill_load.told()
 
     def report(self) -> Report:
         """Returns this replica's status for the dashboard's view of the cluster."""
@@ -174,7 +176,7 @@ class LLM:
     async def handle(
         self,
         request: HttpRequest,
-        places: Sequence[ImageReference],
+        image_refs: Sequence[ImageReference],
         encodings: Sequence[Encoding] = (),
         call: Call = ANY_REPLICA,
     ) -> AsyncIterator[Piece]:
@@ -182,11 +184,11 @@ class LLM:
 
         Raises EngineDeadError in place of any error if the engine has ended.
         """
-        self._refuse_if_dead()
-        with self._prompts.taken(call) as prompt:
+        self._raise_if_dead()
+        with self._prefill_load.taken(call) as prompt:
             try:
-                clock = vllm_compat.FirstTokenClock(told=partial(self._prompts.read, prompt))
-                async with aclosing(self._requests.answer(request, places, encodings, clock)) as pieces:
+                clock = vllm_compat.FirstTokenClock(on_first_token=partial(self._prefill_load.read, prompt))
+                async with aclosing(self._requests.answer(request, image_refs, encodings, clock)) as pieces:
                     async for piece in pieces:
                         yield piece
             except Exception as error:
@@ -195,7 +197,7 @@ class LLM:
                 raise
 
 
-async def _at_once(image: Image) -> Image:
+async def _resolved(image: Image) -> Image:
     return image
 
 
@@ -203,8 +205,8 @@ def _early_prefill_min_tokens(config: AppConfig) -> int | None:
     """Returns None if early prefill is disabled or vLLM does not support it."""
     if config.llm.early_prefill_min_tokens is None:
         return None
-    if why_not := vllm_compat.early_prefill_unsupported_reason(config.llm.engine_args):
-        logger.warning("vLLM is given requests once all of their images are encoded: %s", why_not)
+    if unsupported_reason := vllm_compat.early_prefill_unsupported_reason(config.llm.engine_args):
+        logger.warning("vLLM is given requests once all of their images are encoded: %s", unsupported_reason)
         return None
     return config.llm.early_prefill_min_tokens
 

@@ -26,7 +26,7 @@ TOKENIZE = "/tokenize"
 NO_IMAGE = {"type": "text", "text": ""}
 
 
-async def dropped_images(
+async def find_dropped_images(
     app: AsgiApp, keys: KeyStore, request: HttpRequest, tensors: Mapping[str, torch.Tensor]
 ) -> ApiError | None:
     """Returns a 400 that names the first message whose images are not in the prompt; None if all images are in it.
@@ -36,24 +36,29 @@ async def dropped_images(
     """
     body = json.loads(request.body)
     messages = body["messages"]
-    without = [_without_images(message) for message in messages]
+    without_images = [_without_images(message) for message in messages]
     for number, message in enumerate(messages):
-        if message == without[number]:
+        if message == without_images[number]:
             continue
-        asked = {**body, "messages": [*without[:number], message, *without[number + 1 :]]}
-        keys.withdraw(tensors)
+        tokenize_body = {**body, "messages": [*without_images[:number], message, *without_images[number + 1 :]]}
+        keys.discard(tensors)
         for key, tensor in tensors.items():
             keys.put(key, tensor)
-        if await _status(app, dataclasses.replace(request, path=TOKENIZE, body=json.dumps(asked).encode())) == 500:
+        if (
+            await _status(app, dataclasses.replace(request, path=TOKENIZE, body=json.dumps(tokenize_body).encode()))
+            == 500
+        ):
             role = message.get("role")
-            told = f"messages[{number}]: the model's chat template takes no images from messages of role {role!r}"
-            return ApiError(400, told, param="messages", code="image_not_in_prompt")
+            message_text = (
+                f"messages[{number}]: the model's chat template takes no images from messages of role {role!r}"
+            )
+            return ApiError(400, message_text, param="messages", code="image_not_in_prompt")
     return None
 
 
 async def _status(app: AsgiApp, request: HttpRequest) -> int:
-    async with aclosing(asgi_client.call(app, request)) as sent:
-        return int((await anext(sent))["status"])
+    async with aclosing(asgi_client.call(app, request)) as messages:
+        return int((await anext(messages))["status"])
 
 
 def _without_images(message: dict[str, Any]) -> dict[str, Any]:

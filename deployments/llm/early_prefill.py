@@ -14,9 +14,9 @@ from deployments.common.messages import PREFIX_CACHE_ONLY, ImageReference, Share
 from deployments.llm.embedding_receiver import Encoding
 from deployments.llm.received import ReceivedEmbeddings
 
-WINDOW = 16
+WINDOW_REQUESTS = 16
 """Number of recent requests that show whether the engine loads embeddings; it loads none from the object store."""
-MIN_LOADED = 0.75
+MIN_LOADED_SHARE = 0.75
 """Share of them whose embeddings the engine must have loaded; the others were submitted twice."""
 
 
@@ -24,18 +24,18 @@ class EarlyPrefill:
     """Decides which requests of one engine are prefilled early."""
 
     def __init__(self) -> None:
-        self._loaded: deque[bool] = deque(maxlen=WINDOW)
+        self._loaded: deque[bool] = deque(maxlen=WINDOW_REQUESTS)
         self.num_waiting = 0
         """Requests at vLLM of which some embeddings are not received yet."""
 
-    def eligible(self, places: Sequence[ImageReference], encodings: Sequence[Encoding]) -> bool:
+    def is_eligible(self, image_refs: Sequence[ImageReference], encodings: Sequence[Encoding]) -> bool:
         """Whether a request waits for an encoder, its grids are known, and the engine is expected to load all of its
         embeddings. A request whose embeddings are all in shared memory receives them too soon to benefit."""
         return (
             _awaits_encoder(encodings)
             and not any(_is_unavailable(encoding) for encoding in encodings)
-            and all(place.grid_thw is not None for place in places)
-            and sum(self._loaded) >= MIN_LOADED * len(self._loaded)
+            and all(image_ref.grid_thw is not None for image_ref in image_refs)
+            and sum(self._loaded) >= MIN_LOADED_SHARE * len(self._loaded)
         )
 
     def record(self, encodings: Sequence[Encoding], received: ReceivedEmbeddings) -> None:

@@ -44,21 +44,21 @@ class EmbeddingReceiver:
     """
 
     def __init__(
-        self, counts: Counters, times: Histograms, *, num_workers: int, remote: ReceiveBuffer | None = None
+        self, counts: Counters, times: Histograms, *, num_workers: int, receive_buffer: ReceiveBuffer | None = None
     ) -> None:
-        """`num_workers`: number of the engine's workers. `remote`: receive buffer for RDMA reads, if enabled."""
+        """`num_workers`: number of the engine's workers. `receive_buffer`: for RDMA reads, if they are enabled."""
         self._counts, self._times = counts, times
-        self._remote = remote
+        self._receive_buffer = receive_buffer
         self.missing = MissingWatch()
         self.link = ReplicaLink(
             num_workers,
-            on_ended=self._engine_lease_ended,
-            on_loaded=self._loaded,
+            on_ended=self._end_engine_lease,
+            on_loaded=self._count_load,
             on_missing=self.missing.report,
-            on_error=self._listener_failed,
+            on_error=self._count_listener_error,
         )
         self._engine_loads = False
-        self.prefix_cached = False
+        self.has_prefix_cache = False
         """Whether unavailable embeddings may be skipped, because the engine has a prefix cache."""
         self._peers: dict[str, asyncio.Task[Peer]] = {}
         self._lock = threading.Lock()
@@ -71,13 +71,13 @@ class EmbeddingReceiver:
         return len(self._granted)
 
     @property
-    def reads_remotely(self) -> bool:
+    def uses_rdma(self) -> bool:
         """Whether encoders should publish embeddings for RDMA reads."""
-        return self._remote is not None
+        return self._receive_buffer is not None
 
-    def engine_started(self, *, timeout_s: float) -> bool:
+    def wait_for_engine(self, *, timeout_s: float) -> bool:
         """Waits for the engine's connectors. Returns whether they connected; if so, the engine loads embeddings."""
-        self._engine_loads = self.link.connected(timeout_s=timeout_s)
+        self._engine_loads = self.link.wait_for_engine(timeout_s=timeout_s)
         return self._engine_loads
 
     def disable_engine_loads(self) -> None:
@@ -86,7 +86,7 @@ class EmbeddingReceiver:
 
     def new_batch(self) -> ReceivedEmbeddings:
         """Returns an empty batch for `receive`."""
-        return ReceivedEmbeddings(prefix_cached=self.prefix_cached and self._engine_loads)
+        return ReceivedEmbeddings(can_skip=self.has_prefix_cache and self._engine_loads)
 
     async def receive(
         self, encodings: Sequence[Encoding], received: ReceivedEmbeddings | None = None, *, grant_each: bool = False
@@ -107,7 +107,7 @@ class EmbeddingReceiver:
 
         async def receive_one(number: int, encoding: Encoding) -> None:
             slot = received.slots[number]
-            await self._receive(number, slot, encoding, skippable=received.prefix_cached)
+            await self._receive(number, slot, encoding, can_skip=received.can_skip)
             if grant_each and slot.in_engine:
                 self._grant(slot)
 
@@ -125,7 +125,7 @@ class EmbeddingReceiver:
         ready_at_s = [image.timings.ready_at_s for image in received.images if not isinstance(image, ImageRefused)]
         if ready_at_s:
             received.transfer_s = clamp_duration(time.time() - max(ready_at_s), self._counts)
-        for image, path in received.transferred():
+        for image, path in received.list_transfers():
             self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=path.value)
             self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, image.num_bytes, path=path.value)
         return received
@@ -152,13 +152,13 @@ class EmbeddingReceiver:
                 self.link.release(engine_leases)
             except OSError:  # the engine has ended and reads nothing more
                 for lease in engine_leases:
-                    self._engine_lease_ended(lease)
+                    self._end_engine_lease(lease)
 
     def check(self) -> None:
         """Raises LinkLostError if embeddings no longer reach the engine or RDMA reads have ended. Must be called
         periodically: it also unmaps dead peers."""
         self.link.check()
-        if self._remote is not None and not self._remote.is_alive:
+        if self._receive_buffer is not None and not self._receive_buffer.is_alive:
             raise LinkLostError("the thread that reads from other hosts has ended")
         self.unmap_dead_peers()
 
@@ -181,16 +181,16 @@ class EmbeddingReceiver:
         for task in self._peers.values():
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().client.close()
-        if self._remote is not None:
-            self._remote.close()
+        if self._receive_buffer is not None:
+            self._receive_buffer.close()
 
-    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, *, skippable: bool) -> None:
+    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, *, can_skip: bool) -> None:
         if isinstance(encoding, SharedEmbedding):
             slot.image = encoding
             try:
                 await self._acquire(slot, encoding, direct_read=True)
             except (EmbeddingUnavailableError, OSError) as error:
-                if not skippable:
+                if not can_skip:
                     raise NotEncodedError(number) from error
                 slot.state = SlotState.SKIPPED
             return
@@ -210,39 +210,43 @@ class EmbeddingReceiver:
             raise EmbeddingUnavailableError("the embedding is not stored anywhere")
         if image.remote is not None:
             lease, buffer = await self._read_remotely(image)
-            peer = await self._connected(buffer.address, lambda: buffer)
-            self._add_leases(peer, 1)
+            peer = await self._get_peer(buffer.address, lambda: buffer)
+            self._add_num_leases(peer, 1)
         else:
-            peer = await self._connected(image.server, lambda: ShmClient(image.server, on_error=self._listener_failed))
+            peer = await self._get_peer(
+                image.server, lambda: ShmClient(image.server, on_error=self._count_listener_error)
+            )
             assert isinstance(peer.client, ShmClient)
-            self._add_leases(peer, 1)
+            self._add_num_leases(peer, 1)
             acquired = peer.client.acquire(Header.of(image), direct_read=direct_read)
             try:
                 local_lease = await asyncio.shield(asyncio.wrap_future(acquired))
             except BaseException as failed:
                 if isinstance(failed, asyncio.CancelledError):  # no other code releases a lease that arrives later
                     acquired.add_done_callback(_release)
-                self._add_leases(peer, -1)
+                self._add_num_leases(peer, -1)
                 raise
             lease = local_lease
         slot.state, slot.lease, slot.peer = SlotState.LEASED, lease, peer
 
     async def _read_remotely(self, image: SharedEmbedding) -> tuple[EmbeddingLease, ReceiveBuffer]:
-        if self._remote is None:
+        if self._receive_buffer is None:
             raise EmbeddingUnavailableError("this language model does not read from other hosts")
         try:
-            async with asyncio.timeout(2 * self._remote.timeout_s):  # its own timeout fails if NIXL blocks its thread
-                return await asyncio.wrap_future(self._remote.receive(image)), self._remote
+            async with asyncio.timeout(
+                2 * self._receive_buffer.timeout_s
+            ):  # its own timeout fails if NIXL blocks its thread
+                return await asyncio.wrap_future(self._receive_buffer.receive(image)), self._receive_buffer
         except TimeoutError as error:
             raise EmbeddingUnavailableError("reading from another host takes too long") from error
 
-    async def _connected(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
+    async def _get_peer(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
         task = self._peers.get(address)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._peers[address] = asyncio.create_task(self._connect(address, connect))
+            task = self._peers[address] = asyncio.create_task(self._connect_peer(address, connect))
         return await asyncio.shield(task)
 
-    async def _connect(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
+    async def _connect_peer(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
         client = await asyncio.to_thread(connect)
         if not self._engine_loads:
             return Peer(client, in_engine=False)
@@ -277,7 +281,7 @@ class EmbeddingReceiver:
         ready_at_s = slot.image.timings.ready_at_s
         self.link.grant(EngineLease(slot.engine_lease, address, slot.lease.offset, slot.lease.header, ready_at_s))
 
-    def _engine_lease_ended(self, engine_lease: str) -> None:
+    def _end_engine_lease(self, engine_lease: str) -> None:
         with self._lock:
             slot = self._granted.pop(engine_lease, None)
         if slot is not None:
@@ -287,16 +291,16 @@ class EmbeddingReceiver:
         assert slot.lease is not None
         assert slot.peer is not None
         slot.lease.release()
-        self._add_leases(slot.peer, -1)
+        self._add_num_leases(slot.peer, -1)
 
-    def _add_leases(self, peer: Peer, number: int) -> None:
+    def _add_num_leases(self, peer: Peer, number: int) -> None:
         with self._lock:
             peer.num_leases += number
 
-    def _listener_failed(self, error: ListenerError) -> None:
+    def _count_listener_error(self, error: ListenerError) -> None:
         self._counts.add(Counter.LISTENER_ERRORS, operation=error.value)
 
-    def _loaded(self, loaded: Loaded) -> None:
+    def _count_load(self, loaded: Loaded) -> None:
         if loaded.num_bytes:
             with self._lock:
                 self.num_loaded += 1

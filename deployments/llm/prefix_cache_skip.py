@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from deployments.llm.streams import abandon, next_or_none
+from deployments.llm.streams import cancel_and_wait, next_or_none
 
 Missing = asyncio.Future[str]
 """Future digest of a skipped embedding that the engine needs."""
@@ -63,7 +63,7 @@ class EmbeddingNeededError(Exception):
         self.digest = digest
 
 
-async def unless_missing(
+async def stream_unless_missing(
     pieces: AsyncGenerator[T, None], missing: Missing, scheduled: asyncio.Event, first: T
 ) -> AsyncGenerator[T, None]:
     """Yields `first` once the request is scheduled or has an answer, then the pieces.
@@ -90,7 +90,7 @@ async def unless_missing(
                 return
     finally:
         first_token.cancel()
-        await abandon(next_piece)
+        await cancel_and_wait(next_piece)
 
 
 def _complete(future: Missing, digest: str) -> None:

@@ -101,7 +101,7 @@ class ReceivedEmbeddings:
     slots: list[EmbeddingSlot] = field(default_factory=list)
     engine_loads: bool = False
     """Whether the engine loads all embeddings by leases; otherwise all are sent with vLLM's request."""
-    prefix_cached: bool = False
+    can_skip: bool = False
     """Whether this and later requests may skip unavailable embeddings, which vLLM's prefix cache may cover."""
     transfer_s: float | None = None
     """Seconds from when the last embedding was ready until all were received; None without embeddings."""
@@ -112,7 +112,7 @@ class ReceivedEmbeddings:
         return [slot.image for slot in self.slots if slot.image is not None]
 
     @property
-    def rejected(self) -> bool:
+    def has_rejected(self) -> bool:
         return any(slot.state is SlotState.REJECTED for slot in self.slots)
 
     @property
@@ -128,10 +128,10 @@ class ReceivedEmbeddings:
     def num_skipped(self) -> int:
         return sum(slot.state is SlotState.SKIPPED for slot in self.slots)
 
-    def transferred(self) -> list[tuple[EncodedImage | SharedEmbedding, TransferPath]]:
+    def list_transfers(self) -> list[tuple[EncodedImage | SharedEmbedding, TransferPath]]:
         """Returns each received embedding with its path."""
         return [
-            (slot.image, self._path_of(slot.image))
+            (slot.image, self._get_path(slot.image))
             for slot in self.slots
             if slot.state is not SlotState.SKIPPED and isinstance(slot.image, EncodedImage | SharedEmbedding)
         ]
@@ -139,15 +139,15 @@ class ReceivedEmbeddings:
     @property
     def num_bytes(self) -> int:
         """Total bytes of the received embeddings."""
-        return sum(image.num_bytes for image, _ in self.transferred())
+        return sum(image.num_bytes for image, _ in self.list_transfers())
 
     @property
     def path(self) -> TransferPath:
-        paths = {path for _, path in self.transferred()}
+        paths = {path for _, path in self.list_transfers()}
         nothing = TransferPath.PREFIX if self.num_skipped else TransferPath.OBJECT_STORE
         return next((path for path in TransferPath if path in paths), nothing)
 
-    def _path_of(self, image: EncodedImage | SharedEmbedding) -> TransferPath:
+    def _get_path(self, image: EncodedImage | SharedEmbedding) -> TransferPath:
         if isinstance(image, EncodedImage):
             return TransferPath.OBJECT_STORE
         if image.remote is not None:
@@ -157,13 +157,13 @@ class ReceivedEmbeddings:
     @property
     def locations(self) -> tuple[SharedEmbedding | None, ...]:
         """Location of each embedding in shared memory; PREFIX_CACHE_ONLY if only the engine may have it, else None."""
-        return tuple(map(self._location, self.slots))
+        return tuple(map(self._locate, self.slots))
 
-    def _location(self, slot: EmbeddingSlot) -> SharedEmbedding | None:
+    def _locate(self, slot: EmbeddingSlot) -> SharedEmbedding | None:
         image = slot.image
         if slot.is_leased and isinstance(image, SharedEmbedding) and image.remote is None:
             return image
-        if not self.prefix_cached or not isinstance(image, EncodedImage | SharedEmbedding):
+        if not self.can_skip or not isinstance(image, EncodedImage | SharedEmbedding):
             return None
         if isinstance(image, EncodedImage):
             return image.shared_by(PREFIX_CACHE_ONLY)

@@ -27,7 +27,7 @@ from deployments.transfer.shared_store import EmbeddingStore
 
 logger = logging.getLogger("ray.serve")
 
-OPTIONS: tuple[dict[str, object], ...] = (
+WARM_UP_OPTIONS: tuple[dict[str, object], ...] = (
     {},
     {"logprobs": True, "top_logprobs": 1, "temperature": 1.0, "top_p": 0.9, "top_k": 2, "min_p": 0.1},
     {"temperature": 1.0, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1, "seed": 1},
@@ -36,7 +36,7 @@ OPTIONS: tuple[dict[str, object], ...] = (
 """Options of the warm-up requests, in this order. Options that vLLM refuses from clients need no warm-up."""
 MAX_TOKENS = 2
 """Tokens per warm-up answer: prefill produces the first, a decode step the second."""
-CONNECT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 """Timeout for the engine's processes to connect, which they begin before the engine is up."""
 
 Answer = Callable[[HttpRequest, ImageReference, SharedEmbedding], Awaitable[int]]
@@ -49,7 +49,7 @@ async def warm_up(app: AsgiApp, model: str) -> None:
     At the first request with certain options vLLM loads or compiles code, which takes up to 15 s and blocks its engine;
     no client should wait for that.
     """
-    for options in OPTIONS:
+    for options in WARM_UP_OPTIONS:
         async for message in asgi_client.call(app, _request(model, "Hi", max_tokens=MAX_TOKENS, **options)):
             if message["type"] == "http.response.start" and message["status"] != 200:
                 logger.info("vLLM refuses the warm-up request with %s: status %d", options, message["status"])
@@ -60,7 +60,7 @@ async def probe_engine_loads(
 ) -> str | None:
     """Returns None if the engine loads an offered embedding of one token, else the reason why embeddings are sent with
     the requests from now on."""
-    if not receiver.engine_started(timeout_s=CONNECT_S):
+    if not receiver.wait_for_engine(timeout_s=CONNECT_TIMEOUT_S):
         return "the engine's processes have not connected"
     grid = (1, shape.merge_size, shape.merge_size)
     store = EmbeddingStore(HEADER_BYTES + 4 * shape.width)
@@ -72,11 +72,11 @@ async def probe_engine_loads(
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
         image = EncodedImage.pack(tokens, grid, hashlib.sha256(b"trial").hexdigest(), timings)
         store.offer(image)
-        place = ImageReference(new_key(), new_key(), 0, "the probe")
-        keys = {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key}
+        image_ref = ImageReference(new_key(), new_key(), 0, "the probe")
+        keys = {"image_embeds": image_ref.tokens_key, "image_grid_thw": image_ref.grid_key}
         content = [{"type": "image_embeds", "image_embeds": keys, "uuid": image.digest}, {"type": "text", "text": "Hi"}]
         before = receiver.num_loaded
-        status = await answer(_request(model, content, max_tokens=1), place, image.shared_by(server.address))
+        status = await answer(_request(model, content, max_tokens=1), image_ref, image.shared_by(server.address))
         if status == 200 and receiver.num_loaded > before:
             return None
         receiver.disable_engine_loads()

@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 async def prepend(first: T, pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """Yields `first` while the first of the pieces is produced, then the pieces."""
-    coming = asyncio.ensure_future(next_or_none(pieces))
+    pending = asyncio.ensure_future(next_or_none(pieces))
     try:
         yield first
-        piece = await coming
+        piece = await pending
     finally:
-        await abandon(coming)
+        await cancel_and_wait(pending)
     if piece is not None:
         yield piece
         async for piece in pieces:
@@ -24,13 +24,13 @@ async def prepend(first: T, pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T
 
 
 class PrefetchedStream(Generic[T]):
-    """A stream whose first piece is produced from construction on. Must be ended by `rest` or `close`."""
+    """A stream whose first piece is produced from construction on. Must be ended by `read` or `close`."""
 
     def __init__(self, pieces: AsyncGenerator[T, None]) -> None:
         self._pieces = pieces
         self._first = asyncio.ensure_future(next_or_none(pieces))
 
-    async def rest(self) -> AsyncGenerator[T, None]:
+    async def read(self) -> AsyncGenerator[T, None]:
         """Yields all pieces."""
         try:
             piece = await self._first
@@ -42,7 +42,7 @@ class PrefetchedStream(Generic[T]):
 
     async def close(self) -> None:
         """Cancels the stream and waits until it has ended."""
-        await abandon(self._first)
+        await cancel_and_wait(self._first)
         await self._pieces.aclose()
 
 
@@ -51,9 +51,9 @@ async def next_or_none(pieces: AsyncGenerator[T, None]) -> T | None:
     return await anext(pieces, None)
 
 
-async def abandon(coming: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(pending: asyncio.Future[Any]) -> None:
     """Cancels a call of `next_or_none` and waits until it has ended."""
-    coming.cancel()
-    await asyncio.wait([coming])
-    if not coming.cancelled():
-        coming.exception()  # marks it as retrieved: it was raised before, or its reader has left
+    pending.cancel()
+    await asyncio.wait([pending])
+    if not pending.cancelled():
+        pending.exception()  # marks it as retrieved: it was raised before, or its reader has left

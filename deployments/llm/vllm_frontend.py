@@ -19,7 +19,7 @@ import torch
 from deployments.common.api_error import ApiError, error_head_and_body
 from deployments.common.messages import HttpRequest, ImageReference, ImageRefused, ResponseHead, WireError
 from deployments.common.replica_errors import WorkerEndedError
-from deployments.llm.dropped_images import dropped_images
+from deployments.llm.dropped_images import find_dropped_images
 from deployments.llm.engine import asgi_client, vllm_compat
 from deployments.llm.engine.media_connector import KeyStore
 from deployments.llm.received import ReceivedEmbeddings
@@ -44,21 +44,21 @@ class RequestTimeline:
     """Times at which a request's embeddings were received and its first token was produced."""
 
     clock: vllm_compat.FirstTokenClock
-    epoch_s: float = 0.0
-    at_s: float = 0.0
+    received_epoch_s: float = 0.0
+    received_at_s: float = 0.0
     """`time.perf_counter()` when the embeddings were received."""
     received: asyncio.Event = field(default_factory=asyncio.Event)
     trace: Context | None = field(default_factory=tracing.current_context)
 
     def mark_received(self) -> None:
-        self.epoch_s, self.at_s = time.time(), time.perf_counter()
+        self.received_epoch_s, self.received_at_s = time.time(), time.perf_counter()
         self.received.set()
 
     @property
     def first_token_s(self) -> float | None:
         """Seconds from the embeddings to the first token; None before it."""
         first = self.clock.first_token_at_s
-        return None if first is None else first - self.at_s
+        return None if first is None else first - self.received_at_s
 
 
 class VllmFrontend:
@@ -82,30 +82,34 @@ class VllmFrontend:
     async def answer(
         self,
         request: HttpRequest,
-        places: Sequence[ImageReference],
+        image_refs: Sequence[ImageReference],
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,
         *,
-        expected: bool = False,
+        use_placeholders: bool = False,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Yields a head, then body chunks; the head contains the first chunk if `request.joined`.
 
         The head is delayed until the first chunk, so that its Server-Timing contains the time to the first token.
-        `expected`: the embeddings are not received yet, and the engine is expected to load them.
+        `use_placeholders`: the embeddings are not received yet, and the engine is expected to load them.
 
         Raises WorkerEndedError before the head if the engine has ended and the answer would be an error: vLLM sends a
         500, or an event stream without a token.
         """
         try:
-            contents = self._placeholders(places) if expected else self._contents(places, received)
+            contents = (
+                self._make_placeholders(image_refs)
+                if use_placeholders
+                else self._collect_embeddings(image_refs, received)
+            )
         except ApiError as error:
             head, body = error_head_and_body(error)
             yield head
             yield body
             return
         vllm_compat.first_token_clock.set(timeline.clock)
-        tensors = {place.tokens_key: tokens for place, tokens, _ in contents}
-        tensors |= {place.grid_key: grid for place, _, grid in contents}
+        tensors = {image_ref.tokens_key: tokens for image_ref, tokens, _ in contents}
+        tensors |= {image_ref.grid_key: grid for image_ref, _, grid in contents}
         for key, tensor in tensors.items():
             self.keys.put(key, tensor)
         start: vllm_compat.Message | None = None
@@ -118,7 +122,7 @@ class VllmFrontend:
                     body = message.get("body", b"")
                     if start is not None:
                         await timeline.received.wait()
-                        head = await self._head(start, body, request, tensors, received, timeline)
+                        head = await self._make_head(start, body, request, tensors, received, timeline)
                         start, body = None, head.body
                         if request.joined:
                             yield dataclasses.replace(head, complete=not message.get("more_body", False))
@@ -127,12 +131,12 @@ class VllmFrontend:
                     if body:
                         yield body
         finally:
-            self.keys.withdraw(tensors)
+            self.keys.discard(tensors)
             if (first_token_s := timeline.first_token_s) is not None:
-                generated_s = time.perf_counter() - timeline.at_s - first_token_s
+                generated_s = time.perf_counter() - timeline.received_at_s - first_token_s
                 tracing.record_span(Stage.GENERATE, generated_s, parent=timeline.trace)
 
-    async def _head(
+    async def _make_head(
         self,
         start: vllm_compat.Message,
         body: bytes,
@@ -147,7 +151,7 @@ class VllmFrontend:
         if (head.status >= 500 or no_token) and self._engine_died():
             raise WorkerEndedError("the engine has ended")
         if head.status == 500 and tensors and no_token:
-            dropped = await dropped_images(self.app, self.keys, request, tensors)
+            dropped = await find_dropped_images(self.app, self.keys, request, tensors)
             if dropped is not None:
                 refusal, refusal_body = error_head_and_body(dropped)
                 head = dataclasses.replace(refusal, body=refusal_body)
@@ -155,67 +159,77 @@ class VllmFrontend:
         timing = format_server_timing(
             received.images,
             received.transfer_s,
-            timeline.at_s,
+            timeline.received_at_s,
             timeline.clock.first_token_at_s,
             received.path.value,
         )
         return dataclasses.replace(head, headers=[*head.headers, (b"server-timing", timing.encode())])
 
-    def _placeholders(self, places: Sequence[ImageReference]) -> Contents:
+    def _make_placeholders(self, image_refs: Sequence[ImageReference]) -> Contents:
         """Returns placeholders for embeddings that are not received, from the grids of the places."""
         contents = []
-        for place in places:
-            assert place.grid_thw is not None
-            grid = torch.tensor(place.grid_thw, dtype=torch.int64)
-            contents.append((place, torch.empty((int(grid.prod()) // self._shape.merge_size**2, 0)), grid))
+        for image_ref in image_refs:
+            assert image_ref.grid_thw is not None
+            grid = torch.tensor(image_ref.grid_thw, dtype=torch.int64)
+            contents.append((image_ref, torch.empty((int(grid.prod()) // self._shape.merge_size**2, 0)), grid))
         return contents
 
-    def mismatch(self, places: Sequence[ImageReference], received: ReceivedEmbeddings) -> str | None:
+    def mismatch_reason(self, image_refs: Sequence[ImageReference], received: ReceivedEmbeddings) -> str | None:
         """Returns why a request that was submitted with placeholders must be resubmitted; None if it need not be.
 
         Raises TransferFailedError if an embedding's memory holds another one.
         """
-        if received.rejected:
+        if received.has_rejected:
             return "rejected"
         if received.num_skipped:
             return "evicted"
         if not received.engine_loads:
             return "not_loaded"
         try:
-            contents = self._contents(places, received)
+            contents = self._collect_embeddings(image_refs, received)
         except ApiError:
             return "shape_mismatch"
-        return None if all(place.grid_thw == tuple(grid.tolist()) for place, _, grid in contents) else "shape_mismatch"
+        return (
+            None
+            if all(image_ref.grid_thw == tuple(grid.tolist()) for image_ref, _, grid in contents)
+            else "shape_mismatch"
+        )
 
-    def _contents(self, places: Sequence[ImageReference], received: ReceivedEmbeddings) -> Contents:
+    def _collect_embeddings(self, image_refs: Sequence[ImageReference], received: ReceivedEmbeddings) -> Contents:
         """Returns the received embeddings.
 
         Raises:
             ApiError: 400 for an image that the encoder refused, 500 for an embedding that does not fit the model.
         """
-        checked = []
+        contents = []
         width, merge_size = self._shape.width, self._shape.merge_size
-        for place in places:
-            image = received.images[place.image]
+        for image_ref in image_refs:
+            image = received.images[image_ref.image]
             if isinstance(image, ImageRefused):
-                raise ApiError(400, f"{place.label}: {image.message}", param="messages", code="invalid_image")
+                raise ApiError(400, f"{image_ref.label}: {image.message}", param="messages", code="invalid_image")
             try:
-                tokens = received.tensor(place.image, width=width, merge_size=merge_size)
+                tokens = received.tensor(image_ref.image, width=width, merge_size=merge_size)
             except WireError as error:
                 logger.error("embedding refused: %s", error)
                 raise ApiError(
-                    500, f"{place.label}: its embedding does not fit the model", code="embedding_mismatch"
+                    500, f"{image_ref.label}: its embedding does not fit the model", code="embedding_mismatch"
                 ) from error
-            checked.append((place, tokens, torch.tensor(image.grid_thw, dtype=torch.int64)))
-        return checked
+            contents.append((image_ref, tokens, torch.tensor(image.grid_thw, dtype=torch.int64)))
+        return contents
 
     def _observe_timings(self, received: ReceivedEmbeddings, timeline: RequestTimeline) -> None:
         if (transfer_s := received.transfer_s) is not None:
             self._times.observe(Histogram.TRANSFER_SECONDS, transfer_s)
             attributes = {"vitray.bytes": received.num_bytes}
             tracing.record_span(
-                Stage.TRANSFER, transfer_s, ended_s=timeline.epoch_s, parent=timeline.trace, attributes=attributes
+                Stage.TRANSFER,
+                transfer_s,
+                ended_s=timeline.received_epoch_s,
+                parent=timeline.trace,
+                attributes=attributes,
             )
         if (seconds := timeline.first_token_s) is not None:
             self._times.observe(Histogram.LLM_FIRST_TOKEN_SECONDS, seconds)
-            tracing.record_span(Stage.FIRST_TOKEN, seconds, ended_s=timeline.epoch_s + seconds, parent=timeline.trace)
+            tracing.record_span(
+                Stage.FIRST_TOKEN, seconds, ended_s=timeline.received_epoch_s + seconds, parent=timeline.trace
+            )

@@ -29,7 +29,7 @@ from deployments.encoder_replica import deployment as encoder_module
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.llm.deployment import LLM
 from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.engine.media_connector import KeyStore, connector_class
+from deployments.llm.engine.media_connector import KeyStore, make_connector_class
 from deployments.llm.engine.stats import EngineStats
 from deployments.llm.engine.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.llm.requests import Requests
@@ -140,12 +140,12 @@ class SeenAnswers(VllmFrontend):
     came: Sequence[str] = ()
     writeable: Sequence[bool] = ()
 
-    def answer(self, request: Any, places: Any, received: Any, *arguments: Any, **options: Any) -> Any:
+    def answer(self, request: Any, image_refs: Any, received: Any, *arguments: Any, **options: Any) -> Any:
         self.calls += 1
         images = received.images
         self.came = [type(image).__name__ for image in images]
         self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
-        return super().answer(request, places, received, *arguments, **options)
+        return super().answer(request, image_refs, received, *arguments, **options)
 
 
 class StandInEngine:
@@ -172,13 +172,15 @@ class StandInLLM(LLM):
         self._receiver = EmbeddingReceiver(Counters(), Histograms(), num_workers=1)
         self._stats = EngineStats()
         self._tower = "" if config.model == "auto" else tower_identity(resolve_checkpoint(local_model(config.model)))
-        self._prompts = PrefillLoad(remembers=True)
+        self._prefill_load = PrefillLoad(remembers=True)
         keys = KeyStore()
         shape = EmbeddingShape(width, merge_size)
         self._frontend = self.seen = SeenAnswers(stand_in(keys, self), keys, shape, engine_died=self._engine_died)
-        reads_on = None if config.transfer == "object_store" else host_id()
-        early = max_ongoing_requests() // 2 or MAX_EARLY
-        self._requests = Requests(self._receiver, self._frontend, Counters(), reads_on=reads_on, max_early=early)
+        shm_host = None if config.transfer == "object_store" else host_id()
+        max_early_requests = max_ongoing_requests() // 2 or MAX_EARLY
+        self._requests = Requests(
+            self._receiver, self._frontend, Counters(), shm_host=shm_host, max_early_requests=max_early_requests
+        )
         self.disconnects = 0
 
     def hold(self) -> None:
@@ -210,7 +212,7 @@ def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
 
     async def chat(request: Request) -> Response:
         body = await request.json()
-        connector = connector_class(store)()
+        connector = make_connector_class(store)()
         found = []
         for message in body["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else []:

@@ -170,7 +170,7 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     loop = asyncio.new_event_loop()
     llm = LLM.__new__(LLM)
     loop.run_until_complete(llm.__init__(config))  # type: ignore[misc]
-    early = llm._requests.early
+    early = llm._requests.early_prefill
     assert early is not None
     num_compiled = loop.run_until_complete(compiled(llm))
     counts = FreeAdded()
@@ -210,14 +210,14 @@ def answered(pieces: Sequence[object]) -> tuple[int, list[tuple[str, float]]]:
 
 async def at_once(replica: Replica, images: list[EncodedImage]) -> list[tuple[str, float]]:
     """The answer without anything of this."""
-    replica.llm._requests.early = None
+    replica.llm._requests.early_prefill = None
     try:
         futures = coming(replica.loop, len(images))
         for future, image in zip(futures, images, strict=True):
             future.set_result(replica.lent(image))
         status, tokens = answered(await replica.told(images, list(futures)))
     finally:
-        replica.llm._requests.early = replica.early
+        replica.llm._requests.early_prefill = replica.early
     assert status == 200
     return tokens
 

@@ -16,7 +16,7 @@ DISCONNECT_GRACE_S = 5.0
 BODY = "http.response.body"
 
 
-def scope_of(request: HttpRequest) -> dict[str, Any]:
+def make_scope(request: HttpRequest) -> dict[str, Any]:
     """Returns the ASGI connection scope of an HTTP request."""
     return {
         "type": "http",
@@ -63,12 +63,12 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
 
     async def run() -> None:
         try:
-            await app(scope_of(request), receive, send)
+            await app(make_scope(request), receive, send)
         finally:
             messages.put_nowait(None)
 
     task = asyncio.create_task(run())
-    task.add_done_callback(_take_exception)
+    task.add_done_callback(_retrieve_exception)
     try:
         while (message := await messages.get()) is not None:
             while message["type"] == BODY and not messages.empty():
@@ -88,7 +88,7 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
                 leftover.cancel()
 
 
-def _take_exception(task: asyncio.Task[None]) -> None:
+def _retrieve_exception(task: asyncio.Task[None]) -> None:
     """Retrieves the error of a call that its caller has left; asyncio would log it as never retrieved."""
     if not task.cancelled():
         task.exception()

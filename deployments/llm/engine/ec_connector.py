@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
 from deployments.llm.engine.lease_table import EngineLease
-from deployments.llm.engine.link import ADDRESS_KEY, LEAST_TOKENS_KEY, Loaded
+from deployments.llm.engine.link import ADDRESS_KEY, MIN_TOKENS_KEY, Loaded
 from deployments.llm.engine.scheduler_link import SchedulerLink
 from deployments.llm.engine.worker_link import WorkerLink
 from deployments.llm.engine.worker_memory import WorkerMemory
@@ -41,13 +41,13 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
-        given = vllm_config.ec_transfer_config.get_from_extra_config
-        address, self._least_tokens = given(ADDRESS_KEY, None), given(LEAST_TOKENS_KEY, None)
+        get_config = vllm_config.ec_transfer_config.get_from_extra_config
+        address, self._min_tokens = get_config(ADDRESS_KEY, None), get_config(MIN_TOKENS_KEY, None)
         self._loads = Loads()
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerLink(address)
-            self._partial: set[str] = set()
-            self._max_partial = max(1, vllm_config.scheduler_config.max_num_seqs // 2)
+            self._partial_prefills: set[str] = set()
+            self._max_partial_prefills = max(1, vllm_config.scheduler_config.max_num_seqs // 2)
         else:
             self._dtype = vllm_config.model_config.dtype
             self._memory = WorkerMemory(_device())
@@ -76,35 +76,35 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         if not needed:
             return None
         name = request.request_id
-        num_available = self._scheduler.available(name, [digest_of(each.identifier) for each in needed])
-        if num_available == len(needed):
-            self._partial.discard(name)
+        num_loadable = self._scheduler.reserve(name, [parse_digest(feature.identifier) for feature in needed])
+        if num_loadable == len(needed):
+            self._partial_prefills.discard(name)
             return None
-        limit: int = needed[num_available].mm_position.offset - num_computed_tokens
-        if self._least_tokens is None or limit < self._least_tokens or not num_available:
+        limit: int = needed[num_loadable].mm_position.offset - num_computed_tokens
+        if self._min_tokens is None or limit < self._min_tokens or not num_loadable:
             return 0
-        if name not in self._partial and len(self._partial) >= self._max_partial:
+        if name not in self._partial_prefills and len(self._partial_prefills) >= self._max_partial_prefills:
             return 0
-        self._partial.add(name)
+        self._partial_prefills.add(name)
         return limit
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether vLLM, which calls this while it plans a step, can plan a load of the embedding."""
-        return self._scheduler.table.pin(digest_of(identifier))
+        return self._scheduler.table.pin(parse_digest(identifier))
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         identifier, table = request.mm_features[index].identifier, self._scheduler.table
-        if identifier not in self._loads.leases and table.has(digest_of(identifier)):
-            self._loads.leases[identifier] = table.load(digest_of(identifier))
+        if identifier not in self._loads.leases and table.has(parse_digest(identifier)):
+            self._loads.leases[identifier] = table.plan_load(parse_digest(identifier))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
-        self._scheduler.step_built()
+        self._scheduler.end_step()
         loads, self._loads = self._loads, Loads()
         return loads
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self._partial.discard(request.request_id)
-        self._scheduler.finished(request.request_id)
+        self._partial_prefills.discard(request.request_id)
+        self._scheduler.finish_request(request.request_id)
         return False, None
 
     # Called in a worker process.
@@ -118,13 +118,13 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
             if identifier not in encoder_cache:
                 encoder_cache[identifier] = self._memory.load(lease, self._dtype)
                 num_bytes = encoder_cache[identifier].nbytes
-            self._worker.loaded(Loaded(lease.name, num_bytes, time.time() - lease.ready_at_s))
+            self._worker.report_loaded(Loaded(lease.name, num_bytes, time.time() - lease.ready_at_s))
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: object) -> None:
         """Does nothing: a consumer saves no embeddings."""
 
 
-def digest_of(identifier: str) -> str:
+def parse_digest(identifier: str) -> str:
     """Returns the digest at the end of `identifier`, before which vLLM may put a LoRA adapter's name."""
     return identifier[-DIGEST_CHARACTERS:]
 

@@ -33,16 +33,16 @@ class EndedLease:
     """A lease by which nothing more will be loaded."""
 
     name: str
-    num_loads: int
+    num_planned: int
     """Number of loads by it that were planned for each worker. The last of them may still be in flight."""
 
 
 @dataclass
 class _Entry:
     leases: dict[str, EngineLease] = field(default_factory=dict)
-    num_loads: Counter[str] = field(default_factory=Counter)
+    num_planned: Counter[str] = field(default_factory=Counter)
     released: set[str] = field(default_factory=set)
-    used_by: set[str] = field(default_factory=set)
+    users: set[str] = field(default_factory=set)
 
 
 class LeaseTable:
@@ -51,34 +51,34 @@ class LeaseTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._digest_of: dict[str, str] = {}
-        self._needs: dict[str, set[str]] = {}
+        self._digest_by_lease: dict[str, str] = {}
+        self._digests_by_request: dict[str, set[str]] = {}
         self._pinned: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._digest_of)
+        return len(self._digest_by_lease)
 
     def grant(self, lease: EngineLease) -> None:
         with self._lock:
             self._entries.setdefault(lease.header.digest, _Entry()).leases[lease.name] = lease
-            self._digest_of[lease.name] = lease.header.digest
+            self._digest_by_lease[lease.name] = lease.header.digest
 
     def release(self, lease: str) -> list[EndedLease]:
         """Marks a lease whose request has ended as released. Returns the leases that end by that."""
         with self._lock:
-            digest = self._digest_of.get(lease)
+            digest = self._digest_by_lease.get(lease)
             if digest is None:
                 return []
             self._entries[digest].released.add(lease)
-            return self._ended(digest)
+            return self._pop_ended(digest)
 
-    def available(self, request: str, digests: Sequence[str]) -> int:
-        """Returns how many embeddings, from the first on, can be loaded, and keeps these until `finished(request)`."""
+    def reserve(self, request: str, digests: Sequence[str]) -> int:
+        """Returns how many embeddings, from the first on, can be loaded, and keeps these until `finish_request`."""
         with self._lock:
             found = list(takewhile(self._entries.__contains__, digests))
             for digest in found:
-                self._entries[digest].used_by.add(request)
-                self._needs.setdefault(request, set()).add(digest)
+                self._entries[digest].users.add(request)
+                self._digests_by_request.setdefault(request, set()).add(digest)
             return len(found)
 
     def has(self, digest: str) -> bool:
@@ -86,43 +86,43 @@ class LeaseTable:
             return digest in self._entries
 
     def pin(self, digest: str) -> bool:
-        """Whether the embedding can be loaded; keeps it until `step_built`, so that the same step may load it."""
+        """Whether the embedding can be loaded; keeps it until `end_step`, so that the same step may load it."""
         with self._lock:
             if digest in self._entries:
                 self._pinned.add(digest)
             return digest in self._entries
 
-    def step_built(self) -> list[EndedLease]:
+    def end_step(self) -> list[EndedLease]:
         """Unpins all embeddings once the loads of a step are planned. Returns the leases that end by that."""
         with self._lock:
             pinned, self._pinned = self._pinned, set()
-            return [ended for digest in sorted(pinned) for ended in self._ended(digest)]
+            return [ended for digest in sorted(pinned) for ended in self._pop_ended(digest)]
 
-    def load(self, digest: str) -> EngineLease:
+    def plan_load(self, digest: str) -> EngineLease:
         """Plans a load. Returns its lease: any will do, as all are for the same embedding. Raises KeyError."""
         with self._lock:
             entry = self._entries[digest]
             lease = next(reversed(entry.leases.values()))
-            entry.num_loads[lease.name] += 1
+            entry.num_planned[lease.name] += 1
             return lease
 
-    def finished(self, request: str) -> list[EndedLease]:
+    def finish_request(self, request: str) -> list[EndedLease]:
         """Ends the scheduler's use of a request's embeddings. Returns the leases that end by that."""
         with self._lock:
             ended: list[EndedLease] = []
-            for digest in self._needs.pop(request, ()):
-                self._entries[digest].used_by.discard(request)
-                ended += self._ended(digest)
+            for digest in self._digests_by_request.pop(request, ()):
+                self._entries[digest].users.discard(request)
+                ended += self._pop_ended(digest)
             return ended
 
-    def _ended(self, digest: str) -> list[EndedLease]:
+    def _pop_ended(self, digest: str) -> list[EndedLease]:
         """Removes and returns released leases, if the embedding is unused or another lease remains for its users."""
         entry = self._entries[digest]
-        if (entry.used_by or digest in self._pinned) and len(entry.released) == len(entry.leases):
+        if (entry.users or digest in self._pinned) and len(entry.released) == len(entry.leases):
             return []
-        ended = [EndedLease(lease, entry.num_loads.pop(lease, 0)) for lease in sorted(entry.released)]
+        ended = [EndedLease(lease, entry.num_planned.pop(lease, 0)) for lease in sorted(entry.released)]
         for each in ended:
-            del entry.leases[each.name], self._digest_of[each.name]
+            del entry.leases[each.name], self._digest_by_lease[each.name]
         entry.released.clear()
         if not entry.leases:
             del self._entries[digest]

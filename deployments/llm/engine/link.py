@@ -21,9 +21,9 @@ from deployments.transfer.unix_socket import ListenerError, Sender
 
 ADDRESS_KEY = "vitray_link"
 """Key in vLLM's `ec_connector_extra_config`: the address to which its connectors connect."""
-LEAST_TOKENS_KEY = "vitray_least_tokens"
+MIN_TOKENS_KEY = "vitray_least_tokens"
 """Key in the same: the minimum number of tokens that are prefilled before all embeddings are available."""
-TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
 """Timeout of a connect to the replica."""
 MAX_LEASES = 1024
 """Maximum number of leases in one message, so that it fits a packet."""
@@ -103,16 +103,16 @@ class ListenerFailed(Struct, frozen=True, tag=True):
 
 
 EngineMessage = Connected | Mapped | Loaded | LeasesEnded | Missing | ListenerFailed
-FROM_ENGINE: Decoder[EngineMessage] = Decoder(EngineMessage)
-TO_SCHEDULER: Decoder[Grant | Release] = Decoder(Grant | Release)
-TO_WORKER: Decoder[Map | Unmap] = Decoder(Map | Unmap)
+ENGINE_DECODER: Decoder[EngineMessage] = Decoder(EngineMessage)
+SCHEDULER_DECODER: Decoder[Grant | Release] = Decoder(Grant | Release)
+WORKER_DECODER: Decoder[Map | Unmap] = Decoder(Map | Unmap)
 
 
 class EngineConnection:
     """Connection of an engine process to the replica."""
 
     def __init__(self, address: str, role: Role) -> None:
-        self._connection = unix_socket.connect(address, timeout_s=TIMEOUT_S)
+        self._connection = unix_socket.connect(address, timeout_s=CONNECT_TIMEOUT_S)
         self._replica = Sender(self._connection)
         self._replica.send(Connected(role))
 

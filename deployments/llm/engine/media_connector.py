@@ -34,14 +34,14 @@ class KeyStore:
             raise ValueError(f"media key {key!r} is already in use")
         self._tensors[key] = tensor
 
-    def take(self, key: str) -> torch.Tensor:
+    def pop(self, key: str) -> torch.Tensor:
         """Returns the tensor and removes its key. Raises UnknownKeyError."""
         tensor = self._tensors.pop(key, None)
         if tensor is None:
             raise UnknownKeyError("the request names an embedding that does not exist")
         return tensor
 
-    def withdraw(self, keys: Iterable[str]) -> None:
+    def discard(self, keys: Iterable[str]) -> None:
         """Removes keys that were not taken."""
         for key in keys:
             self._tensors.pop(key, None)
@@ -59,10 +59,10 @@ class KeyedMediaConnector:
         """Ignores vLLM's settings for fetching media."""
 
     def fetch_image_embedding(self, data: str) -> torch.Tensor:
-        return self.store.take(data)
+        return self.store.pop(data)
 
     async def fetch_image_embedding_async(self, data: str) -> torch.Tensor:
-        return self.store.take(data)
+        return self.store.pop(data)
 
     def _refuse(self, *_args: object, **_kwargs: object) -> torch.Tensor:
         raise FetchRefusedError("media can only be sent as image_url parts of chat messages")
@@ -75,6 +75,6 @@ class KeyedMediaConnector:
     fetch_video_embedding_async = fetch_audio_embedding_async = _refuse_async
 
 
-def connector_class(store: KeyStore) -> type[KeyedMediaConnector]:
+def make_connector_class(store: KeyStore) -> type[KeyedMediaConnector]:
     """Returns a connector class bound to `store`; vLLM creates an instance for every request."""
     return type("BoundMediaConnector", (KeyedMediaConnector,), {"store": store})

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def make_scheduler(vllm_config: VllmConfig, *args: object, **kwargs: object) -> object:
     """Creates the scheduler that vLLM would have chosen, with early prefill."""
-    own = copy.copy(vllm_config.scheduler_config)
-    own.scheduler_cls = None
-    return with_partial_prefill(own.get_scheduler_cls())(vllm_config, *args, **kwargs)
+    config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_cls = None
+    return with_partial_prefill(config.get_scheduler_cls())(vllm_config, *args, **kwargs)
 
 
 def with_partial_prefill(base: type[Any]) -> type[Any]:

@@ -13,7 +13,7 @@ from functools import partial
 
 from deployments.llm.engine.lease_table import EngineLease
 from deployments.llm.engine.link import (
-    FROM_ENGINE,
+    ENGINE_DECODER,
     MAX_LEASES,
     Connected,
     EngineMessage,
@@ -40,7 +40,7 @@ class LinkLostError(RuntimeError):
 @dataclass
 class _OpenLease:
     num_loaded: int = 0
-    num_due: int | None = None
+    num_planned: int | None = None
     """Total loads of all workers; None while the scheduler may plan more."""
 
 
@@ -67,12 +67,12 @@ class ReplicaLink:
         self._scheduler: Sender | None = None
         self._workers: list[Sender] = []
         self._was_connected = False
-        self._mapping: dict[tuple[str, Sender], Future[None]] = {}
-        self._open: dict[str, _OpenLease] = {}
+        self._pending_maps: dict[tuple[str, Sender], Future[None]] = {}
+        self._open_leases: dict[str, _OpenLease] = {}
         self._listener = unix_socket.Listener(self._serve, name="engine-link", on_error=on_error)
         self.address = self._listener.address
 
-    def connected(self, *, timeout_s: float) -> bool:
+    def wait_for_engine(self, *, timeout_s: float) -> bool:
         """Whether all engine processes are connected; waits for them up to `timeout_s`."""
         with self._lock:
             self._was_connected = self._lock.wait_for(self._is_connected, timeout_s)
@@ -84,18 +84,18 @@ class ReplicaLink:
             raise LinkLostError("the thread that accepts the engine's connections has ended")
         with self._lock:
             if self._was_connected and not self._is_connected():
-                raise LinkLostError(self._state())
+                raise LinkLostError(self._describe_connections())
 
     def map(self, server: str, file: int, num_bytes: int) -> list[Future[None]]:
         """Has every worker map a server's memory. Returns a future per worker, which raises RuntimeError or OSError if
         it fails. Raises OSError if not all workers are connected."""
         with self._lock:
             if len(self._workers) != self._num_workers:
-                raise ConnectionError(self._state())
+                raise ConnectionError(self._describe_connections())
             futures: dict[Sender, Future[None]] = {worker: Future() for worker in self._workers}
             for worker, future in futures.items():
                 future.set_running_or_notify_cancel()  # a cancelled future would refuse the result
-                self._mapping[server, worker] = future
+                self._pending_maps[server, worker] = future
         for worker in futures:
             worker.send(Map(server, num_bytes), file)
         return list(futures.values())
@@ -108,14 +108,14 @@ class ReplicaLink:
 
     def grant(self, lease: EngineLease) -> None:
         """Allows the engine to load by the lease until `release`. Raises OSError if the engine has ended."""
-        scheduler = self._connected_scheduler()
+        scheduler = self._get_scheduler()
         with self._lock:
-            self._open[lease.name] = _OpenLease()
+            self._open_leases[lease.name] = _OpenLease()
         scheduler.send(Grant(lease))
 
     def release(self, leases: Sequence[str]) -> None:
         """Releases leases whose request has ended. Raises OSError if the engine has ended."""
-        scheduler = self._connected_scheduler()
+        scheduler = self._get_scheduler()
         for first in range(0, len(leases), MAX_LEASES):
             scheduler.send(Release(list(leases[first : first + MAX_LEASES])))
 
@@ -125,11 +125,11 @@ class ReplicaLink:
     def _is_connected(self) -> bool:
         return self._scheduler is not None and len(self._workers) == self._num_workers
 
-    def _state(self) -> str:
+    def _describe_connections(self) -> str:
         scheduler = "no scheduler" if self._scheduler is None else "the scheduler"
         return f"connected of the engine: {scheduler}, {len(self._workers)} of {self._num_workers} workers"
 
-    def _connected_scheduler(self) -> Sender:
+    def _get_scheduler(self) -> Sender:
         with self._lock:
             if self._scheduler is None:
                 raise ConnectionError("the engine has ended")
@@ -139,7 +139,7 @@ class ReplicaLink:
         process = Sender(connection)
         try:
             unix_socket.handle_messages(
-                connection, FROM_ENGINE, partial(self._handle, process), on_error=self._on_error
+                connection, ENGINE_DECODER, partial(self._handle, process), on_error=self._on_error
             )
         finally:
             with self._lock:
@@ -147,7 +147,7 @@ class ReplicaLink:
                     self._scheduler = None
                 if process in self._workers:
                     self._workers.remove(process)
-                futures = [self._mapping.pop(key) for key in list(self._mapping) if key[1] is process]
+                futures = [self._pending_maps.pop(key) for key in list(self._pending_maps) if key[1] is process]
             for future in futures:
                 future.set_exception(ConnectionError("the engine has ended"))
 
@@ -164,7 +164,7 @@ class ReplicaLink:
                     self._lock.notify_all()
             case Mapped(server, error):
                 with self._lock:
-                    future = self._mapping.pop((server, process))
+                    future = self._pending_maps.pop((server, process))
                 if error is None:
                     future.set_result(None)
                 else:
@@ -172,22 +172,22 @@ class ReplicaLink:
             case LeasesEnded(leases):
                 for lease in leases:
                     with self._lock:
-                        self._open[lease.name].num_due = lease.num_loads * self._num_workers
-                    self._close_if_loaded(lease.name)
+                        self._open_leases[lease.name].num_planned = lease.num_planned * self._num_workers
+                    self._end_if_loaded(lease.name)
             case Missing(digest):
                 self._on_missing(digest)
             case Loaded(name):
                 with self._lock:
-                    self._open[name].num_loaded += 1
-                self._close_if_loaded(name)
+                    self._open_leases[name].num_loaded += 1
+                self._end_if_loaded(name)
                 self._on_loaded(message)
             case ListenerFailed(error):
                 self._on_error(error)
 
-    def _close_if_loaded(self, name: str) -> None:
+    def _end_if_loaded(self, name: str) -> None:
         with self._lock:
-            lease = self._open.get(name)
-            if lease is None or lease.num_due is None or lease.num_loaded < lease.num_due:
+            lease = self._open_leases.get(name)
+            if lease is None or lease.num_planned is None or lease.num_loaded < lease.num_planned:
                 return
-            del self._open[name]
+            del self._open_leases[name]
         self._on_ended(name)

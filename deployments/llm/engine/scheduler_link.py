@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from deployments.llm.engine.lease_table import EndedLease, LeaseTable
 from deployments.llm.engine.link import (
     MAX_LEASES,
-    TO_SCHEDULER,
+    SCHEDULER_DECODER,
     EngineConnection,
     Grant,
     LeasesEnded,
@@ -23,26 +23,26 @@ class SchedulerLink:
         self.table = LeaseTable()
         self._reported_missing: dict[str, set[str]] = {}
         self._connection = EngineConnection(address, Role.SCHEDULER)
-        self._connection.listen(TO_SCHEDULER, self._handle)
+        self._connection.listen(SCHEDULER_DECODER, self._handle)
 
-    def available(self, request: str, digests: Sequence[str]) -> int:
+    def reserve(self, request: str, digests: Sequence[str]) -> int:
         """Returns how many embeddings, from the first on, can be loaded. Reports missing ones, once per request."""
-        num_available = self.table.available(request, digests)
-        if num_available < len(digests):
+        num_loadable = self.table.reserve(request, digests)
+        if num_loadable < len(digests):
             reported = self._reported_missing.setdefault(request, set())
-            for digest in digests[num_available:]:
+            for digest in digests[num_loadable:]:
                 if digest not in reported and not self.table.has(digest):
                     reported.add(digest)
                     self._connection.send(Missing(digest))
-        return num_available
+        return num_loadable
 
-    def step_built(self) -> None:
+    def end_step(self) -> None:
         """Must be called when all loads of a step are planned; reports the leases that end then."""
-        self._report_ended(self.table.step_built())
+        self._report_ended(self.table.end_step())
 
-    def finished(self, request: str) -> None:
+    def finish_request(self, request: str) -> None:
         self._reported_missing.pop(request, None)
-        self._report_ended(self.table.finished(request))
+        self._report_ended(self.table.finish_request(request))
 
     def close(self) -> None:
         self._connection.close()

@@ -33,14 +33,14 @@ class EngineStats:
         self._loggers.append(EngineLogger())
         return self._loggers[-1]
 
-    def load(self, *, besides: int = 0) -> EngineLoad:
-        """Returns the total load of all engines, with the mean use of their KV caches. `besides`: number of requests
-        that do not count, subtracted from the waiting ones first."""
+    def load(self, *, num_excluded: int = 0) -> EngineLoad:
+        """Returns the total load of all engines, with the mean use of their KV caches. `num_excluded`: requests that do
+        not count, subtracted from the waiting ones first."""
         loads = [logger.load for logger in self._loggers]
         running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
         return EngineLoad(
-            max(0, running - max(0, besides - waiting)),
-            max(0, waiting - besides),
+            max(0, running - max(0, num_excluded - waiting)),
+            max(0, waiting - num_excluded),
             fmean(load.kv_cache_use for load in loads) if loads else 0.0,
         )
 

@@ -27,14 +27,14 @@ from pydantic import JsonValue
 
 from configs.schema import unknown_key
 from deployments.llm.engine import import_shim
-from deployments.llm.engine.link import ADDRESS_KEY, LEAST_TOKENS_KEY
-from deployments.llm.engine.media_connector import KeyStore, connector_class
+from deployments.llm.engine.link import ADDRESS_KEY, MIN_TOKENS_KEY
+from deployments.llm.engine.media_connector import KeyStore, make_connector_class
 from deployments.llm.engine.stats import EngineStats
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
-NEWER_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-NEWER_RUNNERS_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
+V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+V2_RUNNER_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
 """Module by which the newer model runner loads embeddings; vLLM 0.26 has the runner without it."""
 PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """Load formats of vLLM that read pickled weights, or fall back to them."""
@@ -42,12 +42,12 @@ PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 SCHEDULER_METHOD = "_try_schedule_encoder_inputs"
 """Method of vLLM's schedulers (0.26 to 0.33) that `deployments/llm/engine/partial_prefill_scheduler.py` overrides."""
 
-_OURS = {
+_SET_BY_VITRAY = {
     "model": "the checkpoint is `model` at the top of args",
     "enable_mm_embeds": "images come as embeddings",
     "mm_processor_cache_gb": "images come as embeddings, which encoders keep: encoder_replica.cache_bytes",
 }
-KEEPS_NAMES = (0, 32)
+KEEPS_IDENTIFIERS_SINCE = (0, 32)
 """First vLLM version in which images keep the identifiers that requests give them if nothing is cached."""
 
 Scope = dict[str, Any]
@@ -144,7 +144,7 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
                 raise ValueError(f"llm.{kind}: {key!r} belongs under llm.{elsewhere}")
             if key not in known:
                 raise ValueError(f"llm.{kind}: {unknown_key(key, known)}")
-    for key, why in _OURS.items():
+    for key, why in _SET_BY_VITRAY.items():
         if key in engine_args:
             raise ValueError(f"llm.engine_args: {key!r} is set by vitray ({why})")
     if engine_args.get("trust_remote_code"):
@@ -159,16 +159,16 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
 class FirstTokenClock:
     """Time of the first token of the request in whose context this was set, in `time.perf_counter()` seconds."""
 
-    told: Callable[[], None] = lambda: None
+    on_first_token: Callable[[], None] = lambda: None
     """Called at the first token."""
     first_token_at_s: float | None = None
-    ticked: asyncio.Event = field(default_factory=asyncio.Event)
+    first_token_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tick(self) -> None:
         if self.first_token_at_s is None:
             self.first_token_at_s = time.perf_counter()
-            self.ticked.set()
-            self.told()
+            self.first_token_event.set()
+            self.on_first_token()
 
 
 first_token_clock: ContextVar[FirstTokenClock | None] = ContextVar("first_token_clock", default=None)
@@ -222,14 +222,14 @@ def start_engine(
             ec_connector="SharedMemoryConnector",
             ec_connector_module_path="deployments.llm.engine.ec_connector",
             ec_role="ec_consumer",
-            ec_connector_extra_config={ADDRESS_KEY: link, LEAST_TOKENS_KEY: early_prefill_min_tokens},
+            ec_connector_extra_config={ADDRESS_KEY: link, MIN_TOKENS_KEY: early_prefill_min_tokens},
         )
         if early_prefill_min_tokens is not None:
             arguments["scheduler_cls"] = "deployments.llm.engine.partial_prefill_scheduler.make_scheduler"
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
     # With enforce_eager, vLLM still compiles part of its sampler, and fails without a C++ compiler.
     eager = {"TORCHDYNAMO_DISABLE": "1"} if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager") else {}
-    with _environment(eager):
+    with _added_environment(eager):
         engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
     namespace = default_server_args()
     for source in (arguments, server_args):
@@ -242,7 +242,7 @@ def start_engine(
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _added_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets variables for processes that are started in this context, except those that the operator has set."""
     added = variables.keys() - os.environ.keys()
     os.environ |= {name: variables[name] for name in added}
@@ -255,28 +255,28 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
     """Returns why an engine with these arguments cannot load embeddings itself; None if it can."""
-    for taken in ("ec_transfer_config", "kv_transfer_config"):
-        if engine_args.get(taken) is not None:
-            return f"llm.engine_args sets {taken!r}"
+    for key in ("ec_transfer_config", "kv_transfer_config"):
+        if engine_args.get(key) is not None:
+            return f"llm.engine_args sets {key!r}"
     if engine_args.get("pipeline_parallel_size", 1) != 1:
         return "of a pipeline only the first stage loads embeddings"
     if engine_args.get("mm_processor_kwargs") is not None:
         return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
-    if engine_args.get("enable_prefix_caching") is False and _version() < KEEPS_NAMES:
+    if engine_args.get("enable_prefix_caching") is False and _version() < KEEPS_IDENTIFIERS_SINCE:
         return "without prefix caching this vLLM gives images names of its own"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
     # By default this vLLM then uses its older runner; its engine would not start with the newer one.
-    if importlib.util.find_spec(NEWER_RUNNERS_CONNECTOR) is None and os.environ.get(NEWER_RUNNER, "0") != "0":
-        return f"{NEWER_RUNNER} is set, and this vLLM's newer model runner cannot"
+    if importlib.util.find_spec(V2_RUNNER_CONNECTOR) is None and os.environ.get(V2_RUNNER_VARIABLE, "0") != "0":
+        return f"{V2_RUNNER_VARIABLE} is set, and this vLLM's newer model runner cannot"
     return None
 
 
 def early_prefill_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
     """Returns why an engine that loads embeddings itself cannot do early prefill; None if it can."""
-    for taken in ("scheduler_cls", "speculative_config"):
-        if engine_args.get(taken) is not None:
-            return f"llm.engine_args sets {taken!r}"
+    for key in ("scheduler_cls", "speculative_config"):
+        if engine_args.get(key) is not None:
+            return f"llm.engine_args sets {key!r}"
     if engine_args.get("enable_chunked_prefill") is False:
         return "llm.engine_args sets 'enable_chunked_prefill' to false"
     if not hasattr(lookup("Scheduler"), SCHEDULER_METHOD):
@@ -291,7 +291,7 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def caches_prefixes(engine: Engine) -> bool:
+def has_prefix_cache(engine: Engine) -> bool:
     """Whether the engine has a prefix cache."""
     return bool(engine.vllm_config.cache_config.enable_prefix_caching)
 
@@ -305,7 +305,7 @@ def early_prefill_refused_by_model(engine: Engine) -> str | None:
 
 async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:
     """Returns vLLM's OpenAI application on `engine`, which takes embeddings from `store` and fetches no media."""
-    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(connector_class(store))
+    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector_class(store))
     os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME  # vLLM has no other way to choose it
     tasks = await engine.get_supported_tasks()
     app = lookup("build_app")(args, tasks, engine.model_config)

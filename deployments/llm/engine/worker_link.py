@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deployments.llm.engine.link import TO_WORKER, EngineConnection, Loaded, Map, Mapped, Role, Unmap
+from deployments.llm.engine.link import WORKER_DECODER, EngineConnection, Loaded, Map, Mapped, Role, Unmap
 from deployments.llm.engine.worker_memory import WorkerMemory
 
 
@@ -10,9 +10,9 @@ class WorkerLink:
     def __init__(self, address: str, memory: WorkerMemory) -> None:
         self._memory = memory
         self._connection = EngineConnection(address, Role.WORKER)
-        self._connection.listen(TO_WORKER, self._handle)
+        self._connection.listen(WORKER_DECODER, self._handle)
 
-    def loaded(self, loaded: Loaded) -> None:
+    def report_loaded(self, loaded: Loaded) -> None:
         self._connection.send(loaded)
 
     def close(self) -> None:

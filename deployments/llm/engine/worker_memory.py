@@ -53,15 +53,19 @@ class WorkerMemory:
         """
         with self._lock:
             flat = self._mapped[lease.server][lease.offset :]
-        found = embedding_view(flat, lease.header)
-        loaded = found.to(dtype, copy=True) if self._stream is None else self._copied(found, dtype, self._stream)
+        embedding = embedding_view(flat, lease.header)
+        loaded = (
+            embedding.to(dtype, copy=True)
+            if self._stream is None
+            else self._copy_to_device(embedding, dtype, self._stream)
+        )
         embedding_view(flat, lease.header)  # it may have changed during the copy
         return loaded
 
-    def _copied(self, found: Tensor, dtype: torch.dtype, stream: torch.cuda.Stream) -> Tensor:
+    def _copy_to_device(self, embedding: Tensor, dtype: torch.dtype, stream: torch.cuda.Stream) -> Tensor:
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream):
-            loaded = found.to(self._device, non_blocking=True).to(dtype)
+            loaded = embedding.to(self._device, non_blocking=True).to(dtype)
         stream.synchronize()
         loaded.record_stream(current)  # the next copy must not reuse its memory before `current` is done with it
         return loaded

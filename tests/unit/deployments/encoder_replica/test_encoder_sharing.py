@@ -61,12 +61,12 @@ class Replica(EncoderReplica):
         self._server = self.server = self._make_server(self.store)
         self._remote: Any = None
         self._host, self._name = HERE, "a"
-        self._flights, self._work = SingleFlight(), InFlightTokens()
+        self._single_flight, self._in_flight = SingleFlight(), InFlightTokens()
         self._times: Any = SimpleNamespace(observe=lambda *_: None)
         self._worker: Any = SimpleNamespace(
             identity=IDENTITY, tokens_per_s=0.0, fault=None, is_alive=True, stop=lambda: None
         )
-        self._decoders: Any = SimpleNamespace(pixels=self._pixels, stop=lambda: None)
+        self._decoders: Any = SimpleNamespace(decode=self._pixels, stop=lambda: None)
         self._has_batching_task = False
 
     async def _pixels(self, *_: object) -> Pixels:
@@ -181,7 +181,7 @@ class FailingMemory(FakeMemory):
 
 
 def publishes_remotely(replica: Replica, memory: FakeMemory) -> RemoteSender:
-    replica._remote = sender = RemoteSender(replica.store, memory, on_error=replica._listener_failed)
+    replica._remote = sender = RemoteSender(replica.store, memory, on_error=replica._count_listener_error)
     return sender
 
 

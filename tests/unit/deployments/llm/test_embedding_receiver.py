@@ -109,7 +109,7 @@ async def setting(
     scheduler = SchedulerLink(receiver.link.address) if engine else None
     workers = [WorkerLink(receiver.link.address, memory) for memory in memories]
     if engine:
-        assert receiver.engine_started(timeout_s=PATIENCE_S)
+        assert receiver.wait_for_engine(timeout_s=PATIENCE_S)
     server = ShmServer(store)
     try:
         yield Setting(receiver, counts, store, server, scheduler, workers, memories)
@@ -132,17 +132,17 @@ def test_the_engine_loads_by_itself(num_workers: int) -> None:
             assert given.scheduler is not None
             table = given.scheduler.table
             await eventually(lambda: len(table) == 2)
-            assert table.available("request", [image.digest for image in images])
+            assert table.reserve("request", [image.digest for image in images])
             for image, expected in zip(images, (encoded(EmbeddingStore(2**20), n) for n in (1, 2)), strict=True):
-                lease = table.load(image.digest)
+                lease = table.plan_load(image.digest)
                 for memory, worker in zip(given.memories, given.workers, strict=True):
                     loaded = memory.load(lease, torch.float32)
                     assert torch.equal(loaded, expected.unpack(width=WIDTH, merge_size=MERGE).float())
-                    worker.loaded(Loaded(lease.name, loaded.nbytes, 0.005))
+                    worker.report_loaded(Loaded(lease.name, loaded.nbytes, 0.005))
             given.receiver.close(arrived)
             await eventually(lambda: given.receiver.num_loaded == 2 * num_workers)
             assert len(given.receiver) == 2, "the request runs still"
-            given.scheduler.finished("request")
+            given.scheduler.finish_request("request")
             await eventually(lambda: len(given.receiver) == 0 and given.nothing_is_lent)
             assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.ENGINE.value] == 2
             assert given.counts.added[Counter.EMBEDDING_BYTES_LOADED, None] == num_workers * 2 * 6 * WIDTH * 4
@@ -160,16 +160,16 @@ def test_a_lease_ends_when_the_last_worker_has_loaded_what_it_was_told_to() -> N
             arrived = await given.receiver.receive(at_once(image))
             assert given.scheduler is not None
             table = given.scheduler.table
-            await eventually(lambda: table.available("request", [image.digest]) == 1)
-            lease = table.load(image.digest)
+            await eventually(lambda: table.reserve("request", [image.digest]) == 1)
+            lease = table.plan_load(image.digest)
             given.receiver.close(arrived)
-            given.scheduler.finished("request")
+            given.scheduler.finish_request("request")
             await eventually(lambda: len(table) == 0 or not table.has(image.digest))
-            given.workers[0].loaded(Loaded(lease.name, 1, 0.0))
+            given.workers[0].report_loaded(Loaded(lease.name, 1, 0.0))
             await eventually(lambda: given.receiver.num_loaded == 1)
             assert len(given.receiver) == 1
             assert not given.nothing_is_lent
-            given.workers[1].loaded(Loaded(lease.name, 0, 0.0))  # it had the embedding already
+            given.workers[1].report_loaded(Loaded(lease.name, 0, 0.0))  # it had the embedding already
             await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
@@ -190,11 +190,11 @@ def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead
                 timings = dataclasses.replace(image.timings, ready_at_s=time.time() + ahead_s)
                 arrived = await given.receiver.receive(at_once(dataclasses.replace(image, timings=timings)))
                 assert arrived.engine_loads
-                await eventually(lambda digest=image.digest: table.available("request", [digest]) == 1)  # type: ignore[misc]
-                lease = table.load(image.digest)
+                await eventually(lambda digest=image.digest: table.reserve("request", [digest]) == 1)  # type: ignore[misc]
+                lease = table.plan_load(image.digest)
                 loaded = given.memories[0].load(lease, torch.float32)
-                given.workers[0].loaded(Loaded(lease.name, loaded.nbytes, time.time() - lease.ready_at_s))
-                given.scheduler.finished("request")
+                given.workers[0].report_loaded(Loaded(lease.name, loaded.nbytes, time.time() - lease.ready_at_s))
+                given.scheduler.finish_request("request")
                 given.receiver.close(arrived)
                 await eventually(lambda: len(given.receiver) == 0)
                 assert arrived.transfer_s is not None
@@ -314,8 +314,8 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             assert arrived.engine_loads
             assert given.scheduler is not None
             table = given.scheduler.table
-            await eventually(lambda: table.available("request", [first.digest, second.digest]) == 2)
-            loaded = given.memories[0].load(table.load(first.digest), torch.float32)
+            await eventually(lambda: table.reserve("request", [first.digest, second.digest]) == 2)
+            loaded = given.memories[0].load(table.plan_load(first.digest), torch.float32)
             expected = encoded(EmbeddingStore(2**20), 1).unpack(width=WIDTH, merge_size=MERGE).float()
             assert torch.equal(loaded, expected)
             given.receiver.close(arrived)

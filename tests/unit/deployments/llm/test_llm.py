@@ -142,7 +142,7 @@ def test_requests_that_wait_for_encoders_leave_places_to_others() -> None:
 
     async def scenario() -> None:
         llm, places = replica(), [place(0)]
-        llm._requests._max_early = 1
+        llm._requests._max_early_requests = 1
         early = dataclasses.replace(request(*places), early=True)
         coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         waits = cast(AsyncGenerator[Any, None], llm.handle(early, places, [coming]))
@@ -206,7 +206,7 @@ def with_template(taken: Sequence[str], status: int = 200) -> StandInLLM:
             for part in message["content"]:
                 if part["type"] == "image_embeds":
                     for key in part["image_embeds"].values():
-                        llm._frontend.keys.take(key)
+                        llm._frontend.keys.pop(key)
                     missing += [part] * (message["role"] not in taken)
         if missing:
             return JSONResponse({"error": "ListenerError to apply prompt replacement"}, 500)
@@ -451,7 +451,7 @@ def started(
     monkeypatch.setattr(vllm_compat, "start_engine", lambda *_, **__: (engine, Namespace(model="scenes")))
     monkeypatch.setattr(vllm_compat, "build_application", application)
     monkeypatch.setattr(vllm_compat, "embedding_shape", lambda _: vllm_compat.EmbeddingShape(WIDTH, MERGE))
-    monkeypatch.setattr(vllm_compat, "caches_prefixes", lambda _: True)
+    monkeypatch.setattr(vllm_compat, "has_prefix_cache", lambda _: True)
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
     monkeypatch.setattr(llm_module, "resolve_checkpoint", lambda model: model)
@@ -477,7 +477,7 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_prompts_of_a_hybrid_model_are_not_prefilled_early(monkeypatch: pytest.MonkeyPatch, hybrid: bool) -> None:
     llm, _ = started(monkeypatch, AppConfig(model="/somewhere"), hybrid=hybrid)
-    assert (llm._requests.early is None) is hybrid
+    assert (llm._requests.early_prefill is None) is hybrid
 
 
 def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:

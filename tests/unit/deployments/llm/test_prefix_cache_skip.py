@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from deployments.common.messages import PREFIX_CACHE_ONLY, Accepted, ImageJob, NotEncoded, ResponseHead, SharedEmbedding
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.engine.media_connector import connector_class
+from deployments.llm.engine.media_connector import make_connector_class
 from deployments.llm.engine.vllm_compat import AsgiApp, first_token_clock
-from deployments.llm.prefix_cache_skip import EmbeddingNeededError, MissingWatch, unless_missing
+from deployments.llm.prefix_cache_skip import EmbeddingNeededError, MissingWatch, stream_unless_missing
 from deployments.telemetry.metrics import Counter
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
@@ -55,7 +55,7 @@ class Engine:
         self.llm: StandInLLM = replica()
         self.receiver = self.llm._receiver
         self.receiver._counts = self.counts = FreeAdded()
-        self.receiver._engine_loads = self.receiver.prefix_cached = True
+        self.receiver._engine_loads = self.receiver.has_prefix_cache = True
         self.came: list[tuple[int, ...]] = []
         self.left = asyncio.Event()
         self._then, self._at_chunk = then, at_chunk
@@ -63,7 +63,7 @@ class Engine:
         self.llm._frontend.app = cast(AsgiApp, app)
 
     async def _chat(self, given: Request) -> Response:
-        connector = connector_class(self.llm._frontend.keys)()
+        connector = make_connector_class(self.llm._frontend.keys)()
         for part in (await given.json())["messages"][0]["content"]:
             self.came.append(tuple(connector.fetch_image_embedding(part["image_embeds"]["image_embeds"]).shape))
         if self._at_chunk is not None:
@@ -109,7 +109,7 @@ def test_what_the_engine_has_no_need_of_is_not_fetched() -> None:
     async def scenario() -> None:
         engine = Engine()
         accepted, head, _ = await engine.answer(nowhere(), nowhere(2.0))
-        assert accepted == Accepted(engine.llm._requests.reads_on, (nowhere(), nowhere(2.0)))
+        assert accepted == Accepted(engine.llm._requests.shm_host, (nowhere(), nowhere(2.0)))
         assert isinstance(head, ResponseHead)
         assert b'path;desc="prefix_cache"' in dict(head.headers)[b"server-timing"]
         assert engine.came == [(6, 0), (6, 0)], "placeholders"
@@ -165,7 +165,7 @@ def test_where_the_engine_cannot_be_asked_encoders_are(why: str) -> None:
         engine = Engine()
         given: list[Any] = [nowhere()]
         if why == "the engine keeps no prefixes":
-            engine.receiver.prefix_cached = False
+            engine.receiver.has_prefix_cache = False
         elif why == "it does not load":
             engine.receiver.disable_engine_loads()
         else:
@@ -184,8 +184,8 @@ def test_what_came_with_a_request_may_be_spared_the_next_one() -> None:
         first = (await engine.answer(*at_once(encoded())))[0]
         assert isinstance(first, Accepted)
         assert first.read_from == (nowhere(),)
-        engine.receiver.prefix_cached = False
-        assert (await engine.answer(*at_once(encoded())))[0] == Accepted(engine.llm._requests.reads_on, (None,))
+        engine.receiver.has_prefix_cache = False
+        assert (await engine.answer(*at_once(encoded())))[0] == Accepted(engine.llm._requests.shm_host, (None,))
 
     run(scenario())
 
@@ -228,11 +228,11 @@ def test_an_answer_that_fails_fails_as_it_does() -> None:
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         told: list[str] = []
         with pytest.raises(LookupError, match="broken"):
-            await put(told, unless_missing(broken(), never, asyncio.Event(), "first"))
+            await put(told, stream_unless_missing(broken(), never, asyncio.Event(), "first"))
         assert told == ["first", "one"]
         never.set_result("digest")
         with pytest.raises(EmbeddingNeededError, match="digest"):
-            await put(told, unless_missing(silent(), never, asyncio.Event(), "first"))
+            await put(told, stream_unless_missing(silent(), never, asyncio.Event(), "first"))
         assert told == ["first", "one"]
 
     async def silent() -> AsyncGenerator[str, None]:

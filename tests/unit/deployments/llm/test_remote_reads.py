@@ -30,7 +30,7 @@ def test_an_embedding_of_another_host_comes_to_the_engine(engine: bool) -> None:
         network, store = FakeNetwork(), EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
             async with setting(engine=engine) as given:
-                given.receiver._remote = buffer = ReceiveBuffer(FakeMemory(network), MIB)
+                given.receiver._receive_buffer = buffer = ReceiveBuffer(FakeMemory(network), MIB)
                 image = published(sender, store)
                 arrived = await given.receiver.receive(at_once(image))
                 assert arrived.path is TransferPath.NIXL
@@ -42,10 +42,10 @@ def test_an_embedding_of_another_host_comes_to_the_engine(engine: bool) -> None:
                 else:
                     assert found.shape == (6, 0)
                     table = given.scheduler.table
-                    await eventually(lambda: table.available("request", [image.digest]) == 1)
+                    await eventually(lambda: table.reserve("request", [image.digest]) == 1)
                     memory: WorkerMemory = given.memories[0]
-                    assert (memory.load(table.load(image.digest), expected.dtype) == expected).all()
-                    given.scheduler.finished("request")
+                    assert (memory.load(table.plan_load(image.digest), expected.dtype) == expected).all()
+                    given.scheduler.finish_request("request")
                 del found
                 given.receiver.close(arrived)
                 if not engine:
@@ -65,7 +65,7 @@ def test_one_that_cannot_be_read_is_for_the_object_store() -> None:
                 image = published(sender, store)
                 with pytest.raises(TransferFailedError, match="does not read"):
                     await given.receiver.receive(at_once(image))
-                given.receiver._remote = ReceiveBuffer(FakeMemory(network), MIB)
+                given.receiver._receive_buffer = ReceiveBuffer(FakeMemory(network), MIB)
                 assert image.remote is not None
                 network.gone.add(image.remote.agent_metadata)
                 with pytest.raises(TransferFailedError, match="has gone"):
@@ -86,7 +86,7 @@ def test_a_read_that_blocks_its_thread_fails_in_time() -> None:
         store = EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
             async with setting(engine=False) as given:
-                given.receiver._remote = ReceiveBuffer(Blocking(network), MIB, timeout_s=0.05)
+                given.receiver._receive_buffer = ReceiveBuffer(Blocking(network), MIB, timeout_s=0.05)
                 with pytest.raises(TransferFailedError, match="takes too long"):
                     await given.receiver.receive(at_once(published(sender, store)))
                 network.unblocked.set()
@@ -108,7 +108,7 @@ def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() 
         network, store = FakeNetwork(), EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
             async with setting(engine=False) as given:
-                given.receiver._remote = buffer = ReceiveBuffer(Stubborn(network), MIB, on_error=survived.append)
+                given.receiver._receive_buffer = buffer = ReceiveBuffer(Stubborn(network), MIB, on_error=survived.append)
                 gone, there = published(sender, store), published(sender, store)
                 assert gone.remote is not None
                 network.gone.add(gone.remote.agent_metadata)

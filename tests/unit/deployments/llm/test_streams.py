@@ -90,7 +90,7 @@ def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
         begun = PrefetchedStream(pieces())
         await asyncio.sleep(0.01)
         assert made == [0]
-        assert [piece async for piece in begun.rest()] == [0, 1, 2]
+        assert [piece async for piece in begun.read()] == [0, 1, 2]
         await begun.close()
 
     asyncio.run(scenario())
@@ -112,7 +112,7 @@ def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> 
         begun = PrefetchedStream(pieces())
         await asyncio.sleep(0.01)
         if reads:
-            async with aclosing(begun.rest()) as rest:
+            async with aclosing(begun.read()) as rest:
                 assert await anext(rest) == 1
         else:
             await begun.close()
@@ -130,7 +130,7 @@ def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_els
 
     async def scenario() -> None:
         with pytest.raises(LookupError, match="broken"):
-            await anext(PrefetchedStream(broken()).rest())
+            await anext(PrefetchedStream(broken()).read())
         await PrefetchedStream(broken()).close()
 
     asyncio.run(scenario())

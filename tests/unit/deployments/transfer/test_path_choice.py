@@ -76,7 +76,7 @@ def test_an_encoder_gives_it_the_way_that_its_readers_take(
 
         remote = RemoteSender(store, FakeMemory(FakeNetwork())) if nixl else None
         server = ShmServer(store)
-        vars(replica).update(_encoded=made, _server=server, _remote=remote, _host=HERE, _counts=counts)
+        vars(replica).update(_get_or_encode=made, _server=server, _remote=remote, _host=HERE, _counts=counts)
         job = ImageJob(png(), None, image.digest, IDENTITY.fingerprint, (4, 4), 6)
         found = await replica.encode(dataclasses.replace(job, read_on=read_on, pulled=pulled))
         if isinstance(found, SharedEmbedding):

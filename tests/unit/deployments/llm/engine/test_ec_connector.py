@@ -78,7 +78,7 @@ def engine() -> Iterator[Engine]:
     )
     scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
     worker = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
-    assert receiver.engine_started(timeout_s=60)
+    assert receiver.wait_for_engine(timeout_s=60)
     loop = asyncio.new_event_loop()
     try:
         yield Engine(receiver, store, server, scheduler, worker, loop)

@@ -25,39 +25,39 @@ def table() -> LeaseTable:
 
 def test_a_request_waits_for_all_of_its_embeddings(table: LeaseTable) -> None:
     table.grant(engine_lease("a", 1))
-    assert table.available("r", [digest(1), digest(2)]) == 1
-    assert table.available("r", [digest(2), digest(1)]) == 0
+    assert table.reserve("r", [digest(1), digest(2)]) == 1
+    assert table.reserve("r", [digest(2), digest(1)]) == 0
     table.grant(engine_lease("b", 2))
-    assert table.available("r", [digest(1), digest(2)]) == 2
-    assert table.available("text", []) == 0
+    assert table.reserve("r", [digest(1), digest(2)]) == 2
+    assert table.reserve("text", []) == 0
 
 
 def test_a_request_that_waited_in_vain_holds_nothing(table: LeaseTable) -> None:
     table.grant(engine_lease("a", 1))
-    assert table.available("r", [digest(2), digest(1)]) == 0
+    assert table.reserve("r", [digest(2), digest(1)]) == 0
     assert table.release("a") == [EndedLease("a", 0)]
-    assert table.finished("r") == []
+    assert table.finish_request("r") == []
     assert len(table) == 0
 
 
 def test_what_a_request_has_begun_with_stays_while_it_waits_for_the_rest(table: LeaseTable) -> None:
     table.grant(engine_lease("a", 1))
-    assert table.available("r", [digest(1), digest(2)]) == 1
-    table.load(digest(1))
+    assert table.reserve("r", [digest(1), digest(2)]) == 1
+    table.plan_load(digest(1))
     assert table.release("a") == []
-    assert table.available("r", [digest(1), digest(2)]) == 1
-    assert table.finished("r") == [EndedLease("a", 1)]
+    assert table.reserve("r", [digest(1), digest(2)]) == 1
+    assert table.finish_request("r") == [EndedLease("a", 1)]
     assert len(table) == 0
 
 
 def test_a_lease_that_is_withdrawn_stays_while_its_request_runs(table: LeaseTable) -> None:
     """The client has gone; the engine hears of it later, and may be in the middle of the prompt."""
     table.grant(engine_lease("a"))
-    assert table.available("r", [digest(1)])
+    assert table.reserve("r", [digest(1)])
     assert table.release("a") == []
     assert table.has(digest(1))
-    assert table.load(digest(1)) == engine_lease("a")
-    assert table.finished("r") == [EndedLease("a", 1)]
+    assert table.plan_load(digest(1)) == engine_lease("a")
+    assert table.finish_request("r") == [EndedLease("a", 1)]
     assert not table.has(digest(1))
     assert len(table) == 0
 
@@ -65,23 +65,23 @@ def test_a_lease_that_is_withdrawn_stays_while_its_request_runs(table: LeaseTabl
 def test_a_request_that_comes_back_after_preemption_counts_once(table: LeaseTable) -> None:
     table.grant(engine_lease("a"))
     for _ in range(3):
-        assert table.available("r", [digest(1)])
-        table.load(digest(1))
-    assert table.finished("r") == []
+        assert table.reserve("r", [digest(1)])
+        table.plan_load(digest(1))
+    assert table.finish_request("r") == []
     assert table.release("a") == [EndedLease("a", 3)]
 
 
 def test_requests_share_an_embedding_and_the_last_lease_stays_for_all(table: LeaseTable) -> None:
     table.grant(engine_lease("a"))
-    assert table.available("first", [digest(1)])
+    assert table.reserve("first", [digest(1)])
     table.grant(engine_lease("b"))
-    assert table.available("second", [digest(1)])
-    assert table.load(digest(1)).name == "b"
+    assert table.reserve("second", [digest(1)])
+    assert table.plan_load(digest(1)).name == "b"
     assert table.release("a") == [EndedLease("a", 0)], "b serves both"
     assert table.release("b") == []
-    assert table.finished("second") == []
+    assert table.finish_request("second") == []
     assert table.has(digest(1)), "the first one may need it still"
-    assert table.finished("first") == [EndedLease("b", 1)]
+    assert table.finish_request("first") == [EndedLease("b", 1)]
 
 
 def test_a_lease_does_not_end_between_the_question_for_it_and_the_end_of_the_step(table: LeaseTable) -> None:
@@ -89,16 +89,16 @@ def test_a_lease_does_not_end_between_the_question_for_it_and_the_end_of_the_ste
     assert table.pin(digest(1))
     assert not table.pin(digest(2))
     assert table.release("a") == []
-    assert table.load(digest(1)) == engine_lease("a")
-    assert table.step_built() == [EndedLease("a", 1)]
-    assert (len(table), table.step_built()) == (0, [])
+    assert table.plan_load(digest(1)) == engine_lease("a")
+    assert table.end_step() == [EndedLease("a", 1)]
+    assert (len(table), table.end_step()) == (0, [])
 
 
 def test_what_nobody_knows_is_no_error(table: LeaseTable) -> None:
     assert table.release("never given") == []
-    assert table.finished("never seen") == []
+    assert table.finish_request("never seen") == []
     with pytest.raises(KeyError):
-        table.load(digest(1))
+        table.plan_load(digest(1))
 
 
 DIGESTS = st.sampled_from([digest(1), digest(2)])
@@ -122,7 +122,7 @@ class Scheduling(RuleBasedStateMachine):
         """Digests that requests in the engine came without."""
         self.asked: list[str] = []
         """Digests for which the step has been told that they can be loaded."""
-        self.num_loads = 0
+        self.num_planned = 0
 
     @rule(wanted=DIGESTS)
     def give(self, wanted: str) -> None:
@@ -140,7 +140,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule(wanted=DIGESTS, name=st.sampled_from(["r1", "r2", "r3"]))
     def start(self, wanted: str, name: str) -> None:
-        if name not in self.running and self.table.available(name, [wanted]):
+        if name not in self.running and self.table.reserve(name, [wanted]):
             self.running[name] = wanted
 
     @rule(wanted=DIGESTS)
@@ -150,30 +150,30 @@ class Scheduling(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule()
-    def load(self) -> None:
+    def plan_load(self) -> None:
         wanted = self.asked.pop()
-        assert self.table.load(wanted).header.digest == wanted
-        self.num_loads += 1
+        assert self.table.plan_load(wanted).header.digest == wanted
+        self.num_planned += 1
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def load_again(self, data: st.DataObject) -> None:
         """After preemption."""
         wanted = data.draw(st.sampled_from(sorted(self.running.values())))
-        assert self.table.load(wanted).header.digest == wanted
-        self.num_loads += 1
+        assert self.table.plan_load(wanted).header.digest == wanted
+        self.num_planned += 1
 
     @rule()
     def build(self) -> None:
         self.asked = []
-        self.ended += self.table.step_built()
+        self.ended += self.table.end_step()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[name]
-        self.ended += self.table.finished(name)
+        self.ended += self.table.finish_request(name)
 
     @invariant()
     def what_was_promised_is_there(self) -> None:
@@ -187,12 +187,12 @@ class Scheduling(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for name in list(self.running):
-            self.ended += self.table.finished(name)
+            self.ended += self.table.finish_request(name)
         for lease in list(self.open):
             self.ended += self.table.release(lease)
-        self.ended += self.table.step_built()
+        self.ended += self.table.end_step()
         assert len(self.ended) == self.num_leases
-        assert sum(each.num_loads for each in self.ended) == self.num_loads
+        assert sum(each.num_planned for each in self.ended) == self.num_loads
         assert len(self.table) == 0
 
 

@@ -78,7 +78,7 @@ def engine() -> Iterator[Engine]:
             memories,
             [WorkerLink(link.address, memory) for memory in memories],
         )
-        assert link.connected(timeout_s=PATIENCE_S)
+        assert link.wait_for_engine(timeout_s=PATIENCE_S)
         yield given
 
 
@@ -98,11 +98,11 @@ def release_all(address: str, pipe: Connection) -> None:
     pipe.recv()
     eventually(lambda: len(end.table) == NUM_REQUESTS * NUM_IMAGES)
     for request in range(NUM_REQUESTS):
-        end.available(f"request {request}", [digest(request, image) for image in range(NUM_IMAGES)])
+        end.reserve(f"request {request}", [digest(request, image) for image in range(NUM_IMAGES)])
     pipe.send("in use")
     pipe.recv()
     for request in range(NUM_REQUESTS):
-        end.finished(f"request {request}")
+        end.finish_request(f"request {request}")
     pipe.recv()
 
 
@@ -161,8 +161,8 @@ def test_a_message_that_cannot_be_handled_is_counted_and_the_next_one_is_handled
     assert set(engine.told.errors) == {ListenerError.MESSAGE}
     engine.link.check()
     engine.link.grant(engine_lease("lease"))
-    eventually(lambda: engine.scheduler.available("request", ["d" * 64]) == 1)
-    engine.scheduler.finished("request")
+    eventually(lambda: engine.scheduler.reserve("request", ["d" * 64]) == 1)
+    engine.scheduler.finish_request("request")
     engine.link.release(["lease"])
     assert engine.told.ended.get(timeout=PATIENCE_S) == "lease"
 
@@ -228,12 +228,12 @@ def test_a_lease_stays_open_where_the_worker_that_is_to_load_by_it_is_out_of_rea
     """As many loads are due as the engine has workers, not as are connected: with none left, what a worker was reading
     counted as read."""
     engine.link.grant(engine_lease("lease"))
-    eventually(lambda: engine.scheduler.available("request", ["d" * 64]) == 1)
-    engine.scheduler.table.load("d" * 64)
+    eventually(lambda: engine.scheduler.reserve("request", ["d" * 64]) == 1)
+    engine.scheduler.table.plan_load("d" * 64)
     for worker in engine.workers:
         worker.close()
     eventually(lambda: not engine.link._workers)
-    engine.scheduler.finished("request")
+    engine.scheduler.finish_request("request")
     engine.link.grant(engine_lease("another", "e" * 64))
     engine.link.release(["lease", "another"])
     assert engine.told.ended.get(timeout=PATIENCE_S) == "another", "nothing was to be loaded by it"

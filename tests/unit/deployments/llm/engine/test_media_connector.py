@@ -15,7 +15,7 @@ from deployments.llm.engine.media_connector import (
     KeyedMediaConnector,
     KeyStore,
     UnknownKeyError,
-    connector_class,
+    make_connector_class,
 )
 
 TENSOR = torch.arange(6.0)
@@ -45,9 +45,9 @@ def test_keys_are_unguessable() -> None:
 def test_a_key_works_once() -> None:
     store = KeyStore()
     store.put("a", TENSOR)
-    assert store.take("a") is TENSOR
+    assert store.pop("a") is TENSOR
     with pytest.raises(UnknownKeyError):
-        store.take("a")
+        store.pop("a")
     assert len(store) == 0
 
 
@@ -56,18 +56,18 @@ def test_a_key_in_use_is_not_overwritten() -> None:
     store.put("a", TENSOR)
     with pytest.raises(ValueError, match="already in use"):
         store.put("a", torch.zeros(1))
-    assert store.take("a") is TENSOR
+    assert store.pop("a") is TENSOR
 
 
 def test_withdrawn_keys_are_gone_and_taken_ones_may_be_withdrawn() -> None:
     store = KeyStore()
     store.put("a", TENSOR)
     store.put("b", TENSOR)
-    store.take("a")
-    store.withdraw(["a", "b", "never put"])
+    store.pop("a")
+    store.discard(["a", "b", "never put"])
     assert len(store) == 0
     with pytest.raises(UnknownKeyError):
-        store.take("b")
+        store.pop("b")
 
 
 def test_an_unknown_key_is_a_value_error_that_names_no_key() -> None:
@@ -75,7 +75,7 @@ def test_an_unknown_key_is_a_value_error_that_names_no_key() -> None:
     store = KeyStore()
     store.put("vitray:secret", TENSOR)
     with pytest.raises(ValueError, match="does not exist") as refused:
-        store.take("vitray:guess")
+        store.pop("vitray:guess")
     assert "guess" not in str(refused.value)
     assert "secret" not in str(refused.value)
 
@@ -83,7 +83,7 @@ def test_an_unknown_key_is_a_value_error_that_names_no_key() -> None:
 @pytest.mark.parametrize("method", sorted(BY_KEY))
 def test_embeddings_come_by_key_only(method: str) -> None:
     store = KeyStore()
-    connector = connector_class(store)()
+    connector = make_connector_class(store)()
     store.put("key", TENSOR)
     assert called(connector, method, "key") is TENSOR
     for other in ("key", "data:;base64,AAAA", "https://example.com/tensor.pt", "file:///etc/passwd"):
@@ -101,7 +101,7 @@ def test_every_fetch_method_of_vllms_own_connector_is_refused() -> None:
     """One that ours lacks would be an AttributeError, a status 500 instead of 400; one that fetches would be a hole."""
     store = KeyStore()
     store.put("key", TENSOR)
-    connector = connector_class(store)()
+    connector = make_connector_class(store)()
     for method in {*vllms_fetch_methods()} - BY_KEY:
         assert hasattr(connector, method), f"vLLM's connector has {method}, ours must refuse it"
         assert inspect.iscoroutinefunction(getattr(connector, method)) == method.endswith("_async"), method
@@ -124,4 +124,4 @@ def test_connectors_of_two_stores_do_not_share() -> None:
     one, other = KeyStore(), KeyStore()
     one.put("key", TENSOR)
     with pytest.raises(UnknownKeyError):
-        connector_class(other)(media_io_kwargs={}).fetch_image_embedding("key")
+        make_connector_class(other)(media_io_kwargs={}).fetch_image_embedding("key")

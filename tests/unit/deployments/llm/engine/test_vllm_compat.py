@@ -104,9 +104,9 @@ def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
     adapter.log()
     kv_cache_use = cast(float, pytest.approx(0.3))
     assert stats.load() == EngineLoad(5, 3, kv_cache_use)
-    assert stats.load(besides=2) == EngineLoad(5, 1, kv_cache_use)
-    assert stats.load(besides=4) == EngineLoad(4, 0, kv_cache_use), "one of them is being read"
-    assert stats.load(besides=9) == EngineLoad(0, 0, kv_cache_use)
+    assert stats.load(num_excluded=2) == EngineLoad(5, 1, kv_cache_use)
+    assert stats.load(num_excluded=4) == EngineLoad(4, 0, kv_cache_use), "one of them is being read"
+    assert stats.load(num_excluded=9) == EngineLoad(0, 0, kv_cache_use)
 
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,8 +259,8 @@ def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not
 
 def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.26 takes its older one by itself where its engine has a connector, unless it is told not to."""
-    monkeypatch.setattr(vllm_compat, "NEWER_RUNNERS_CONNECTOR", "vllm.no_such_module")
-    monkeypatch.delenv(vllm_compat.NEWER_RUNNER, raising=False)
+    monkeypatch.setattr(vllm_compat, "V2_RUNNER_CONNECTOR", "vllm.no_such_module")
+    monkeypatch.delenv(vllm_compat.V2_RUNNER_VARIABLE, raising=False)
     assert vllm_compat.engine_load_unsupported_reason({}) is None
-    monkeypatch.setenv(vllm_compat.NEWER_RUNNER, "1")
+    monkeypatch.setenv(vllm_compat.V2_RUNNER_VARIABLE, "1")
     assert "newer model runner cannot" in (vllm_compat.engine_load_unsupported_reason({}) or "")
