@@ -108,7 +108,9 @@ def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() 
         network, store = FakeNetwork(), EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
             async with setting(engine=False) as given:
-                given.receiver._receive_buffer = buffer = ReceiveBuffer(Stubborn(network), MIB, on_error=survived.append)
+                given.receiver._receive_buffer = buffer = ReceiveBuffer(
+                    Stubborn(network), MIB, on_error=survived.append
+                )
                 gone, there = published(sender, store), published(sender, store)
                 assert gone.remote is not None
                 network.gone.add(gone.remote.agent_metadata)

@@ -192,7 +192,7 @@ class Scheduling(RuleBasedStateMachine):
             self.ended += self.table.release(lease)
         self.ended += self.table.end_step()
         assert len(self.ended) == self.num_leases
-        assert sum(each.num_planned for each in self.ended) == self.num_loads
+        assert sum(each.num_planned for each in self.ended) == self.num_planned
         assert len(self.table) == 0
 
 
