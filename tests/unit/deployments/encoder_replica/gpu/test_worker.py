@@ -231,7 +231,7 @@ def test_an_image_over_the_bound_is_taken_when_nothing_waits() -> None:
     owned = Owned(max_queued_tokens=10)
     owned.encoder.gate.clear()
     large = owned.worker.submit(image(1, num_tokens=50))
-    with pytest.raises(QueueFullError, match="50 visual tokens wait"):
+    with pytest.raises(QueueFullError, match="holds 50 visual tokens"):
         owned.worker.submit(image(2, num_tokens=50))
     owned.encoder.gate.set()
     assert value_of(large) == 1
@@ -460,11 +460,11 @@ class Untold(FakeLaunched):
     """Cannot tell how it ran."""
 
     @property
-    def ran(self) -> RunRecord | None:
+    def run_record(self) -> RunRecord | None:
         raise AttributeError("ran")
 
-    @ran.setter
-    def ran(self, _: RunRecord | None) -> None: ...
+    @run_record.setter
+    def run_record(self, _: RunRecord | None) -> None: ...
 
 
 @pytest.mark.parametrize(("made", "error"), [(Untold, "ran"), (Short, "a batch of 1 images gave 0 embeddings")])
