@@ -64,7 +64,7 @@ class EmbeddingStore:
     def allocate(self, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Allocates an embedding `[num_tokens, width]`, freed with the tensor and its views. Returns None if full.
 
-        If memory is needed, offers end that are older than MIN_OFFER_S and than any recently read offer was.
+        If memory is needed, offers end that are older than MIN_OFFER_AGE_S and than any recently read offer was.
         """
         num_bytes = num_tokens * width * dtype.itemsize
         memory = self.arena.allocate(HEADER_BYTES + num_bytes)

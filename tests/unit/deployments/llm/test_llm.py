@@ -168,7 +168,7 @@ def test_requests_that_wait_for_encoders_leave_places_to_others() -> None:
 def test_half_of_the_slots_are_kept_for_requests_that_do_not_wait_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_module, "max_ongoing_requests", lambda: 10)
     llm, _ = started(monkeypatch, AppConfig(model="/somewhere"))
-    assert llm._requests._max_early == 5
+    assert llm._requests._max_early_requests == 5
 
 
 def test_an_embedding_that_was_lost_on_the_way_is_told_from_one_that_was_not_made() -> None:
