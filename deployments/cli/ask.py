@@ -22,17 +22,26 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 @click.command()
 @click.argument("question")
 @click.argument("pictures", nargs=-1)
-@click.option("-u", "--url", default=DEFAULT_URL, show_default=True, help="The server's address.")
-@click.option("-m", "--model", help="Default: the first that the server names.")
-@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, where the server wants one.")
+@click.option("-u", "--url", default=DEFAULT_URL, show_default=True, help="Address of the server.")
+@click.option("-m", "--model", help="Model to ask. Default: the first model that the server lists.")
+@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="API key, if the server requires one.")
 @click.option(
     "--detail",
     type=click.Choice(["auto", "low", "high"]),
-    help="\"low\" shrinks large pictures to the server's bound. Default: the checkpoint's own bounds.",
+    help='Resolution: "low" shrinks large pictures to the server\'s limit. Default: the limits of the checkpoint.',
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer. Default: the server's.")
-@click.option("--stream/--no-stream", default=True, show_default=True, help="As it comes, or at once when it is whole.")
-@click.option("--timing", is_flag=True, help="Then tell where the time went, on stderr.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="Maximum number of tokens in the answer. Default: the server's limit.",
+)
+@click.option(
+    "--stream/--no-stream",
+    default=True,
+    show_default=True,
+    help="Print the answer as it arrives, or only when it is complete.",
+)
+@click.option("--timing", is_flag=True, help="Print the duration of each stage to stderr after the answer.")
 def ask(
     question: str,
     pictures: tuple[str, ...],
@@ -74,16 +83,20 @@ def ask(
                 try:
                     for piece in answer.pieces:
                         first_s = first_s or time.perf_counter() - asked
-                        click.echo(_shown(piece, sys.stdout.isatty()), nl=False, color=True)  # unchanged
+                        click.echo(
+                            _strip_control_characters(piece, sys.stdout.isatty()), nl=False, color=True
+                        )  # unchanged
                 finally:
                     if first_s is not None:
                         click.echo()
     except AskError as error:
-        raise click.ClickException(_shown(str(error), True)) from error
+        raise click.ClickException(_strip_control_characters(str(error), True)) from error
     if answer.finish_reason == "length":
         click.echo("(cut at the longest answer allowed; --max-tokens raises it)", err=True)
     if timing:
-        click.echo(_shown(timing_lines(answer, first_s, time.perf_counter() - started), True), err=True)
+        click.echo(
+            _strip_control_characters(timing_lines(answer, first_s, time.perf_counter() - started), True), err=True
+        )
 
 
 def timing_lines(answer: Answer, first_s: float | None, total_s: float) -> str:
@@ -94,7 +107,7 @@ def timing_lines(answer: Answer, first_s: float | None, total_s: float) -> str:
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
 
 
-def _shown(text: str, on_terminal: bool) -> str:
+def _strip_control_characters(text: str, on_terminal: bool) -> str:
     """Removes the control characters by which a text could control a terminal."""
     return (
         "".join(mark for mark in text if mark in "\n\t" or unicodedata.category(mark) != "Cc") if on_terminal else text

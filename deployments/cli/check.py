@@ -20,10 +20,16 @@ _COLOURS = {"ok": "green", "missing": "yellow", "problem": "red"}
 
 @click.command()
 @config_option
-@click.option("--cluster", is_flag=True, help="This is one node of several: others may bring GPUs and vLLM.")
-@click.option("-u", "--url", help="Also report encoder fallbacks of the application that runs at this address.")
-@click.option("-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="An API key, where it wants one.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON, for programs.")
+@click.option(
+    "--cluster",
+    is_flag=True,
+    help="Treat this machine as one node of a cluster whose other nodes may have GPUs and vLLM.",
+)
+@click.option("-u", "--url", help="Also report encoder fallbacks of the application at this address.")
+@click.option(
+    "-k", "--key", envvar="VITRAY_API_KEY", show_envvar=True, help="API key, if the application requires one."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(config: Path, cluster: bool, url: str | None, key: str | None, as_json: bool) -> None:
     """Check whether this machine can run a configuration: GPUs, packages, kernels, model, memory; with a fix for each.
 

@@ -28,5 +28,5 @@ def config_option(command: Callable[P, R]) -> Callable[P, R]:
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         default=default_config,
         show_default="serve_config.yaml here, else the one of this project",
-        help="The application's configuration.",
+        help="Configuration file of the application.",
     )(command)

@@ -15,15 +15,42 @@ _LISTED = 10
 
 @click.command()
 @click.argument("pictures", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
-@click.option("-m", "--model", required=True, help="A checkpoint folder or a hub name.")
-@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]))
-@click.option("--device", default="auto", show_default=True, help='"auto": a GPU where there is one; else "cpu", …')
-@click.option("--min-pixels", type=click.IntRange(min=1), help="Of a resized picture. Default: the checkpoint's.")
-@click.option("--max-pixels", type=click.IntRange(min=1), help="Likewise.")
-@click.option("--threads", default=lambda: min(8, os.cpu_count() or 1), show_default="a CPU each, up to 8", type=int)
-@click.option("--processes", type=click.IntRange(min=1), help="That encode, by Ray Data. Default: one for each GPU.")
-@click.option("--images-per-file", default=256, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for the embeddings."
+)
+@click.option("-m", "--model", required=True, help="Checkpoint folder or hub name.")
+@click.option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16"]),
+              help='Type of weights and embeddings. "auto": that of the checkpoint.')  # fmt: skip
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help='Device that encodes, such as "cpu". "auto": a GPU if there is one.',
+)
+@click.option(
+    "--min-pixels",
+    type=click.IntRange(min=1),
+    help="Minimum pixels of a resized picture. Default: the checkpoint's limit.",
+)
+@click.option(
+    "--max-pixels",
+    type=click.IntRange(min=1),
+    help="Maximum pixels of a resized picture. Default: the checkpoint's limit.",
+)
+@click.option(
+    "--threads",
+    default=lambda: min(8, os.cpu_count() or 1),
+    show_default="number of CPUs, at most 8",
+    type=int,
+    help="Threads that decode pictures, in each process.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="Encoding processes, started by Ray Data. Default: one for each GPU.",
+)
+@click.option("--images-per-file", default=256, show_default=True, type=click.IntRange(min=1),
+              help="Maximum number of embeddings in a file.")  # fmt: skip
 def encode(
     pictures: Path,
     out: Path,

@@ -57,14 +57,16 @@ for _command in (ask, bench, check, encode, plan):
 @main.command()
 @config_option
 @click.option(
-    "-d", "--app-dir", default=str(PROJECT_ROOT), show_default=True, help="Where `deployments` is imported from."
+    "-d", "--app-dir", default=str(PROJECT_ROOT), show_default=True, help="Folder from which `deployments` is imported."
 )
-@click.option("-a", "--address", help="A running Ray cluster, host:port. Default: RAY_ADDRESS, else a new one here.")
+@click.option(
+    "-a", "--address", help="Address host:port of a running Ray cluster. Default: RAY_ADDRESS, else a new local one."
+)
 @click.option("--check/--no-check", default=True, show_default=True, help="Check the configuration before starting.")
 @click.option(
     "--haproxy/--no-haproxy",
     default=None,
-    help="HAProxy in front, or Serve's own proxy. Default: HAProxy where it is installed and a new Ray starts here.",
+    help="Use HAProxy or Serve's own proxy. Default: HAProxy if it is installed and a local Ray is started.",
 )
 def serve(config: Path, app_dir: str, address: str | None, check: bool, haproxy: bool | None) -> None:
     """Start the application and run it until Ctrl-C: `serve run` with a check before it and HAProxy in front.
@@ -133,7 +135,7 @@ def new_key(name: str) -> None:
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="As a Markdown table.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 def routes(markdown: bool) -> None:
     """List every HTTP route; all others are closed.
 
@@ -152,7 +154,7 @@ def routes(markdown: bool) -> None:
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="As a Markdown table.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 def settings(markdown: bool) -> None:
     """List every key below `args:` with its default, its possible values and its meaning.
 

@@ -26,25 +26,66 @@ ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
 @click.command()
-@click.option("--trace", required=True, type=FILE, help="Requests as they come, JSON lines.")
-@click.option("-m", "--model", required=True, help="A checkpoint folder or a hub name.")
-@click.option("--arch", type=click.Choice(tuple(ARCHITECTURES)), help="Do not read the model's settings; as published.")
-@click.option("--slo", required=True, type=ABOVE_0, help="Seconds within which the first token has to be there …")
+@click.option("--trace", required=True, type=FILE, help="Trace of requests, as JSON lines.")
+@click.option("-m", "--model", required=True, help="Checkpoint folder or hub name.")
+@click.option(
+    "--arch",
+    type=click.Choice(tuple(ARCHITECTURES)),
+    help="Use the published settings of this architecture instead of the model's.",
+)
+@click.option("--slo", required=True, type=ABOVE_0, help="Limit of the time to first token, in seconds.")
 @click.option("--slo-share", default=0.95, show_default=True, type=click.FloatRange(0, 1, min_open=True),
-              help="… for this share of the requests.")  # fmt: skip
-@click.option("--slo-stall", type=ABOVE_0, help="Seconds for which pictures may stop answers that are being written.")
-@click.option("--prefill-tokens-per-s", required=True, type=ABOVE_0, help="Of one replica of the language model.")
-@click.option("--decode-tokens-per-s", required=True, type=ABOVE_0, help="Of one, all its answers together.")
-@click.option("--llm-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="GPUs of one replica.")
-@click.option("--speed", default=1.0, show_default=True, type=ABOVE_0, help="Of the trace: 2 plays it twice as fast.")
-@click.option("--max-gpus", default=64, show_default=True, type=click.IntRange(min=1), help="More are not considered.")
-@click.option("--costs", type=FILE, help="Times of our encoder on your GPU. Default: those shipped, of an H200.")
-@click.option("--vllm-costs", type=FILE, help="Times of vLLM's own tower on it. Needed with --costs.")
-@click.option("--read-early/--read-at-once", default=True, help="Prompts as their images come (default), with encoders "
-              "on the same hosts or NIXL; or once all have.")  # fmt: skip
-@click.option("--hop-ms", type=click.FloatRange(min=0), help="What encoders apart add to a request beside encoding.")
-@click.option("--reading-ms", type=click.FloatRange(min=0), help="Of an ingress's CPU for 1000 visual tokens.")
-@click.option("--vllm-reading-ms", type=click.FloatRange(min=0), help="The same of an API server of vLLM's.")
+              help="Share of the requests that must meet --slo.")  # fmt: skip
+@click.option(
+    "--slo-stall",
+    type=ABOVE_0,
+    help="Limit in seconds for which pictures may interrupt answers that are being generated.",
+)
+@click.option(
+    "--prefill-tokens-per-s", required=True, type=ABOVE_0, help="Prefill speed of one language model replica."
+)
+@click.option(
+    "--decode-tokens-per-s",
+    required=True,
+    type=ABOVE_0,
+    help="Decode speed of one language model replica, over all of its answers.",
+)
+@click.option(
+    "--llm-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="GPUs of one language model replica."
+)
+@click.option(
+    "--speed", default=1.0, show_default=True, type=ABOVE_0, help="Speed of the trace: 2 replays it twice as fast."
+)
+@click.option(
+    "--max-gpus",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Largest number of GPUs that is considered.",
+)
+@click.option(
+    "--costs", type=FILE, help="Measured times of our encoder on your GPU. Default: the included ones, of an H200."
+)
+@click.option("--vllm-costs", type=FILE, help="Measured times of vLLM's own tower on that GPU. Required with --costs.")
+@click.option(
+    "--read-early/--read-at-once",
+    default=True,
+    help="Whether early prefill is enabled (default): prompts are prefilled while images are encoded. It needs "
+    "encoders on the same hosts, or NIXL.",
+)
+@click.option(
+    "--hop-ms",
+    type=click.FloatRange(min=0),
+    help="Time that separate encoders add to a request besides encoding, in ms.",
+)
+@click.option(
+    "--reading-ms", type=click.FloatRange(min=0), help="CPU time of an ingress to read 1000 visual tokens, in ms."
+)
+@click.option(
+    "--vllm-reading-ms",
+    type=click.FloatRange(min=0),
+    help="CPU time of a vLLM API server to read 1000 visual tokens, in ms.",
+)
 def plan(
     trace: Path,
     model: str,
