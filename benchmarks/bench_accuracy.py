@@ -24,7 +24,7 @@ import torch
 from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.rungs import RUNGS, RungUnavailableError
 from benchmarks.record import ROOT, gpu, provenance, save, write
-from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, distance, encode, ways
+from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, distance, encode, list_configurations
 from deployments.llm.engine import import_shim
 from encoder.towers.backends import BackendUnavailableError
 from training.conversations import Conversation, messages
@@ -66,7 +66,7 @@ def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def inputs(
+def build_prompts(
     asked: Sequence[Conversation], texts: Sequence[str], embeddings: Sequence[Encoded] | None
 ) -> list[dict[str, Any]]:
     """Returns vLLM's prompts: each text with its pictures, or with the next of `embeddings` for each picture."""
@@ -89,7 +89,7 @@ def inputs(
     return made
 
 
-def language_model(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) -> Say:
+def start_vllm(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) -> Say:
     """Starts vLLM in this process, so that its scheduling does not depend on the arrival of messages."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if not on_gpu:
@@ -112,13 +112,13 @@ def language_model(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) 
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
 
     def say(embeddings: Sequence[Encoded] | None) -> list[str]:
-        done = engine.generate(inputs(asked, texts, embeddings), greedy, use_tqdm=False)
+        done = engine.generate(build_prompts(asked, texts, embeddings), greedy, use_tqdm=False)
         return [str(one.outputs[0].text) for one in done]
 
     return say
 
 
-def compared(asked: Sequence[Conversation], given: Sequence[str], alone: Sequence[str] | None) -> dict[str, Any]:
+def compare_answers(asked: Sequence[Conversation], given: Sequence[str], alone: Sequence[str] | None) -> dict[str, Any]:
     """Returns a row: correct answers, and how many equal those with vLLM's own tower, and which differ."""
     found = score(asked, given)
     row: dict[str, Any] = {key: found[key] for key in ("questions", "accuracy", "families")}
@@ -169,36 +169,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     made: dict[Configuration, tuple[list[Encoded], dict[str, Any]]] = {}
     last_start = (1 - ENCODING_SHARE) * deadline.left
-    for way in ways(options.rungs, options.backends):
+    for configuration in list_configurations(options.rungs, options.backends):
         if deadline.left < last_start:
-            left_out(way.name, "no time was left to encode")
+            left_out(configuration.name, "no time was left to encode")
             continue
         began = time.perf_counter()
         try:
-            made[way] = encode(options.model, way, shown)
+            made[configuration] = encode(options.model, configuration, shown)
         except (ValueError, BackendUnavailableError, RungUnavailableError) as error:
-            left_out(way.name, str(error))
+            left_out(configuration.name, str(error))
         except Exception as error:  # a configuration that fails must not stop the others
-            left_out(way.name, f"failed: {error!r}")
+            left_out(configuration.name, f"failed: {error!r}")
         else:
-            print(f"{way.name}: encoded after {time.perf_counter() - began:.1f} s", flush=True)
+            print(f"{configuration.name}: encoded after {time.perf_counter() - began:.1f} s", flush=True)
     first = next(iter(made.values()))[0] if made else []
     for embeddings, facts in made.values():
         facts["distance_to_first"] = distance(embeddings, first)
     # Saved here in case the language model fails to start.
-    report["encoded"] = {way.label: facts for way, (_, facts) in made.items()}
+    report["encoded"] = {configuration.label: facts for configuration, (_, facts) in made.items()}
     if options.out is not None:
         save(report, options.out)
-    say = language_model(options.model, asked, on_gpu=device is not None)
+    say = start_vllm(options.model, asked, on_gpu=device is not None)
     alone = say(None)
-    report["rows"][ALONE] = compared(asked, alone, None)
-    for way, (embeddings, _) in made.items():
+    report["rows"][ALONE] = compare_answers(asked, alone, None)
+    for configuration, (embeddings, _) in made.items():
         if deadline.over:
-            left_out(way.name, "no time was left to ask")
+            left_out(configuration.name, "no time was left to ask")
             continue
         began = time.perf_counter()
         given = say(embeddings)
-        report["rows"][way.label] = compared(asked, given, alone) | {"answers_s": time.perf_counter() - began}
+        report["rows"][configuration.label] = compare_answers(asked, given, alone) | {
+            "answers_s": time.perf_counter() - began
+        }
         if options.out is not None:
             save(report, options.out)
     print(f"\n{table(report['rows'])}", flush=True)

@@ -71,7 +71,7 @@ def affinity(scene: Scenario, load_factor: float, *, separate_cache_hits: bool =
     return make
 
 
-def ways(scene: Scenario, load_factor: float) -> dict[str, tuple[Scenario, Callable[[int], Router]]]:
+def list_policies(scene: Scenario, load_factor: float) -> dict[str, tuple[Scenario, Callable[[int], Router]]]:
     """Returns the compared policies by name."""
     silent = replace(scene, publish_s=NEVER_S)
     return {
@@ -86,7 +86,7 @@ def ways(scene: Scenario, load_factor: float) -> dict[str, tuple[Scenario, Calla
 def compare(scene: Scenario, load_factor: float) -> dict[str, Any]:
     measure = one_cache(scene.requests, scene.cache_bytes)
     rows: dict[str, Any] = {}
-    for name, (met, make_router) in ways(scene, load_factor).items():
+    for name, (met, make_router) in list_policies(scene, load_factor).items():
         found = Replay(met, make_router).run()
         tokens = list(found.by_replica.values())
         rows[name] = {
@@ -152,38 +152,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
-    asked = parser.parse_args(arguments)
-    requests: list[Request] = read_requests(asked.trace, RULES[asked.arch])
-    speed = tokens_per_s(asked.trace, asked.arch)
-    own = load_of(requests, asked.replicas, speed)
+    options = parser.parse_args(arguments)
+    requests: list[Request] = read_requests(options.trace, RULES[options.arch])
+    speed = tokens_per_s(options.trace, options.arch)
+    own = load_of(requests, options.replicas, speed)
     num_bytes = distinct_bytes(requests)
     runs: list[dict[str, Any]] = []
-    for ingresses in asked.ingresses:
-        for busy in asked.busy:
+    for ingresses in options.ingresses:
+        for busy in options.busy:
             at_pace = paced(requests, busy / own) if busy else requests
-            cache_bytes = int(num_bytes * asked.cache_share)
-            scene = Scenario(at_pace, asked.replicas, cache_bytes, speed, ingresses, asked.publish_s)
-            found = compare(scene, asked.load_factor)
+            cache_bytes = int(num_bytes * options.cache_share)
+            scene = Scenario(at_pace, options.replicas, cache_bytes, speed, ingresses, options.publish_s)
+            found = compare(scene, options.load_factor)
             show(scene, busy or own, found)
             runs.append({"ingresses": ingresses, "busy": busy or own, **found})
-    times = {str(replicas): decision_us(replicas, asked.load_factor) for replicas in (1, 4, 64)}
+    times = {str(replicas): decision_us(replicas, options.load_factor) for replicas in (1, 4, 64)}
     print("a decision takes", ", ".join(f"{took:.0f} µs with {count} replicas" for count, took in times.items()))
     report = {
         "benchmark": "affinity",
-        "trace": asked.trace.stem,
-        "arch": asked.arch,
-        "replicas": asked.replicas,
-        "load_factor": asked.load_factor,
-        "publish_s": asked.publish_s,
+        "trace": options.trace.stem,
+        "arch": options.arch,
+        "replicas": options.replicas,
+        "load_factor": options.load_factor,
+        "publish_s": options.publish_s,
         "images": sum(1 for _ in images_of(requests)),
         "distinct_bytes": num_bytes,
-        "cache_bytes": int(num_bytes * asked.cache_share),
+        "cache_bytes": int(num_bytes * options.cache_share),
         "tokens_per_s": speed,
         "decision_us": times,
         "runs": runs,
-        **provenance(asked.commit, arguments),
+        **provenance(options.commit, arguments),
     }
-    write(report, asked.out)
+    write(report, options.out)
     return 0
 
 

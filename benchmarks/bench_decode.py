@@ -59,7 +59,7 @@ class Options:
     seed: int
 
 
-def photos(side: int, count: int, seed: int) -> list[bytes]:
+def make_photos(side: int, count: int, seed: int) -> list[bytes]:
     """Returns JPEG files of smoothed noise, with about the bytes per pixel and the decoding time of photographs."""
     rng = np.random.default_rng(seed)
     files = []
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=torch.device(options.device),
         seed=options.seed,
     )
-    files = photos(asked.side, min(DISTINCT, asked.images), asked.seed)
+    files = make_photos(asked.side, min(DISTINCT, asked.images), asked.seed)
     archs: dict[str, object] = {}
     report: dict[str, object] = {
         "benchmark": "decode",

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.ladder.baton import Peer
-from benchmarks.ladder.gpu_clock import Readings, sampled
+from benchmarks.ladder.gpu_clock import Readings, sample_gpu
 from benchmarks.ladder.ladder import NO_TIME, Ladder, Options, new_record
 from benchmarks.ladder.measure import Deadline, product_tflops
 from benchmarks.ladder.rungs import HOPPER_PACKAGES, RUNGS
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start = partial(Peer, vllm_process.make, folder / "vllm.log")
         wanted = "vllm" in options.peers and importlib.util.find_spec("vllm") is not None
         peer = stack.enter_context(start()) if wanted else None
-        readings = stack.enter_context(sampled(0 if options.device.startswith("cuda") else None))
+        readings = stack.enter_context(sample_gpu(0 if options.device.startswith("cuda") else None))
         for number, arch in enumerate(options.arch):
             share = Deadline(deadline.left / (len(options.arch) - number))
             if peer is not None and not peer.alive:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import aiohttp
 
-from benchmarks.bench_decode import photos
+from benchmarks.bench_decode import make_photos
 from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.serving.busy import Busy
 from benchmarks.serving.own_serve import own_serve
@@ -115,16 +115,16 @@ def client(load: Load) -> tuple[int, int]:
     return asyncio.run(drive(load))
 
 
-def together(loads: Sequence[Load]) -> tuple[float, int]:
+def run_clients(loads: Sequence[Load]) -> tuple[float, int]:
     """Returns images per second of all clients together, and the number of failed requests."""
     with multiprocessing.get_context("spawn").Pool(len(loads)) as pool:
         found = pool.map(client, loads)
     return sum(done for done, _ in found) / loads[0].seconds, sum(failed for _, failed in found)
 
 
-def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[str, Any]:
+def schema(checkpoint: Path, encoders: int, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the application's configuration, without a cache, so that every picture is encoded."""
-    on_gpu = not asked.tiny
+    on_gpu = not options.tiny
     return {
         "name": NAME,
         "route_prefix": "/",
@@ -134,7 +134,7 @@ def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[s
             "encoder_replica": {
                 "num_gpus": 1 if on_gpu else 0,
                 "num_cpus": 0.1,
-                "decode_workers": asked.decode_workers,
+                "decode_workers": options.decode_workers,
                 "cache_bytes": 0,
             },
             "llm": {"num_gpus": 0, "num_cpus": 0.1},
@@ -147,25 +147,25 @@ def schema(checkpoint: Path, encoders: int, asked: argparse.Namespace) -> dict[s
             },
         },
         "deployments": [
-            {"name": "Ingress", "num_replicas": asked.ingresses * encoders, "max_ongoing_requests": 1024},
+            {"name": "Ingress", "num_replicas": options.ingresses * encoders, "max_ongoing_requests": 1024},
             {"name": "Encoder", "num_replicas": encoders},
             {"name": "LLM", "num_replicas": encoders},
         ],
     }
 
 
-def library(asked: argparse.Namespace) -> dict[str, Any]:
+def measure_library(options: argparse.Namespace) -> dict[str, Any]:
     """Runs `bench_decode.py` on one GPU. Raises RuntimeError with its output if it fails."""
-    command = [sys.executable, "benchmarks/bench_decode.py", "--arch", asked.arch, "--side", str(asked.side)]
-    command += ["--workers", str(asked.decode_workers), *(["--tiny"] if asked.tiny else [])]
+    command = [sys.executable, "benchmarks/bench_decode.py", "--arch", options.arch, "--side", str(options.side)]
+    command += ["--workers", str(options.decode_workers), *(["--tiny"] if options.tiny else [])]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(f"bench_decode.py failed with {ran.returncode}: {ran.stderr[-500:]}")
     rows: dict[str, dict[str, Any]] = json.loads(ran.stdout.strip().splitlines()[-1])["archs"]
-    return rows[asked.arch]
+    return rows[options.arch]
 
 
-def of_trace(path: Path) -> tuple[tuple[bytes, ...], ...]:
+def read_trace_files(path: Path) -> tuple[tuple[bytes, ...], ...]:
     """Returns the files of each request with pictures among the first TRACE_REQUESTS."""
     trace = read_trace(path).cut(TRACE_REQUESTS)
     with tempfile.TemporaryDirectory() as folder:
@@ -174,17 +174,17 @@ def of_trace(path: Path) -> tuple[tuple[bytes, ...], ...]:
 
 
 def measured(
-    kind: str, files: tuple[tuple[bytes, ...], ...], url: str, encoders: int, asked: argparse.Namespace
+    kind: str, files: tuple[tuple[bytes, ...], ...], url: str, encoders: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Measures all clients together."""
-    clients = asked.ingresses * encoders
-    each = -(-asked.in_flight * encoders // clients)
+    clients = options.ingresses * encoders
+    each = -(-options.in_flight * encoders // clients)
     loads = [
-        Load(url, files, each, asked.warm_seconds, asked.seconds, (encoders * 100 + number) * 10**9)
+        Load(url, files, each, options.warm_seconds, options.seconds, (encoders * 100 + number) * 10**9)
         for number in range(clients)
     ]
-    with Busy(PROCESSES, asked.warm_seconds + CLIENTS_START_S, max(asked.seconds - CLIENTS_START_S, 0.5)) as busy:
-        images_per_s, lost = together(loads)
+    with Busy(PROCESSES, options.warm_seconds + CLIENTS_START_S, max(options.seconds - CLIENTS_START_S, 0.5)) as busy:
+        images_per_s, lost = run_clients(loads)
     return {"encoders": encoders, "kind": kind, "images_per_s": images_per_s, "failed": lost, "busy": busy.found}
 
 
@@ -197,7 +197,7 @@ def compare(rows: Sequence[dict[str, Any]], library_kind: str, library_images_pe
         row["linear"] = row["images_per_s"] / (one[row["kind"]] * row["encoders"]) if row["kind"] in one else None
 
 
-def told(row: dict[str, Any]) -> str:
+def row_text(row: dict[str, Any]) -> str:
     parts = [f"{row['encoders']} encoders, {row['kind']}: {row['images_per_s']:.1f} images a second"]
     if row["over_library"] is not None:
         parts.append(f"{row['over_library']:.3f} of the library")
@@ -247,26 +247,26 @@ def _counts(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = parse(arguments)
+    options = parse(arguments)
     os.environ.setdefault("PYTHONPATH", str(ROOT))  # Ray's workers inherit it
     wanted: dict[str, tuple[tuple[bytes, ...], ...]] = {
-        f"{asked.side}²": tuple((file,) for file in photos(asked.side, asked.distinct, seed=0))
+        f"{options.side}²": tuple((file,) for file in make_photos(options.side, options.distinct, seed=0))
     }
-    if asked.trace:
-        wanted[asked.trace.stem] = of_trace(asked.trace)
+    if options.trace:
+        wanted[options.trace.stem] = read_trace_files(options.trace)
     report: dict[str, Any] = {
         "benchmark": "encoders",
-        "gpu": None if asked.tiny else gpu(),
-        "tiny": asked.tiny,
-        "arch": asked.arch,
-        "side": asked.side,
-        "decode_workers": asked.decode_workers,
-        "ingresses_an_encoder": asked.ingresses,
-        "in_flight_an_encoder": asked.in_flight,
-        "proxy": "Serve's" if asked.serve_proxy else "Serve's HAProxy",
-        "library": None if asked.no_library else library(asked),
+        "gpu": None if options.tiny else gpu(),
+        "tiny": options.tiny,
+        "arch": options.arch,
+        "side": options.side,
+        "decode_workers": options.decode_workers,
+        "ingresses_an_encoder": options.ingresses,
+        "in_flight_an_encoder": options.in_flight,
+        "proxy": "Serve's" if options.serve_proxy else "Serve's HAProxy",
+        "library": None if options.no_library else measure_library(options),
         "rows": [],
-        **provenance(asked.commit, arguments),
+        **provenance(options.commit, arguments),
     }
     alone = None
     if report["library"]:
@@ -277,27 +277,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         own_serve(
             request_timeout_s=REQUEST_S,
-            haproxy=not asked.serve_proxy,
+            haproxy=not options.serve_proxy,
             num_cpus=64,
-            num_gpus=0 if asked.tiny else max(asked.gpus),
+            num_gpus=0 if options.tiny else max(options.gpus),
         ) as (url, deploy),
     ):
         checkpoint = ROOT / "models" / "scenes-8m"
-        if not asked.tiny:
+        if not options.tiny:
             from benchmarks.serving.checkpoint import make_published
 
-            checkpoint = make_published(asked.arch, Path(folder) / asked.arch)
-        for encoders in asked.gpus:
-            deploy(schema(checkpoint, encoders, asked))
+            checkpoint = make_published(options.arch, Path(folder) / options.arch)
+        for encoders in options.gpus:
+            deploy(schema(checkpoint, encoders, options))
             for kind, files in wanted.items():
-                row = measured(kind, files, url, encoders, asked)
+                row = measured(kind, files, url, encoders, options)
                 report["rows"].append(row)
-                compare(report["rows"], f"{asked.side}²", alone)
+                compare(report["rows"], f"{options.side}²", alone)
                 failed += row["failed"]
-                print(told(row), flush=True)
-                if asked.out is not None:
-                    save(report, asked.out)
-    write(report, asked.out)
+                print(row_text(row), flush=True)
+                if options.out is not None:
+                    save(report, options.out)
+    write(report, options.out)
     return 1 if failed else 0
 
 

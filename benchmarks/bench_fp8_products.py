@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.ladder.measure import Deadline, interleaved
+from benchmarks.ladder.measure import Deadline, time_interleaved
 from benchmarks.record import gpu, provenance, write
 from encoder.fp8.gemm import Fp8Gemm, scaled
 from encoder.fused.affine import Affine
@@ -115,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for rows in ROWS:
                 if deadline.over:
                     break
-                ways = {f"bfloat16 {name}": captured(step) for name, step in steps(tower, rows, wide).items()}
+                functions = {f"bfloat16 {name}": captured(step) for name, step in steps(tower, rows, wide).items()}
                 narrow = Fp8Gemm(wide)
-                ways |= {f"fp8 {name}": captured(step) for name, step in steps(tower, rows, narrow).items()}
-                found = interleaved(ways, rounds=options.rounds, warm_ups=2, device=CUDA, deadline=deadline)
+                functions |= {f"fp8 {name}": captured(step) for name, step in steps(tower, rows, narrow).items()}
+                found = time_interleaved(functions, rounds=options.rounds, warm_ups=2, device=CUDA, deadline=deadline)
                 us = {name: 1e3 * times.ms / REPEATS for name, times in found.items()}
                 cells.append({"tower": tower, "rows": rows, "us": us})
                 gains = (f"{name} {us[f'bfloat16 {name}'] / us[f'fp8 {name}']:.2f}" for name in ("qkv", "proj", "mlp"))

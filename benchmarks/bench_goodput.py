@@ -30,12 +30,12 @@ from benchmarks.goodput import answers as goodput_answers
 from benchmarks.goodput import plan as goodput_plan
 from benchmarks.goodput.options import parse
 from benchmarks.goodput.plan import NAME, Fleet
-from benchmarks.goodput.servers import balanced, peers
+from benchmarks.goodput.servers import peers, start_balancer
 from benchmarks.ladder.measure import Deadline
 from benchmarks.record import gpu, provenance, save, write
 from benchmarks.serving import latency_client
 from benchmarks.serving.checkpoint import make_published
-from benchmarks.serving.gpu_parts import cut
+from benchmarks.serving.gpu_parts import split_gpu
 from benchmarks.serving.latency_figures import stages, summary
 from benchmarks.serving.plan import MODEL
 from benchmarks.serving.servers import Peer, Servers, own_port
@@ -55,7 +55,7 @@ GOOD_SHARE = 0.9
 """Share of good requests at which a server sustains a speed."""
 
 
-def again(url: str, number: int) -> dict[str, Any]:
+def measure_repeated(url: str, number: int) -> dict[str, Any]:
     """Returns the milliseconds of the same request, sent one at a time."""
     same = latency_client.body(MODEL, [(224, 224)], words=10, output_tokens=1, picture_seed=1, text_seed=1)
     answers = asyncio.run(latency_client.one_by_one(url, [same] * (AGAIN_FIRST + number)))[AGAIN_FIRST:]
@@ -67,7 +67,7 @@ def again(url: str, number: int) -> dict[str, Any]:
     }
 
 
-def measured(
+def measure_slice(
     trace: Trace, speed: float, servers: Sequence[Server], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Measures a slice of a trace at one speed."""
@@ -85,7 +85,7 @@ def measured(
     return found
 
 
-def takes(trace: Trace, speed: float, num_servers: int) -> float:
+def slice_duration_s(trace: Trace, speed: float, num_servers: int) -> float:
     """Returns the seconds of a slice at one speed, which is sent to each server in turn."""
     return num_servers * trace.requests[-1].at_s / speed
 
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         everyone = [peer for one in sets.values() for peer in one]
         haproxy = not options.serve_proxy
         with (
-            cut(fleet.parts if fleet.gpu else 1, folder) as variables,
+            split_gpu(fleet.parts if fleet.gpu else 1, folder) as variables,
             Servers(config, everyone, gpu=fleet.gpu, logs=logs, haproxy=haproxy, variables=variables) as servers,
         ):
             ready = servers.wait(START_SHARE * deadline.left)
@@ -170,23 +170,23 @@ def run(
     with ExitStack() as stack:
         urls = {NAME: servers.urls[NAME]}
         for name, members in sets.items():
-            port = stack.enter_context(balanced([one.port for one in members], folder))
+            port = stack.enter_context(start_balancer([one.port for one in members], folder))
             urls[name] = f"http://127.0.0.1:{port}"
         all_of = [Server(name, url) for name, url in urls.items()]
         for number in range(2):  # warms every replica up with concurrent requests
             warm = options.load[0][1][0].cut(8 * fleet.gpus)
             digest = hashlib.sha256(f"warm-up {number}".encode()).hexdigest()
-            measured(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)
+            measure_slice(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)
         if options.again:
             direct = {NAME: urls[NAME]} | {name: f"http://127.0.0.1:{one[0].port}" for name, one in sets.items()}
-            report["again_ms"] = {name: again(url, options.again) for name, url in direct.items()}
+            report["again_ms"] = {name: measure_repeated(url, options.again) for name, url in direct.items()}
             print(f"the same request again: {report['again_ms']}", flush=True)
         for speeds, parts in options.load:
             for speed, trace in zip(speeds, parts, strict=True):
-                if deadline.left < takes(trace, speed, len(all_of)):
+                if deadline.left < slice_duration_s(trace, speed, len(all_of)):
                     print(f"no time left for {trace.name} at {speed:g}", flush=True)
                     continue
-                row = measured(trace, speed, all_of, options, pictures)
+                row = measure_slice(trace, speed, all_of, options, pictures)
                 report["rows"].append(row | {"due_s": row["trace"]["seconds"] / speed})
                 if options.out is not None:
                     save(report, options.out)

@@ -44,11 +44,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", help="name of the application's GPU, stored in the result")
     parser.add_argument("--out", type=Path, help="file that collects the rows of several labels")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
-    asked = parser.parse_args(arguments)
-    asked.url = asked.url.rstrip("/")
-    if asked.rate <= 0:
-        parser.error(f"--rate is {asked.rate}; it must be positive")
-    return asked
+    options = parser.parse_args(arguments)
+    options.url = options.url.rstrip("/")
+    if options.rate <= 0:
+        parser.error(f"--rate is {options.rate}; it must be positive")
+    return options
 
 
 def _sizes(text: str) -> list[tuple[int, int]]:
@@ -58,43 +58,48 @@ def _sizes(text: str) -> list[tuple[int, int]]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 448x448,224x224") from None
 
 
-async def measure(asked: argparse.Namespace) -> dict[str, Any]:
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Returns one label's row. Raises httpx.HTTPError if the application cannot be reached."""
-    model = asked.model or await served_model(asked.url)
+    model = options.model or await served_model(options.url)
 
     def request(number: int, tokens: int, text: int) -> dict[str, Any]:
         # Pictures are unique to each request of a run, including warm-ups.
-        seed = 100_000 * asked.seed + number
+        seed = 100_000 * options.seed + number
         return body(
-            model, asked.images, words=asked.words, output_tokens=tokens, picture_seed=seed, text_seed=asked.seed + text
+            model,
+            options.images,
+            words=options.words,
+            output_tokens=tokens,
+            picture_seed=seed,
+            text_seed=options.seed + text,
         )
 
     numbers = iter(range(10**6))
     warm = await one_by_one(
-        asked.url, [request(next(numbers), asked.latency_tokens, 0) for _ in range(max(1, asked.warm_ups))]
+        options.url, [request(next(numbers), options.latency_tokens, 0) for _ in range(max(1, options.warm_ups))]
     )
-    complain(warm)
+    print_failures(warm)
     latency: list[Answer] = []
-    if asked.latency_requests:
-        bodies = [request(next(numbers), asked.latency_tokens, 0) for _ in range(asked.latency_requests)]
-        latency = await one_by_one(asked.url, bodies)
-        complain(latency)
+    if options.latency_requests:
+        bodies = [request(next(numbers), options.latency_tokens, 0) for _ in range(options.latency_requests)]
+        latency = await one_by_one(options.url, bodies)
+        print_failures(latency)
     serving: tuple[list[Answer], float] | None = None
-    if asked.prompts:
-        bodies = [request(next(numbers), asked.output_tokens, 1 + n) for n in range(asked.prompts)]
-        serving = await open_loop(asked.url, bodies, asked.rate, asked.seed)
-        complain(serving[0])
+    if options.prompts:
+        bodies = [request(next(numbers), options.output_tokens, 1 + n) for n in range(options.prompts)]
+        serving = await open_loop(options.url, bodies, options.rate, options.seed)
+        print_failures(serving[0])
     return {"model": model, **figures(latency, serving)}
 
 
-def complain(answers: Sequence[Answer]) -> None:
+def print_failures(answers: Sequence[Answer]) -> None:
     """Prints the requests that failed."""
     for answer in answers:
         if not answer.ok:
             print(f"failed: status {answer.status} {answer.error}", file=sys.stderr, flush=True)
 
 
-def gathered(out: Path | None) -> dict[str, Any]:
+def read_rows(out: Path | None) -> dict[str, Any]:
     """Returns the rows of an earlier output file, by label."""
     if out is None or not out.exists():
         return {}
@@ -106,23 +111,23 @@ def gathered(out: Path | None) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = parse(arguments)
-    rows = gathered(asked.out)
-    row = asyncio.run(measure(asked))
+    options = parse(arguments)
+    rows = read_rows(options.out)
+    row = asyncio.run(measure(options))
     row |= {
-        "gpu": asked.gpu,
-        "images": [list(size) for size in asked.images],
-        "words": asked.words,
-        "latency_tokens": asked.latency_tokens,
-        "rate": None if asked.rate == float("inf") else asked.rate,
-        **provenance(asked.commit, arguments),
+        "gpu": options.gpu,
+        "images": [list(size) for size in options.images],
+        "words": options.words,
+        "latency_tokens": options.latency_tokens,
+        "rate": None if options.rate == float("inf") else options.rate,
+        **provenance(options.commit, arguments),
     }
-    rows.pop(asked.label, None)
-    rows[asked.label] = row
+    rows.pop(options.label, None)
+    rows[options.label] = row
     if row["serving"] is not None:
-        print(f"RESULTS {asked.prompts} prompts, {asked.label}:\n{serving_text(row['serving'])}\n")
+        print(f"RESULTS {options.prompts} prompts, {options.label}:\n{serving_text(row['serving'])}\n")
     print(ladder_text(rows), flush=True)
-    write({"benchmark": "latency", "rows": rows}, asked.out)
+    write({"benchmark": "latency", "rows": rows}, options.out)
     failed = row.get("latency_failed", 0) + (row["serving"] or {}).get("failed", 0)
     return 1 if failed else 0
 

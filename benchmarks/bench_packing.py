@@ -62,7 +62,7 @@ def outcome(
     return Outcome(padded / real if real else 1.0, real / total, ms, batches)
 
 
-def packed_by(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs | MeasuredTable) -> Outcome:
+def pack_trace(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs | MeasuredTable) -> Outcome:
     """Packs the trace in windows of as many images as fit into a graph."""
     budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
     size = config.encoder_cudagraph_max_images_per_batch
@@ -101,22 +101,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, help="recorded times (default: those of an H200)")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
-    asked = parser.parse_args(arguments)
-    config, costs = encoder_config(asked.config), read_costs(asked.costs, asked.arch)
+    options = parser.parse_args(arguments)
+    config, costs = encoder_config(options.config), read_costs(options.costs, options.arch)
     report = {
         "benchmark": "packing",
-        "arch": asked.arch,
+        "arch": options.arch,
         "packing": config.packing,
         "budgets": list(resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
         "max_images": config.encoder_cudagraph_max_images_per_batch,
-        "costs": recorded_costs(asked.costs),
+        "costs": recorded_costs(options.costs),
         "traces": {
-            path.stem: asdict(packed_by(config, read_image_costs(path, RULES[asked.arch]), costs))
-            for path in asked.traces
+            path.stem: asdict(pack_trace(config, read_image_costs(path, RULES[options.arch]), costs))
+            for path in options.traces
         },
-        **provenance(asked.commit, arguments),
+        **provenance(options.commit, arguments),
     }
-    write(report, asked.out)
+    write(report, options.out)
     return 0
 
 

@@ -25,7 +25,7 @@ from benchmarks.trace import plot as trace_plot
 from benchmarks.trace.client import Run
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.images import cache_folder, make_images
-from benchmarks.trace.requests import generated, lines, read_trace
+from benchmarks.trace.requests import generate_trace, lines, read_trace
 from benchmarks.trace.run import BenchError, Plan, Server, measure
 from planner.traces import TraceError
 
@@ -167,7 +167,7 @@ def main(
     keys = (key, against_key)[: len(bases)]
     servers = [Server(name, base, one) for name, base, one in zip(names, bases, keys, strict=True)]
     try:
-        whole = read_trace(trace_file) if trace_file else generated()
+        whole = read_trace(trace_file) if trace_file else generate_trace()
         trace = whole.cut(requests).capped(max_prompt_tokens, max_output_tokens)
         if pieces > len(trace.requests):
             raise click.UsageError(f"--pieces is {pieces}, and the trace has {len(trace.requests)} requests")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_latency import complain
+from benchmarks.bench_latency import print_failures
 from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.rungs import RUNGS
 from benchmarks.record import gpu, provenance, save, write
@@ -36,8 +36,8 @@ from benchmarks.serving.plan import (
     LLM_SHARE,
     MODEL,
     Served,
-    compared,
     engine_args,
+    list_servers,
     serve_config,
     vllm_command,
     vllm_environment,
@@ -150,7 +150,7 @@ async def warm(url: str, asked: Options, load: Load) -> bool:
     answers = await one_by_one(url, bodies[:1])
     asked.first_answer_s = time.perf_counter() - began
     answers += await one_by_one(url, bodies[1 : 1 + WARM_UPS])
-    complain(answers)
+    print_failures(answers)
     return all(answer.ok for answer in answers)
 
 
@@ -164,13 +164,13 @@ async def measure(url: str, asked: Options, load: Load, number: int, bodies: Bod
         same = body(MODEL, [(side, side)], words=10, output_tokens=1, picture_seed=10**6, text_seed=-1)
         # The first few fill this server's caches.
         asked.again += (await one_by_one(url, [same] * (AGAIN_FIRST + load.again)))[AGAIN_FIRST:]
-    complain([*answers, *opened_answers, *asked.again])
+    print_failures([*answers, *opened_answers, *asked.again])
     asked.latency += answers
     asked.serving += opened_answers
     asked.serving_s += seconds
 
 
-def within(work: Coroutine[Any, Any, T], seconds: float) -> T | None:
+def run_with_timeout(work: Coroutine[Any, Any, T], seconds: float) -> T | None:
     """Returns the result of `work`; None if it takes longer than `seconds`."""
 
     async def bounded() -> T:
@@ -182,7 +182,7 @@ def within(work: Coroutine[Any, Any, T], seconds: float) -> T | None:
         return None
 
 
-def turned(names: list[str], number: int) -> list[str]:
+def rotate_names(names: list[str], number: int) -> list[str]:
     """Rotates the names, so that each round begins with another one."""
     shift = number % len(names) if names else 0
     return names[shift:] + names[:shift]
@@ -208,7 +208,7 @@ def rows(
     return made
 
 
-def started(
+def start_servers(
     served: Sequence[Served], checkpoint: Path, scratch: Path, *, gpu: bool, logs: Path, haproxy: bool
 ) -> Servers:
     """Starts all servers in parallel. `scratch`: a folder for caches of the encoders."""
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ((options.side, options.side),) * options.images, options.words, options.latency_requests,
         options.latency_tokens, options.prompts, options.output_tokens, options.rate, options.again, options.again_side,
     )  # fmt: skip
-    served, skipped = compared(options.rungs, gpu=device is not None, peers=not options.no_peers)
+    served, skipped = list_servers(options.rungs, gpu=device is not None, peers=not options.no_peers)
     if options.names:
         names = options.names.split(",")
         if unknown := sorted(set(names) - {one.name for one in served}):
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_published("qwen3_vl", checkpoint)
         print(f"the checkpoint is ready; starting {', '.join(found)}", flush=True)
         state, on_gpu = Path(folder) / "state", device is not None
-        with started(served, checkpoint, state, gpu=on_gpu, logs=logs, haproxy=options.haproxy) as servers:
+        with start_servers(served, checkpoint, state, gpu=on_gpu, logs=logs, haproxy=options.haproxy) as servers:
             ready = servers.wait(START_SHARE * deadline.left)
             urls: dict[str, str] = {}
             # vLLM alone answers immediately; an encoder of the application starts with its first picture.
@@ -287,7 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     reason = f"did not come up: {servers.last_words(one.name)}"
                 elif deadline.over:
                     reason = "no time was left"
-                elif not within(warm(servers.urls[one.name], found[one.name], load), min(FIRST_S, deadline.left)):
+                elif not run_with_timeout(
+                    warm(servers.urls[one.name], found[one.name], load), min(FIRST_S, deadline.left)
+                ):
                     reason = f"does not answer: {servers.last_words(one.name)}"
                 if reason is None:
                     urls[one.name] = servers.urls[one.name]
@@ -298,9 +300,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in range(options.rounds):
                 print(f"round {number + 1} of {options.rounds}", flush=True)
                 bodies = requests(load, number)
-                for name in turned(list(urls), number):
+                for name in rotate_names(list(urls), number):
                     if not deadline.over:
-                        within(measure(urls[name], found[name], load, number, bodies), deadline.left + STOP_S / 2)
+                        run_with_timeout(
+                            measure(urls[name], found[name], load, number, bodies), deadline.left + STOP_S / 2
+                        )
                 keep()
     keep()
     print(f"\n{ladder_text(report['rows'])}\n{latency_table(report['rows'])}", flush=True)

@@ -111,13 +111,13 @@ def _child(checkpoint: Path, switches: dict[str, Any], state: Path, out: Path) -
     """Runs `start` in a fresh process with the environment of a replica with this state folder."""
     from encoder.graphs import compile_caches
 
-    asked = {"checkpoint": str(checkpoint), "switches": switches | {"cache_dir": str(state)}, "out": str(out)}
+    options = {"checkpoint": str(checkpoint), "switches": switches | {"cache_dir": str(state)}, "out": str(out)}
     began = time.perf_counter()
     out.unlink(missing_ok=True)
     with tempfile.TemporaryFile("w+") as log:
         try:
             status: int | str = subprocess.run(
-                [sys.executable, __file__, "--child", json.dumps(asked)],
+                [sys.executable, __file__, "--child", json.dumps(options)],
                 cwd=ROOT,
                 env=_with_bytecode(state) | compile_caches.environment(str(state)),
                 stdout=log,
@@ -155,9 +155,9 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = parse(arguments)
-    if asked.child is not None:
-        save(start(Path(asked.child["checkpoint"]), asked.child["switches"]), Path(asked.child["out"]))
+    options = parse(arguments)
+    if options.child is not None:
+        save(start(Path(options.child["checkpoint"]), options.child["switches"]), Path(options.child["out"]))
         return 0
     from benchmarks.ladder.rungs import LABELS, switches_of
     from benchmarks.serving.checkpoint import make_published
@@ -168,32 +168,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {
         "benchmark": "start",
         "gpu": gpu(),
-        "tiny": asked.tiny,
-        "model": f"{NAMES[asked.arch]}'s vision tower, random weights" + (" (tiny)" if asked.tiny else ""),
+        "tiny": options.tiny,
+        "model": f"{NAMES[options.arch]}'s vision tower, random weights" + (" (tiny)" if options.tiny else ""),
         "rows": rows,
-        **provenance(asked.commit, arguments),
+        **provenance(options.commit, arguments),
     }
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / asked.arch
-        if asked.checkpoint is not None:
-            made = asked.checkpoint
-        elif asked.tiny:
-            make_checkpoint(asked.arch, made, dtype="bfloat16")
+        made = Path(folder) / options.arch
+        if options.checkpoint is not None:
+            made = options.checkpoint
+        elif options.tiny:
+            make_checkpoint(options.arch, made, dtype="bfloat16")
         else:
-            make_published(asked.arch, made)
-        for rung in asked.rungs.split(","):
+            make_published(options.arch, made)
+        for rung in options.rungs.split(","):
             for capture, state in STARTS:
-                if time.monotonic() - began > 60 * asked.minutes:
+                if time.monotonic() - began > 60 * options.minutes:
                     rows.append({"rung": rung, "capture": capture, "state": state, "error": "no time was left"})
                     continue
                 switches = {**switches_of(rung), "graph_capture": capture}
                 found = _child(made, switches, Path(folder) / f"state-{rung}", Path(folder) / "found.json")
                 rows.append({"rung": rung, "label": LABELS[rung], "capture": capture, "state": state, **found})
                 print(f"{rung}, {capture}, {state} folder: {found.get('error', 'done')}", flush=True)
-                if asked.out is not None:
-                    save(report, asked.out)
+                if options.out is not None:
+                    save(report, options.out)
     print(text(rows), flush=True)
-    write(report, asked.out)
+    write(report, options.out)
     return 1 if any("error" in row for row in rows) else 0
 
 

@@ -30,24 +30,24 @@ import torch
 from benchmarks.record import gpu, provenance, write
 from benchmarks.transfer import object_store as transfer_today
 from benchmarks.transfer.figures import BARS_MS, Options, Took, bars_met, change, device_here, sum_of_bits
-from benchmarks.transfer.paths import SLOTS, WAYS, Receiver, Side, slot_bytes
+from benchmarks.transfer.paths import SLOTS, TRANSFER_PATHS, Receiver, Side, slot_bytes
 from deployments.transfer.shared_memory import Arena, ArenaHandle
 
 TODAY = "today"
 PAIR_PATIENCE_S = 240.0
 
 
-def send_all(way: str, asked: Options, handle: ArenaHandle, channel: Connection) -> None:
+def send_all(path: str, options: Options, handle: ArenaHandle, channel: Connection) -> None:
     """Runs the encoder's process."""
-    side = Side(device_here(), channel, handle.open(), asked.most_bytes)
-    sender = WAYS[way].sender(side)
-    in_place = getattr(sender, "buffer", None) if way == "cuda_ipc_in_place" else None
-    for megabytes in asked.megabytes:
-        shape = (asked.num_tokens(megabytes), asked.width)
+    side = Side(device_here(), channel, handle.open(), options.most_bytes)
+    sender = TRANSFER_PATHS[path].sender(side)
+    in_place = getattr(sender, "buffer", None) if path == "cuda_ipc_in_place" else None
+    for megabytes in options.megabytes:
+        shape = (options.num_tokens(megabytes), options.width)
         tokens = torch.randn(shape, device=side.device).to(torch.bfloat16)
         if in_place is not None:
             tokens = in_place[: tokens.nbytes].view(torch.bfloat16).view(shape).copy_(tokens)
-        for _ in range(asked.warm_ups + asked.rounds):
+        for _ in range(options.warm_ups + options.rounds):
             change(tokens)
             channel.send(sum_of_bits(tokens))
             channel.recv()  # the receiver waits for the embedding, as an engine does
@@ -57,21 +57,21 @@ def send_all(way: str, asked: Options, handle: ArenaHandle, channel: Connection)
             channel.recv()
 
 
-def receive_all(way: str, asked: Options, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
+def receive_all(path: str, options: Options, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
     """Runs the engine's process; sends the measurements, or the reason for having none."""
     try:
-        side = Side(device_here(), channel, handle.open(), asked.most_bytes)
-        receiver = WAYS[way].receiver(side)
-        results.send({megabytes: _receive(receiver, side, asked, megabytes) for megabytes in asked.megabytes})
+        side = Side(device_here(), channel, handle.open(), options.most_bytes)
+        receiver = TRANSFER_PATHS[path].receiver(side)
+        results.send({megabytes: _receive(receiver, side, options, megabytes) for megabytes in options.megabytes})
     except Exception as error:
         traceback.print_exc()
         results.send(f"{type(error).__name__}: {error}")
 
 
-def _receive(receiver: Receiver, side: Side, asked: Options, megabytes: float) -> Took:
-    out = torch.zeros(asked.num_tokens(megabytes), asked.width, dtype=torch.bfloat16, device=side.device)
+def _receive(receiver: Receiver, side: Side, options: Options, megabytes: float) -> Took:
+    out = torch.zeros(options.num_tokens(megabytes), options.width, dtype=torch.bfloat16, device=side.device)
     seconds = []
-    for number in range(asked.warm_ups + asked.rounds):
+    for number in range(options.warm_ups + options.rounds):
         expected = side.channel.recv()
         side.channel.send("ready")
         found_tokens = receiver.receive(out)
@@ -79,7 +79,7 @@ def _receive(receiver: Receiver, side: Side, asked: Options, megabytes: float) -
         began = side.channel.recv()
         if (found := sum_of_bits(found_tokens)) != expected:
             raise AssertionError(f"{megabytes} MB: the received bits add up to {found}, the sent ones to {expected}")
-        if number >= asked.warm_ups:
+        if number >= options.warm_ups:
             seconds.append(ended - began)
         side.channel.send("next")
     return Took.of(seconds, out.nbytes)
@@ -101,15 +101,15 @@ def sees_gpu(number: int | None) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
-def measure(way: str, asked: Options, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
+def measure(path: str, options: Options, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
     """Measures one path in two fresh processes on these GPUs; returns the reason if that fails."""
     context = multiprocessing.get_context("spawn")
-    arena = Arena(SLOTS * slot_bytes(asked.most_bytes))
+    arena = Arena(SLOTS * slot_bytes(options.most_bytes))
     one, other = context.Pipe()
     results, told = context.Pipe(duplex=False)
     processes: list[BaseProcess] = [
-        context.Process(target=send_all, args=(way, asked, arena.handle(), one)),
-        context.Process(target=receive_all, args=(way, asked, arena.handle(), other, told)),
+        context.Process(target=send_all, args=(path, options, arena.handle(), one)),
+        context.Process(target=receive_all, args=(path, options, arena.handle(), other, told)),
     ]
     for process, number in zip(processes, gpus, strict=True):
         with sees_gpu(number):
@@ -131,10 +131,10 @@ def measure(way: str, asked: Options, gpus: tuple[int | None, int | None]) -> di
                 process.join()
 
 
-def today(asked: Options, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
+def today(options: Options, gpus: tuple[int | None, int | None]) -> dict[float, Took] | str:
     """Measures the path through Ray in a separate Ray with these GPUs only."""
     with sees_gpu(0 if gpus == (0, 0) else None):
-        return transfer_today.measure(asked, num_gpus=len({number for number in gpus if number is not None}))
+        return transfer_today.measure(options, num_gpus=len({number for number in gpus if number is not None}))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -142,14 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--megabytes", default="10,70,500", help="sizes of embeddings, 10^6 bytes")
     parser.add_argument("--width", type=int, default=16384, help="width of a token's embedding; Qwen3-VL-8B has 16384")
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--ways", default=",".join([*WAYS, TODAY]))
+    parser.add_argument("--ways", default=",".join([*TRANSFER_PATHS, TODAY]))
     parser.add_argument("--tiny", action="store_true", help="0.1 and 1 MB, few rounds, some of the paths")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     if given.tiny:
         given.megabytes, given.rounds, given.ways = "0.1,1", 5, "application,shared_memory,shared_memory_2mib,cuda_ipc"
-    asked = Options(tuple(map(float, given.megabytes.split(","))), given.width, given.rounds, 5)
+    options = Options(tuple(map(float, given.megabytes.split(","))), given.width, given.rounds, 5)
     count = torch.cuda.device_count()
     layouts: dict[str, tuple[int | None, int | None]] = {"host_memory": (None, None)} if not count else {}
     if count >= 2:
@@ -157,24 +157,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if count >= 1:
         layouts["one_gpu"] = (0, 0)
     report: dict[str, object] = {"benchmark": "transfer", **provenance(given.commit, arguments), "gpu": gpu()}
-    report |= {"gpus": count, "cpus": os.cpu_count(), "width": asked.width, "dtype": "bfloat16"}
+    report |= {"gpus": count, "cpus": os.cpu_count(), "width": options.width, "dtype": "bfloat16"}
     report["peer_access"] = torch.cuda.can_device_access_peer(0, 1) if count >= 2 else None
     report["bars_ms"] = {f"{mb:g}": most for mb, most in BARS_MS.items()}
     measured: dict[str, object] = {}
     for layout, gpus in layouts.items():
         here: dict[str, object] = {}
-        for way in given.ways.split(","):
-            if way != TODAY and WAYS[way].needs_gpu and not count:
-                here[way] = {"unavailable": "there is no GPU"}
+        for path in given.ways.split(","):
+            if path != TODAY and TRANSFER_PATHS[path].needs_gpu and not count:
+                here[path] = {"unavailable": "there is no GPU"}
                 continue
-            found = today(asked, gpus) if way == TODAY else measure(way, asked, gpus)
+            found = today(options, gpus) if path == TODAY else measure(path, options, gpus)
             if isinstance(found, str):
-                here[way] = {"unavailable": found}
-                print(f"{layout:12} {way:24} {found}", file=sys.stderr, flush=True)
+                here[path] = {"unavailable": found}
+                print(f"{layout:12} {path:24} {found}", file=sys.stderr, flush=True)
                 continue
-            here[way] = {"sizes": {f"{mb:g}": asdict(took) for mb, took in found.items()}, "bars_met": bars_met(found)}
+            here[path] = {"sizes": {f"{mb:g}": asdict(took) for mb, took in found.items()}, "bars_met": bars_met(found)}
             times = "  ".join(f"{mb:g} MB {took.p50_ms:.2f} ({took.p90_ms:.2f})" for mb, took in found.items())
-            print(f"{layout:12} {way:24} {times}  ms, p50 (p90)", file=sys.stderr, flush=True)
+            print(f"{layout:12} {path:24} {times}  ms, p50 (p90)", file=sys.stderr, flush=True)
         measured[layout] = here
     write({**report, "layouts": measured}, given.out)
 

@@ -18,7 +18,7 @@ BALANCER_PORT = 8900
 
 
 @contextmanager
-def balanced(ports: Sequence[int], scratch: Path) -> Iterator[int]:
+def start_balancer(ports: Sequence[int], scratch: Path) -> Iterator[int]:
     """Yields the port of HAProxy in front of several servers, or the port of a single server."""
     if len(ports) == 1:
         yield ports[0]

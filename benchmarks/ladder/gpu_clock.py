@@ -108,7 +108,7 @@ class Readings:
 
 
 @contextlib.contextmanager
-def sampled(index: int | None) -> Iterator[Readings]:
+def sample_gpu(index: int | None) -> Iterator[Readings]:
     """Samples GPU `index` until the block ends; without samples if it is None or the GPU cannot be read."""
     if index is None or Nvml.open(index) is None:
         yield Readings(None)

@@ -36,7 +36,7 @@ from benchmarks.ladder.towers import (
     shapes_of,
     unseen_grids,
 )
-from benchmarks.ladder.turns import Contestant, RunFailedError, Times, in_turn
+from benchmarks.ladder.turns import Contestant, RunFailedError, Times, run_in_turns
 from benchmarks.peers import transformers_tower as hf
 from benchmarks.peers.vllm_tower import published_files, write_weights
 from encoder.checkpoint.vision_config import VisionConfig
@@ -95,24 +95,26 @@ class Configuration:
     facts: Callable[[], dict[str, object]] | None = None
 
 
-def new_record(arch: str, asked: Options) -> dict[str, Any]:
+def new_record(arch: str, options: Options) -> dict[str, Any]:
     """Returns a record without rows."""
-    config = config_of(arch, tiny=asked.tiny, dtype=asked.dtype_name)
+    config = config_of(arch, tiny=options.tiny, dtype=options.dtype_name)
     return {
-        "model": f"{NAMES[arch]}'s vision tower, random weights" + (" (tiny)" if asked.tiny else ""),
-        "dtype": asked.dtype_name,
+        "model": f"{NAMES[arch]}'s vision tower, random weights" + (" (tiny)" if options.tiny else ""),
+        "dtype": options.dtype_name,
         "shapes": [
             {"name": s.name, "images": len(s.grids), "patches": s.tokens * config.merge_unit, "tokens": s.tokens,
              "work": sum(t * (h * w) ** 2 for t, h, w in s.grids) / PAIRS_PER_UNIT, "tflop": s.tflop,
-             "held_out": s.held_out} for s in _shapes(config, asked)
+             "held_out": s.held_out} for s in _shapes(config, options)
         ],
         "rows": [],
         "skipped": [],
     }  # fmt: skip
 
 
-def _shapes(config: VisionConfig, asked: Options) -> list[Shape]:
-    return [shape for shape in shapes_of(config, tiny=asked.tiny) if not asked.shapes or shape.name in asked.shapes]
+def _shapes(config: VisionConfig, options: Options) -> list[Shape]:
+    return [
+        shape for shape in shapes_of(config, tiny=options.tiny) if not options.shapes or shape.name in options.shapes
+    ]
 
 
 class Ladder:
@@ -121,7 +123,7 @@ class Ladder:
     def __init__(
         self,
         arch: str,
-        asked: Options,
+        options: Options,
         record: dict[str, Any],
         *,
         peak_tflops: float | None,
@@ -131,27 +133,27 @@ class Ladder:
         peer: Peer | None = None,
     ) -> None:
         """`peer`: a process that can build vLLM's tower, or None."""
-        self._arch, self._asked, self._record, self._peak = arch, asked, record, peak_tflops
+        self._arch, self._asked, self._record, self._peak = arch, options, record, peak_tflops
         self._deadline, self._readings, self._save, self._peer = deadline, readings, save, peer
-        self._config = config_of(arch, tiny=asked.tiny, dtype=asked.dtype_name)
-        self._shapes = _shapes(self._config, asked)
-        self._nvml = Nvml.open() if asked.device.type == "cuda" else None
+        self._config = config_of(arch, tiny=options.tiny, dtype=options.dtype_name)
+        self._shapes = _shapes(self._config, options)
+        self._nvml = Nvml.open() if options.device.type == "cuda" else None
         self._remote: tuple[str, ...] = ()
 
     def measure(self) -> None:
         """Measures everything, as far as the deadline allows."""
-        asked = self._asked
-        tower = random_tower(self._config, seed=asked.seed, dtype=asked.dtype, device=asked.device)
+        options = self._asked
+        tower = random_tower(self._config, seed=options.seed, dtype=options.dtype, device=options.device)
         self._inputs = {
-            s.name: random_inputs(self._config, s.grids, sets=INPUT_SETS, seed=asked.seed, device=asked.device)
+            s.name: random_inputs(self._config, s.grids, sets=INPUT_SETS, seed=options.seed, device=options.device)
             for s in self._shapes
         }
         self._reference = self._references(tower)
         with tempfile.TemporaryDirectory() as folder:
             self._folder = Path(folder)
-            self._ways = self._build(tower)
+            self._configurations = self._build(tower)
             self._build_peer(tower)
-            if not self._ways and not self._remote:
+            if not self._configurations and not self._remote:
                 return
             for shape in self._shapes:
                 self._turns(shape)
@@ -178,20 +180,20 @@ class Ladder:
 
     def _build(self, tower: VisionTower) -> list[Configuration]:
         """Builds each contestant of this process, runs every shape once, and records its memory."""
-        ways: list[Configuration] = []
-        asked = self._asked
+        configurations: list[Configuration] = []
+        options = self._asked
         weights = sum(parameter.nbytes for parameter in tower.parameters())
-        for name in [*asked.rungs, *(peer for peer in asked.peers if peer == OTHER_PEER)]:
+        for name in [*options.rungs, *(peer for peer in options.peers if peer == OTHER_PEER)]:
             if self._deadline.over:
                 self._skip(name, NO_TIME)
                 continue
             gc.collect()
-            before = reserved_bytes(asked.device)
+            before = reserved_bytes(options.device)
             began = time.perf_counter()
             try:
-                way, own = self._make(name, tower)
+                configuration, own = self._make(name, tower)
                 for shape in self._shapes:
-                    way.run(self._inputs[shape.name][0], shape.grids)
+                    configuration.run(self._inputs[shape.name][0], shape.grids)
             except (RungUnavailableError, ImportError) as error:
                 self._skip(name, str(error))
                 continue
@@ -199,14 +201,14 @@ class Ladder:
                 logger.exception("%s: %s failed", self._arch, name)
                 self._skip(name, f"failed: {error!r}"[:500])
                 continue
-            way.row["build_s"] = time.perf_counter() - began
-            if asked.device.type == "cuda":
-                way.row["peak_memory_bytes"] = weights - own + held_bytes(asked.device) - before
-                way.row["weights_bytes"] = weights
-            self._row(name, way.label).update(way.row)
-            ways.append(way)
-            logger.info("%s: %s is ready after %.1f s", self._arch, name, way.row["build_s"])
-        return ways
+            configuration.row["build_s"] = time.perf_counter() - began
+            if options.device.type == "cuda":
+                configuration.row["peak_memory_bytes"] = weights - own + held_bytes(options.device) - before
+                configuration.row["weights_bytes"] = weights
+            self._row(name, configuration.label).update(configuration.row)
+            configurations.append(configuration)
+            logger.info("%s: %s is ready after %.1f s", self._arch, name, configuration.row["build_s"])
+        return configurations
 
     def _make(self, name: str, tower: VisionTower) -> tuple[Configuration, int]:
         """Returns a contestant, and the bytes of weights that it does not share."""
@@ -218,15 +220,15 @@ class Ladder:
         return Configuration(name, LABELS[name], rung.run, {"start_s": rung.build_s}, rung.facts), 0
 
     def _build_peer(self, tower: VisionTower) -> None:
-        asked = self._asked
+        options = self._asked
         if self._peer is None:
-            if "vllm" in asked.peers:
+            if "vllm" in options.peers:
                 self._skip("vllm", "it is not installed here")
             return
-        folder = published_files(self._arch, self._folder / "checkpoint", tiny=asked.tiny)
+        folder = published_files(self._arch, self._folder / "checkpoint", tiny=options.tiny)
         write_weights(tower, folder)
         shapes = tuple(self._shapes)
-        message = Build(self._arch, str(folder), shapes, asked.seed, asked.tiny, asked.dtype_name)
+        message = Build(self._arch, str(folder), shapes, options.seed, options.tiny, options.dtype_name)
         began = time.perf_counter()
         try:
             built = self._peer.ask(message, Built, max(LEAST_BUILD_S, min(BUILD_S, self._deadline.left)))
@@ -249,11 +251,13 @@ class Ladder:
         if self._deadline.over:
             self._skip(f"{shape.name}, in turn", NO_TIME)
             return
-        contestants: dict[str, Contestant] = {way.name: self._local(way, shape) for way in self._ways}
+        contestants: dict[str, Contestant] = {
+            configuration.name: self._local(configuration, shape) for configuration in self._configurations
+        }
         taken = self._take(shape)
         contestants |= {name: self._peer_contestant(name) for name in self._remote if name not in taken.failed}
         deadline = Deadline(min(SHAPE_S, max(0.0, self._deadline.left)))
-        found = in_turn(
+        found = run_in_turns(
             contestants,
             rounds=self._asked.rounds,
             warm_ups=WARM_UPS,
@@ -268,10 +272,12 @@ class Ladder:
 
     def _cell(self, name: str, shape: Shape, times: Times, taken: Taken) -> dict[str, object]:
         cell: dict[str, object] = asdict(times)
-        way = next((way for way in self._ways if way.name == name), None)
+        configuration = next(
+            (configuration for configuration in self._configurations if configuration.name == name), None
+        )
         expected = self._reference.get(shape.name)
-        if way is not None and expected is not None:
-            cell["errors"] = relative_errors(way.run(self._inputs[shape.name][0], shape.grids), expected)
+        if configuration is not None and expected is not None:
+            cell["errors"] = relative_errors(configuration.run(self._inputs[shape.name][0], shape.grids), expected)
         elif errors := taken.errors.get(name):
             cell["errors"] = errors
         return cell
@@ -292,14 +298,14 @@ class Ladder:
 
     def _alone(self) -> None:
         """Measures the chosen contestants alone, in random order for each shape; the headline's first at all shapes."""
-        asked = self._asked
-        if not asked.sustain_s:
+        options = self._asked
+        if not options.sustain_s:
             return
-        for stage in range(3 if asked.sustain_all else 2):
+        for stage in range(3 if options.sustain_all else 2):
             for shape in self._shapes:
                 stages = sustained_stages(self._record, shape.name)
                 names = [name for name in stages[stage] if not self._has_sustained(name, shape)]
-                random.Random(f"{asked.seed}/{self._arch}/{shape.name}/alone").shuffle(names)
+                random.Random(f"{options.seed}/{self._arch}/{shape.name}/alone").shuffle(names)
                 taken = Taken({}, {})
                 if any(name in self._remote for name in names) and not self._deadline.over:
                     taken = self._take(shape)
@@ -315,10 +321,12 @@ class Ladder:
 
     def _sustain(self, name: str, shape: Shape) -> str | None:
         """Measures a contestant alone; returns the reason if it failed."""
-        way = next((way for way in self._ways if way.name == name), None)
-        if way is None and name not in self._remote:
+        configuration = next(
+            (configuration for configuration in self._configurations if configuration.name == name), None
+        )
+        if configuration is None and name not in self._remote:
             return "it was not built in this run"
-        contestant = self._peer_contestant(name) if way is None else self._local(way, shape)
+        contestant = self._peer_contestant(name) if configuration is None else self._local(configuration, shape)
         try:
             spell = contestant.sustain(self._asked.settle_s, self._asked.sustain_s)
         except RunFailedError as error:
@@ -326,9 +334,11 @@ class Ladder:
         self._row(name)["cells"][shape.name]["sustained"] = sustained_cell(spell, self._readings)
         return None
 
-    def _local(self, way: Configuration, shape: Shape) -> Local:
+    def _local(self, configuration: Configuration, shape: Shape) -> Local:
         inputs = self._inputs[shape.name]
-        return Local(lambda number: way.run(inputs[number % INPUT_SETS], shape.grids), self._asked.device, self._nvml)
+        return Local(
+            lambda number: configuration.run(inputs[number % INPUT_SETS], shape.grids), self._asked.device, self._nvml
+        )
 
     def _peer_contestant(self, name: str) -> Contestant:
         assert self._peer is not None
@@ -337,15 +347,15 @@ class Ladder:
     def _cold_grids(self) -> None:
         known = [grid for shape in self._shapes for grid in shape.grids]
         pool = unseen_grids(self._config, known, tiny=self._asked.tiny, seed=self._asked.seed)
-        for way in self._ways:
-            row = self._row(way.name)
+        for configuration in self._configurations:
+            row = self._row(configuration.name)
             if "grids" not in row and self._asked.cold_batches:
                 if self._deadline.over:
-                    self._skip(f"{way.name}, cold grids", NO_TIME)
+                    self._skip(f"{configuration.name}, cold grids", NO_TIME)
                 else:
-                    row["grids"] = _cold_and_warm(way.run, pool, self._config, self._asked)
-            if way.facts is not None:
-                row["facts"] = way.facts()
+                    row["grids"] = _cold_and_warm(configuration.run, pool, self._config, self._asked)
+            if configuration.facts is not None:
+                row["facts"] = configuration.facts()
         self._save()
 
     # The record.
@@ -363,18 +373,18 @@ class Ladder:
         self._record["skipped"].append({"name": name, "reason": reason})
 
 
-def _cold_and_warm(run: RunBatch, pool: list[Grid], config: VisionConfig, asked: Options) -> dict[str, object]:
+def _cold_and_warm(run: RunBatch, pool: list[Grid], config: VisionConfig, options: Options) -> dict[str, object]:
     """Measures batches of image sizes new to this process, then the same again. Removes its grids from `pool`."""
     cold: list[float] = []
     warm: list[float] = []
     tokens = 0
-    for _ in range(asked.cold_batches):
-        grids = [pool.pop() for _ in range(min(asked.cold_images, len(pool)))]
+    for _ in range(options.cold_batches):
+        grids = [pool.pop() for _ in range(min(options.cold_images, len(pool)))]
         if not grids:
             break
-        patches = random_inputs(config, grids, sets=1, seed=asked.seed, device=asked.device)[0]
-        cold.append(timed(lambda p=patches, g=grids: run(p, g), asked.device))  # type: ignore[misc]
-        again = [timed(lambda p=patches, g=grids: run(p, g), asked.device) for _ in range(3)]  # type: ignore[misc]
+        patches = random_inputs(config, grids, sets=1, seed=options.seed, device=options.device)[0]
+        cold.append(timed(lambda p=patches, g=grids: run(p, g), options.device))  # type: ignore[misc]
+        again = [timed(lambda p=patches, g=grids: run(p, g), options.device) for _ in range(3)]  # type: ignore[misc]
         warm.append(statistics.median(again))
         tokens += sum(t * h * w for t, h, w in grids) // config.merge_unit
     if not cold:
@@ -383,6 +393,6 @@ def _cold_and_warm(run: RunBatch, pool: list[Grid], config: VisionConfig, asked:
         "cold_ms": statistics.median(cold),
         "warm_ms": statistics.median(warm),
         "batches": len(cold),
-        "images": asked.cold_images,
+        "images": options.cold_images,
         "tokens": tokens / len(cold),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.ladder.gpu_clock import Nvml
-from benchmarks.ladder.turns import RunFailedError, Spell, Timed, Times, in_turn, spell
+from benchmarks.ladder.turns import RunFailedError, Spell, Timed, Times, run_in_turns, run_sustained
 
 PEAK_SIDE = 8192
 
@@ -61,7 +61,7 @@ class Local:
 
     def sustain(self, settle_s: float, seconds: float) -> Spell:
         """See `turns.Contestant`."""
-        return spell(self._ms, settle_s, seconds)
+        return run_sustained(self._ms, settle_s, seconds)
 
     def _ms(self, number: int) -> float:
         try:
@@ -70,8 +70,8 @@ class Local:
             raise RunFailedError(f"{type(error).__name__}: {error}"[:500]) from error
 
 
-def interleaved(
-    ways: Mapping[str, Callable[[int], object]],
+def time_interleaved(
+    functions: Mapping[str, Callable[[int], object]],
     *,
     rounds: int,
     warm_ups: int,
@@ -79,8 +79,8 @@ def interleaved(
     deadline: Deadline,
 ) -> dict[str, Times]:
     """Times functions of this process in turn, in random order. Raises RunFailedError if one of them fails."""
-    contestants = {name: Local(function, device) for name, function in ways.items()}
-    found = in_turn(contestants, rounds=rounds, warm_ups=warm_ups, seed="0", enough=lambda: deadline.over)
+    contestants = {name: Local(function, device) for name, function in functions.items()}
+    found = run_in_turns(contestants, rounds=rounds, warm_ups=warm_ups, seed="0", enough=lambda: deadline.over)
     for name, reason in found.failed.items():
         raise RunFailedError(f"{name}: {reason}")
     return dict(found.times)

@@ -89,7 +89,7 @@ def order(names: Sequence[str], seed: str, number: int) -> list[str]:
     return shuffled
 
 
-def in_turn(
+def run_in_turns(
     contestants: Mapping[str, Contestant],
     *,
     rounds: int,
@@ -124,7 +124,7 @@ def in_turn(
     return Result(times, failed)
 
 
-def spell(run: Callable[[int], float], settle_s: float, seconds: float) -> Spell:
+def run_sustained(run: Callable[[int], float], settle_s: float, seconds: float) -> Spell:
     """Runs `run(number)`, which returns milliseconds, back to back; at least one run counts."""
     number = 0
     until = time.monotonic() + settle_s

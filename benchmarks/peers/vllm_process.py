@@ -83,13 +83,13 @@ class VllmSide:
         self._version = version
         self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._nvml = Nvml.open() if self._device.type == "cuda" else None
-        self._ways: dict[str, Configuration] = {}
+        self._configurations: dict[str, Configuration] = {}
         self._asked: Build | None = None
         self._inputs: list[dict[str, Any]] = []
 
     def build(self, asked: Build) -> Built:
         """Builds every configuration of a tower; those that fail are skipped with the reason."""
-        self._ways, self._inputs, self._asked = {}, [], asked
+        self._configurations, self._inputs, self._asked = {}, [], asked
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -106,7 +106,9 @@ class VllmSide:
                 skipped[f"{prefix} {verb}"] = f"failed: {type(error).__name__}: {error}"[:500]
                 continue
             facts[f"{prefix} built as"] = loaded.built
-            self._ways[f"{prefix} {verb} eager"] = Configuration(f"{label}, eager", loaded, _eager(loaded.model))
+            self._configurations[f"{prefix} {verb} eager"] = Configuration(
+                f"{label}, eager", loaded, _eager(loaded.model)
+            )
             if self._device.type != "cuda":
                 continue
             for name, sets in _budget_sets(asked).items():
@@ -117,9 +119,11 @@ class VllmSide:
                     skipped[f"{prefix} {verb} graphs {name}"] = f"failed: {type(error).__name__}: {error}"[:500]
                     continue
                 facts[f"{prefix} {name}"] = {str(images): list(budgets) for images, budgets in sets.items()}
-                way = Configuration(f"{label}, graphs, {name} budgets", loaded, _replayed(graphs))
-                self._ways[f"{prefix} {verb} graphs {name}"] = way
-        return Built({name: way.label for name, way in self._ways.items()}, skipped, facts)
+                configuration = Configuration(f"{label}, graphs, {name} budgets", loaded, _replayed(graphs))
+                self._configurations[f"{prefix} {verb} graphs {name}"] = configuration
+        return Built(
+            {name: configuration.label for name, configuration in self._configurations.items()}, skipped, facts
+        )
 
     def _compile(self, loaded: Loaded, asked: Build) -> None:
         """Runs the model once, which compiles it, before any graph is captured, as vLLM's engine does."""
@@ -144,29 +148,29 @@ class VllmSide:
         expected = torch.load(asked.reference, map_location=self._device) if asked.reference else None
         errors: dict[str, list[float]] = {}
         failed: dict[str, str] = {}
-        for name, way in self._ways.items():
+        for name, configuration in self._configurations.items():
             try:
-                with _running(way.loaded):
-                    tokens = way.embed(self._inputs[0])
-                    if expected is not None and way.loaded.built == "model":
+                with _running(configuration.loaded):
+                    tokens = configuration.embed(self._inputs[0])
+                    if expected is not None and configuration.loaded.built == "model":
                         errors[name] = relative_errors(tokens, expected)
             except Exception as error:
-                logger.exception("%s fails on %s", way.label, asked.shape)
+                logger.exception("%s fails on %s", configuration.label, asked.shape)
                 failed[name] = f"{type(error).__name__}: {error}"[:500]
         return Taken(errors, failed)
 
     def run(self, asked: Run) -> Timed:
-        way = self._ways[asked.name]
-        with _running(way.loaded):
-            return self._local(way).run(asked.number, read_clock=asked.read_clock)
+        configuration = self._configurations[asked.name]
+        with _running(configuration.loaded):
+            return self._local(configuration).run(asked.number, read_clock=asked.read_clock)
 
     def sustain(self, asked: Sustain) -> Spell:
-        way = self._ways[asked.name]
-        with _running(way.loaded):
-            return self._local(way).sustain(asked.settle_s, asked.seconds)
+        configuration = self._configurations[asked.name]
+        with _running(configuration.loaded):
+            return self._local(configuration).sustain(asked.settle_s, asked.seconds)
 
-    def _local(self, way: Configuration) -> Local:
-        return Local(lambda number: way.embed(self._inputs[number % INPUT_SETS]), self._device, self._nvml)
+    def _local(self, configuration: Configuration) -> Local:
+        return Local(lambda number: configuration.embed(self._inputs[number % INPUT_SETS]), self._device, self._nvml)
 
     def _load(self, asked: Build, quantization: str | None) -> Loaded:
         try:

@@ -32,12 +32,12 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def burst_ms(speeds: Speeds, row: dict[str, Any], way: Placement) -> list[float]:
+def burst_ms(speeds: Speeds, row: dict[str, Any], placement: Placement) -> list[float]:
     """Returns milliseconds to the first token of each of ten simultaneous requests."""
     images = tuple(image_costs(row))
     tokens = sum(image.num_tokens for image in images) + row["words"]
     requests = [Request(0.0, images, tokens, row["output_tokens"])] * AT_ONCE
-    layout = Layout(way, 0 if way is Placement.AGGREGATED else 1, 1)
+    layout = Layout(placement, 0 if placement is Placement.AGGREGATED else 1, 1)
     waits, _, _ = simulate_ttft(requests, speeds, layout)
     return [1e3 * wait for wait in waits]
 

@@ -51,7 +51,7 @@ class Encoded:
     grid_thw: tuple[int, int, int]
 
 
-def ways(rungs: Sequence[str] = RUNGS, backends: Sequence[str] = BACKENDS) -> list[Configuration]:
+def list_configurations(rungs: Sequence[str] = RUNGS, backends: Sequence[str] = BACKENDS) -> list[Configuration]:
     """Returns each rung with its defaults, then each backend on the eager and the fused tower if those rungs are
     requested.
 
@@ -65,16 +65,18 @@ def ways(rungs: Sequence[str] = RUNGS, backends: Sequence[str] = BACKENDS) -> li
     ]
 
 
-def encode(model: Path, way: Configuration, pictures: Sequence[Image.Image]) -> tuple[list[Encoded], dict[str, Any]]:
+def encode(
+    model: Path, configuration: Configuration, pictures: Sequence[Image.Image]
+) -> tuple[list[Encoded], dict[str, Any]]:
     """Encodes all pictures, sixteen at a time; returns the embeddings, and facts for the record.
 
     Raises:
         ValueError, BackendUnavailableError, RungUnavailableError: this configuration is unavailable.
     """
-    switches = dict(switches_of(way.rung))
+    switches = dict(switches_of(configuration.rung))
     if switches["cudagraph_mm_encoder"]:
         switches["encoder_cudagraph_token_budgets"] = BUDGETS
-    config = EncoderConfig(attention_backend=way.attention, warm_image_sizes=(), **switches)  # type: ignore[arg-type]
+    config = EncoderConfig(attention_backend=configuration.attention, warm_image_sizes=(), **switches)  # type: ignore[arg-type]
     began = time.perf_counter()
     encoder = Encoder.from_checkpoint(model, config)
     start_s = time.perf_counter() - began

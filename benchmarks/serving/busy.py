@@ -58,7 +58,7 @@ class Busy:
         if self._over.wait(self._wait_s):
             return
         before = cpu_seconds(self._kinds)
-        with sampled_gpus() as gpus:
+        with sample_gpus() as gpus:
             if self._over.wait(self._seconds):
                 return
         self.found = shares(before, cpu_seconds(self._kinds), self._seconds) | gpus
@@ -98,7 +98,7 @@ def shares(before: Mapping[int, Seconds], after: Mapping[int, Seconds], seconds:
 
 
 @contextlib.contextmanager
-def sampled_gpus() -> Iterator[dict[str, dict[str, float]]]:
+def sample_gpus() -> Iterator[dict[str, dict[str, float]]]:
     """Yields a dict that contains `of_gpus` after leaving the block; empty without nvidia-smi."""
     found: dict[str, dict[str, float]] = {}
     if shutil.which("nvidia-smi") is None:
@@ -111,10 +111,10 @@ def sampled_gpus() -> Iterator[dict[str, dict[str, float]]]:
     finally:
         process.terminate()
         told, _ = process.communicate()
-        found.update(of_gpus(told))
+        found.update(parse_gpu_samples(told))
 
 
-def of_gpus(told: str) -> dict[str, dict[str, float]]:
+def parse_gpu_samples(told: str) -> dict[str, dict[str, float]]:
     """Returns means of nvidia-smi's lines: utilization of the GPUs and of the idlest, clock in MHz, power in watts."""
     rows = [line.split(", ") for line in told.splitlines()]
     samples = [tuple(float(part) for part in row) for row in rows if len(row) == len(GPU_QUERY)]

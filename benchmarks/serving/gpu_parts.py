@@ -18,7 +18,7 @@ QUIT_S = 10.0
 
 
 @contextmanager
-def cut(parts: int, scratch: Path) -> Iterator[Mapping[str, str]]:
+def split_gpu(parts: int, scratch: Path) -> Iterator[Mapping[str, str]]:
     """Yields variables with which a program uses one of `parts` parts of the GPU that it sees; one part is all of it.
 
     Raises SystemExit if the driver's program is missing, RuntimeError if it does not start.

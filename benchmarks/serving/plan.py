@@ -21,7 +21,7 @@ MODEL = "bench"
 ENCODER_SHARE, LLM_SHARE = 0.02, 0.06
 DECODE_WORKERS = 4
 REQUEST_TIMEOUT_S = 240
-AGAIN = "fusion"
+VARIANT_RUNG = "fusion"
 """The rung that is also served with a language model without graphs, with the object store, and with an ingress that
 queries encoders for published embeddings too."""
 _GPU_ENGINE: Mapping[str, Any] = {
@@ -62,11 +62,11 @@ class Served:
     """For vLLM alone: the number of API server processes."""
     transfer: str = "auto"
     """For an application: the transfer of embeddings to the language model."""
-    whereabouts: bool = True
+    embedding_directory: bool = True
     """For an application: whether an ingress remembers locations of embeddings, and then calls no encoder for them."""
 
 
-def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[list[Served], list[dict[str, str]]]:
+def list_servers(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[list[Served], list[dict[str, str]]]:
     """Returns the servers, and the unavailable ones with the reason for each."""
     made: list[Served] = []
     skipped: list[dict[str, str]] = []
@@ -77,11 +77,21 @@ def compared(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[l
             skipped.append({"name": rung, "reason": str(error)})
         else:
             made.append(Served(rung, LABELS[rung], rung))
-    if gpu and any(one.rung == AGAIN for one in made):
-        without, by = f"{LABELS[AGAIN]}, language model without graphs", f"{LABELS[AGAIN]}, by the object store"
-        made.append(Served(f"{AGAIN}-llm-eager", without, AGAIN, llm_graphs=False))
-        made.append(Served(f"{AGAIN}-object-store", by, AGAIN, transfer="object_store"))
-        made.append(Served(f"{AGAIN}-asking", f"{LABELS[AGAIN]}, encoders always asked", AGAIN, whereabouts=False))
+    if gpu and any(one.rung == VARIANT_RUNG for one in made):
+        without, by = (
+            f"{LABELS[VARIANT_RUNG]}, language model without graphs",
+            f"{LABELS[VARIANT_RUNG]}, by the object store",
+        )
+        made.append(Served(f"{VARIANT_RUNG}-llm-eager", without, VARIANT_RUNG, llm_graphs=False))
+        made.append(Served(f"{VARIANT_RUNG}-object-store", by, VARIANT_RUNG, transfer="object_store"))
+        made.append(
+            Served(
+                f"{VARIANT_RUNG}-asking",
+                f"{LABELS[VARIANT_RUNG]}, encoders always asked",
+                VARIANT_RUNG,
+                embedding_directory=False,
+            )
+        )
     if peers:
         made.append(Served("vllm", "vLLM alone, encoder launched", None))
         if gpu:
@@ -140,7 +150,7 @@ def serve_config(
                         "engine_args": engine_args(served, gpu=gpu),
                     },
                     "ingress": {"num_cpus": 0.05, "request_timeout_s": REQUEST_TIMEOUT_S}
-                    | ({} if served.whereabouts else {"embedding_directory_entries": 0}),
+                    | ({} if served.embedding_directory else {"embedding_directory_entries": 0}),
                 },
                 "deployments": [
                     {"name": "Ingress", "num_replicas": 1, "max_ongoing_requests": 1024},

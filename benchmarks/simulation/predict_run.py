@@ -159,15 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("records", nargs="+", type=Path, metavar="run.json")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     runs: dict[str, Any] = {}
-    for path in asked.records:
+    for path in options.records:
         record = Record.read(path)
         runs[path.stem] = {**compare(record), "surge": surge(record)}
         for name, row in runs[path.stem].items():
             print(f"{path.stem:20} {name:10} {row}")
-    write({"benchmark": "predict_run", "runs": runs, **provenance(asked.commit, arguments)}, asked.out)
+    write({"benchmark": "predict_run", "runs": runs, **provenance(options.commit, arguments)}, options.out)
     return 0
 
 

@@ -117,46 +117,46 @@ def tokens_of(sizes: Sequence[tuple[int, int]], rules: ImageRules) -> list[int]:
     return [num_tokens(image_grid(width, height, rules), rules.merge_size) for width, height in sizes]
 
 
-async def ask(http: aiohttp.ClientSession, url: str, asked: Options, number: int, began: float) -> None:
-    content = body(asked.sizes, number)
-    await asyncio.sleep(began + asked.at_s - time.monotonic())
-    asked.sent_late_s = time.monotonic() - began - asked.at_s
+async def ask(http: aiohttp.ClientSession, url: str, options: Options, number: int, began: float) -> None:
+    content = body(options.sizes, number)
+    await asyncio.sleep(began + options.at_s - time.monotonic())
+    options.sent_late_s = time.monotonic() - began - options.at_s
     try:
         async with http.post(f"{url}/v1/chat/completions", json=content) as response:
-            asked.status, asked.retry_after = response.status, "retry-after" in response.headers
+            options.status, options.retry_after = response.status, "retry-after" in response.headers
             answer = await response.json()
-            asked.images_answered = len(answer.get("images", ()))
-            asked.error = "" if response.ok else str(answer)
+            options.images_answered = len(answer.get("images", ()))
+            options.error = "" if response.ok else str(answer)
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        asked.status = asked.status if asked.status not in (0, 200) else -1
-        asked.error = repr(error)
-    asked.delay_s = time.monotonic() - began - asked.at_s
+        options.status = options.status if options.status not in (0, 200) else -1
+        options.error = repr(error)
+    options.delay_s = time.monotonic() - began - options.at_s
 
 
 async def drive(url: str, run: Sequence[Options], fleet: Fleet) -> list[float]:
     """Sends all requests; returns the delays of the single requests before the run."""
     alone = [Options(0.0, ((256, 256),)) for _ in range(ALONE)]
     async with session(None, ALONE_WAIT_S) as http:
-        for number, asked in enumerate(alone):
-            await ask(http, url, asked, 2**20 + number, time.monotonic())
-            if asked.status != 200:
+        for number, options in enumerate(alone):
+            await ask(http, url, options, 2**20 + number, time.monotonic())
+            if options.status != 200:
                 raise RuntimeError(
-                    f"request {number + 1} of {ALONE} before the run was answered with {asked.status}, "
-                    f"after {asked.delay_s:.1f} s of at most {ALONE_WAIT_S:g}: {asked.error}"
+                    f"request {number + 1} of {ALONE} before the run was answered with {options.status}, "
+                    f"after {options.delay_s:.1f} s of at most {ALONE_WAIT_S:g}: {options.error}"
                 )
     async with session(None, WAIT_S) as http:
         began = time.monotonic()
         watching = asyncio.create_task(asyncio.to_thread(watch, began, fleet, stop := threading.Event()))
         try:
             pending: list[asyncio.Task[None]] = []
-            for number, asked in enumerate(run):  # bodies are made three seconds before they are due
-                await asyncio.sleep(began + asked.at_s - 3 - time.monotonic())
-                pending.append(asyncio.create_task(ask(http, url, asked, number, began)))
+            for number, options in enumerate(run):  # bodies are made three seconds before they are due
+                await asyncio.sleep(began + options.at_s - 3 - time.monotonic())
+                pending.append(asyncio.create_task(ask(http, url, options, number, began)))
             await asyncio.gather(*pending)
         finally:  # otherwise asyncio would wait for the thread after an error
             stop.set()
         await watching
-    return [asked.delay_s for asked in alone[2:]]
+    return [options.delay_s for options in alone[2:]]
 
 
 def watch(began: float, fleet: Fleet, stop: threading.Event) -> None:
@@ -177,50 +177,50 @@ def replicas() -> tuple[int, int, int]:
     return starting, running, stopping
 
 
-def schema(asked: argparse.Namespace) -> dict[str, Any]:
+def schema(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the application's configuration, as in a config file."""
     at_once = {"upscale_delay_s": 0, "downscale_delay_s": 0, "look_back_period_s": 5, "metrics_interval_s": 1}
     policy = {
         "policy_function": "deployments.scaling:VisualTokenPolicy",
-        "policy_kwargs": {"target_encode_delay_s": asked.target_s, **policy_arguments(asked)},
+        "policy_kwargs": {"target_encode_delay_s": options.target_s, **policy_arguments(options)},
     }
-    bounds = {"min_replicas": asked.min_replicas, "max_replicas": asked.gpus}
+    bounds = {"min_replicas": options.min_replicas, "max_replicas": options.gpus}
     return {
         "name": NAME,
         "route_prefix": "/",
         "import_path": "benchmarks.simulation.fake_gpus:build",
         "args": {
             "model": str(MODEL),
-            "tokens_per_s": asked.tokens_per_s,
-            "start_s": asked.start_s,
-            "batches_under_way": asked.batches_under_way,
+            "tokens_per_s": options.tokens_per_s,
+            "start_s": options.start_s,
+            "batches_under_way": options.batches_under_way,
             "encoder": {
-                "encoder_cudagraph_token_budgets": [asked.batch_tokens],
-                "encoder_cudagraph_max_images_per_batch": asked.batch_images,
+                "encoder_cudagraph_token_budgets": [options.batch_tokens],
+                "encoder_cudagraph_max_images_per_batch": options.batch_images,
             },
             "encoder_replica": {"num_gpus": 1, "num_cpus": 0.1, "decode_workers": 1, "cache_bytes": 0},
-            "ingress": {"max_visual_tokens_queued": asked.tokens_waiting}
-            | {"max_visual_tokens_in_flight": asked.tokens_in_flight, "max_visual_tokens_per_request": 512},
+            "ingress": {"max_visual_tokens_queued": options.tokens_waiting}
+            | {"max_visual_tokens_in_flight": options.tokens_in_flight, "max_visual_tokens_per_request": 512},
         },
         "deployments": [{"name": "Encoder", "autoscaling_config": {**bounds, **at_once, "policy": policy}}],
     }
 
 
-def policy_arguments(asked: argparse.Namespace) -> dict[str, float]:
+def policy_arguments(options: argparse.Namespace) -> dict[str, float]:
     return {
-        "target_utilization": asked.target_utilization,
-        "max_scale_up_factor": asked.max_scale_up_factor,
-        "scale_down_stabilization_s": asked.scale_down_stabilization_s,
+        "target_utilization": options.target_utilization,
+        "max_scale_up_factor": options.max_scale_up_factor,
+        "scale_down_stabilization_s": options.scale_down_stabilization_s,
     }
 
 
-def recorded(asked: argparse.Namespace, run: Sequence[Options]) -> tuple[Fleet, list[float]]:
+def record_run(options: argparse.Namespace, run: Sequence[Options]) -> tuple[Fleet, list[float]]:
     """Makes the run on a separate Ray and Serve."""
     for source in ("REPLICA", "HANDLE"):  # must precede the import of Serve's modules
-        os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(asked.report_s)
+        os.environ[f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(options.report_s)
     fleet = Fleet()
-    with own_serve(num_cpus=8, num_gpus=asked.gpus, object_store_memory=150 * 2**20) as (url, deploy):
-        deploy(schema(asked))
+    with own_serve(num_cpus=8, num_gpus=options.gpus, object_store_memory=150 * 2**20) as (url, deploy):
+        deploy(schema(options))
         return fleet, asyncio.run(drive(url, run, fleet))
 
 
@@ -266,27 +266,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
-    asked = parser.parse_args(arguments)
-    run = requests_of(asked.pieces, asked.seed)
-    fleet, alone_s = recorded(asked, run)
+    options = parser.parse_args(arguments)
+    run = requests_of(options.pieces, options.seed)
+    fleet, alone_s = record_run(options, run)
     rules = ImageRules.from_checkpoint(MODEL)
     (tokens_alone,) = tokens_of([(256, 256)], rules)
     started = starts_s(fleet.rows)
     report = {
         "benchmark": "record_run",
-        "pieces": asked.pieces,
+        "pieces": options.pieces,
         "model": {
-            "tokens_per_s": asked.tokens_per_s,
-            "start_s": round(statistics.median(started), 2) if started else asked.start_s,
-            "image_s": round(statistics.median(alone_s) - tokens_alone / asked.tokens_per_s, 4),
-            "report_s": asked.report_s,
-            "batches_under_way": asked.batches_under_way,
-            "batch_images": asked.batch_images,
-            "batch_tokens": asked.batch_tokens,
+            "tokens_per_s": options.tokens_per_s,
+            "start_s": round(statistics.median(started), 2) if started else options.start_s,
+            "image_s": round(statistics.median(alone_s) - tokens_alone / options.tokens_per_s, 4),
+            "report_s": options.report_s,
+            "batches_under_way": options.batches_under_way,
+            "batch_images": options.batch_images,
+            "batch_tokens": options.batch_tokens,
         },
-        "policy": {"target_encode_delay_s": asked.target_s, **policy_arguments(asked)},
-        "min_replicas": asked.min_replicas,
-        "max_replicas": asked.gpus,
+        "policy": {"target_encode_delay_s": options.target_s, **policy_arguments(options)},
+        "min_replicas": options.min_replicas,
+        "max_replicas": options.gpus,
         "machine": {
             "cores": os.cpu_count(),
             "load": round(os.getloadavg()[1], 1),  # mean of the last five minutes
@@ -299,9 +299,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for one, tokens in ((one, ",".join(map(str, tokens_of(one.sizes, rules)))) for one in run)
         ],
         "answered_without_an_image": sum(one.status == 200 and one.images_answered != len(one.sizes) for one in run),
-        **provenance(asked.commit, arguments),
+        **provenance(options.commit, arguments),
     }
-    write(report, asked.out)
+    write(report, options.out)
     return 0
 
 

@@ -79,7 +79,7 @@ def tokens_per_s(path: Path, arch: str) -> float:
     return tokens * 1e3 / (tokens * batch_ms / BATCH_TOKENS + table.work_ms * sum(image.work for image in images))
 
 
-def load_of(
+def make_load(
     arrivals: Sequence[Arrival], *, tokens_per_s: float, seconds: float, step_s: float = STEP_S, spread_s: float = 1.0
 ) -> Load:
     """Repeats the trace for `seconds`, with each request multiplied to give `tokens_per_s` on average.
@@ -228,44 +228,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     found: dict[str, Any] = {}
-    for path in asked.traces:
-        speed = tokens_per_s(path, asked.arch)
-        model = FleetModel(speed, asked.start_s, mean_life_s=asked.life_s, report_s=asked.report_s)
-        load = load_of(
-            read_visual(path, RULES[asked.arch]),
-            tokens_per_s=asked.replicas * model.tokens_per_s,
-            seconds=asked.seconds,
-            spread_s=asked.spread_s,
+    for path in options.traces:
+        speed = tokens_per_s(path, options.arch)
+        model = FleetModel(speed, options.start_s, mean_life_s=options.life_s, report_s=options.report_s)
+        load = make_load(
+            read_visual(path, RULES[options.arch]),
+            tokens_per_s=options.replicas * model.tokens_per_s,
+            seconds=options.seconds,
+            spread_s=options.spread_s,
         )
-        load = swelling(load, asked.swell, asked.swell_s)
-        scene = Scenario(load, model, asked.replicas, asked.target_s, asked.warm_up_s, asked.seed)
+        load = sine_load(load, options.swell, options.swell_s)
+        scene = Scenario(load, model, options.replicas, options.target_s, options.warm_up_s, options.seed)
         images_per_s = model.tokens_per_s * float(load.images.sum() / load.tokens.sum())
-        sweep = list(serves_settings(images_per_s, model, asked.targets))
-        if asked.best_of is not None:
-            sweep = best_settings(asked.best_of, path.stem)
-        compared = compare(scene, [], FIXED_SETTINGS) if asked.fixed else compare(scene, sweep)
+        sweep = list(serves_settings(images_per_s, model, options.targets))
+        if options.best_of is not None:
+            sweep = best_settings(options.best_of, path.stem)
+        compared = compare(scene, [], FIXED_SETTINGS) if options.fixed else compare(scene, sweep)
         found[path.stem] = {"model": asdict(model), **compared}
         show(path.stem, found[path.stem])
     report = {
         "benchmark": "simulate",
-        "arch": asked.arch,
-        "replicas": asked.replicas,
-        "seconds": asked.seconds,
-        "target_s": asked.target_s,
-        "best_of": None if asked.best_of is None else asked.best_of.name,
-        "swell": asked.swell,
-        "swell_s": asked.swell_s,
+        "arch": options.arch,
+        "replicas": options.replicas,
+        "seconds": options.seconds,
+        "target_s": options.target_s,
+        "best_of": None if options.best_of is None else options.best_of.name,
+        "swell": options.swell,
+        "swell_s": options.swell_s,
         "traces": found,
-        **provenance(asked.commit, arguments),
+        **provenance(options.commit, arguments),
     }
-    write(report, asked.out)
+    write(report, options.out)
     return 0
 
 
-def swelling(load: Load, share: float, period_s: float) -> Load:
+def sine_load(load: Load, share: float, period_s: float) -> Load:
     """Returns the load multiplied by a sine around 1."""
     times = np.arange(len(load.tokens)) * load.step_s
     factor = 1 + share * np.sin(2 * np.pi * times / period_s)

@@ -49,7 +49,7 @@ class Run:
     """Lateness of the client's event loop, measured every TICK_S."""
 
 
-def joined(runs: Sequence[Run]) -> Run:
+def join_runs(runs: Sequence[Run]) -> Run:
     """Returns pieces of a trace as one run; their durations are added."""
     return Run(
         [one for run in runs for one in run.sent],

@@ -125,7 +125,7 @@ def _request(line: dict[str, object]) -> TraceRequest:
     return request
 
 
-def generated(requests: int = 60, rate: float = 2.0, seed: int = 0) -> Trace:
+def generate_trace(requests: int = 60, rate: float = 2.0, seed: int = 0) -> Trace:
     """Returns a small trace for a first run: pictures of 64 to 512 pixels a side, one request in four without a
     picture.
 

@@ -11,7 +11,7 @@ import aiohttp
 
 from benchmarks.trace import bodies as trace_bodies
 from benchmarks.trace.bodies import Bodies
-from benchmarks.trace.client import Run, joined, one_by_one, open_loop, served_model, session
+from benchmarks.trace.client import Run, join_runs, one_by_one, open_loop, served_model, session
 from benchmarks.trace.requests import Trace
 
 
@@ -85,15 +85,15 @@ async def measure(
         for server, piece in plan.order(servers):
             say(f"{server.label}: {len(piece)} requests")
             due_s = [plan.trace.requests[index].at_s / plan.speed for index in piece]
-            make = _of_piece(bodies[server.label], piece, prepared=plan.prepared)
+            make = _piece_bodies(bodies[server.label], piece, prepared=plan.prepared)
             run = await open_loop(sessions[server.label], server.url, due_s, make)
             for one, index in zip(run.sent, piece, strict=True):
                 one.index = index
             runs[server.label].append(run)
-    return {label: joined(found) for label, found in runs.items()}
+    return {label: join_runs(found) for label, found in runs.items()}
 
 
-def _of_piece(bodies: Bodies, piece: Sequence[int], *, prepared: bool) -> Callable[[int], bytes]:
+def _piece_bodies(bodies: Bodies, piece: Sequence[int], *, prepared: bool) -> Callable[[int], bytes]:
     if prepared:
         return [bodies.of(index) for index in piece].__getitem__
     return lambda place: bodies.of(piece[place])

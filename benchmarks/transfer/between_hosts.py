@@ -34,7 +34,7 @@ from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 
-WAYS = ("shared_memory", "object_store", "nixl")
+TRANSFER_PATHS = ("shared_memory", "object_store", "nixl")
 WIDTH = 4096
 ROOM_BYTES = 3 * 2**29
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -106,10 +106,10 @@ def _measured(megabytes: list[float], rounds: int, nodes: list[str]) -> dict[str
     """Returns milliseconds by path and size, in the order of measurement; the paths take turns."""
     try:
         NixlMemory()
-        ways: tuple[str, ...] = WAYS
+        ways: tuple[str, ...] = TRANSFER_PATHS
     except NotInstalledError as error:
         print(f"without NIXL: {error}", file=sys.stderr)
-        ways = WAYS[:2]
+        ways = TRANSFER_PATHS[:2]
     has_nixl = "nixl" in ways
 
     def on(node: str) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _shared(pinned: bool, chunk: int | None, says: str) -> MeasuredPath:
     )
 
 
-WAYS: dict[str, MeasuredPath] = {
+TRANSFER_PATHS: dict[str, MeasuredPath] = {
     "application": MeasuredPath(LendingSender, BorrowingReceiver, "the application's own code, without Serve and vLLM"),
     "shared_memory": _shared(True, None, "pinned at both ends, one copy out, then one copy in"),
     "shared_memory_2mib": _shared(True, 2 * MIB, "likewise in chunks of 2 MiB, copies out and in at the same time"),

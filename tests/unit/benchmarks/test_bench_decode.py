@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.bench_decode import TOWERS, photos
+from benchmarks.bench_decode import TOWERS, make_photos
 from tests.programs import output_of
 
 
@@ -33,8 +33,8 @@ def test_it_measures_every_way_of_both_towers(tmp_path: Path) -> None:
 
 
 def test_photos_are_jpeg_files_that_differ() -> None:
-    first, second = photos(96, 2, seed=0)
+    first, second = make_photos(96, 2, seed=0)
     assert first != second
-    assert photos(96, 2, seed=0) == [first, second]
+    assert make_photos(96, 2, seed=0) == [first, second]
     opened = Image.open(io.BytesIO(first))
     assert (opened.format, opened.size) == ("JPEG", (96, 96))

@@ -180,11 +180,11 @@ def test_unseen_grids_are_new_and_all_different() -> None:
 def test_functions_take_turns_until_the_deadline() -> None:
     called: list[str] = []
     ways = {name: (lambda n, name=name: called.append(name)) for name in "ab"}
-    times = measure.interleaved(ways, rounds=9, warm_ups=1, device=CPU, deadline=Deadline(0.0))
+    times = measure.time_interleaved(ways, rounds=9, warm_ups=1, device=CPU, deadline=Deadline(0.0))
     assert times["a"].rounds == FEWEST_ROUNDS
     assert sorted(called) == ["a"] * (1 + FEWEST_ROUNDS) + ["b"] * (1 + FEWEST_ROUNDS)
     with pytest.raises(RunFailedError, match="b: ZeroDivisionError"):
-        measure.interleaved({"b": lambda n: 1 / 0}, rounds=1, warm_ups=0, device=CPU, deadline=Deadline(9.0))
+        measure.time_interleaved({"b": lambda n: 1 / 0}, rounds=1, warm_ups=0, device=CPU, deadline=Deadline(9.0))
 
 
 def test_the_clock_is_shown_where_it_was_read() -> None:

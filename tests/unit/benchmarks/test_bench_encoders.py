@@ -15,14 +15,14 @@ import pytest
 from PIL import Image
 
 from benchmarks import bench_encoders
-from benchmarks.bench_decode import photos
+from benchmarks.bench_decode import make_photos
 from benchmarks.bench_encoders import Load, compare, drive, request_body, schema
 from benchmarks.record import ROOT
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from tests.threaded import serving
 
-(FILE,) = photos(96, 1, seed=0)
+(FILE,) = make_photos(96, 1, seed=0)
 
 
 def sent(body: bytes) -> list[bytes]:

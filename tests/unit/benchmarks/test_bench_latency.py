@@ -142,7 +142,7 @@ def test_labels_gather_in_a_file(server: FakeServer, tmp_path: Path, capsys: pyt
     assert list(json.loads(out.read_text())["rows"]) == ["graphs", "eager"]
     out.write_text('{"benchmark": "other"}')
     with pytest.raises(ValueError, match="not a result"):
-        bench_latency.gathered(out)
+        bench_latency.read_rows(out)
 
 
 def test_figures_by_hand() -> None:

@@ -25,7 +25,7 @@ from benchmarks.trace.bodies import Bodies
 from benchmarks.trace.client import Run, Sent
 from benchmarks.trace.figures import Slo, client_lag, compared, compared_text, figures, text
 from benchmarks.trace.images import make_images, picture
-from benchmarks.trace.requests import Trace, TraceImage, generated, lines, read_trace
+from benchmarks.trace.requests import Trace, TraceImage, generate_trace, lines, read_trace
 from deployments.cli import main as cli
 from planner.traces import TraceError
 from tests.unit.deployments.cli.chat_server import TEMPLATE_TOKENS, ChatServer, refused, streamed
@@ -217,11 +217,11 @@ def test_a_generated_trace(server: ChatServer, tmp_path: Path) -> None:
     kept = tmp_path / "kept.jsonl"
     done = bench(server.url, "--images", tmp_path, "--requests", 12, "--write-trace", kept, *RELAXED)
     assert result(done)["trace"]["requests"] == 12
-    assert read_trace(kept).requests == generated().requests[:12]
-    whole = generated()
+    assert read_trace(kept).requests == generate_trace().requests[:12]
+    whole = generate_trace()
     kept.write_text("".join(f"{line}\n" for line in lines(whole.requests)))
     assert read_trace(kept).digest == whole.digest
-    assert generated(seed=1).digest != whole.digest
+    assert generate_trace(seed=1).digest != whole.digest
     repeated = [image.id for request in whole.requests for image in request.images]
     assert len(repeated) > len(set(repeated)) > 10
 
@@ -247,7 +247,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, line: str, told: str) -> No
 
 
 def test_caps_and_pieces() -> None:
-    trace = generated(10).capped(20, 9)
+    trace = generate_trace(10).capped(20, 9)
     assert max(one.prompt_tokens for one in trace.requests) == 20
     assert max(one.output_tokens for one in trace.requests) == 9
     assert [list(piece) for piece in trace.pieces(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
@@ -255,7 +255,7 @@ def test_caps_and_pieces() -> None:
 
 def test_pictures_follow_from_the_digest(tmp_path: Path) -> None:
     images = (TraceImage(0, 200, 120), TraceImage(1, 200, 120))
-    trace = Trace("x", "ab" * 32, generated(1).requests)
+    trace = Trace("x", "ab" * 32, generate_trace(1).requests)
     one, again = picture(trace.digest, images[0]), picture(trace.digest, images[0])
     assert one.size == (200, 120)
     assert one.tobytes() == again.tobytes()
@@ -265,7 +265,7 @@ def test_pictures_follow_from_the_digest(tmp_path: Path) -> None:
 
 
 def test_pictures_are_made_once(tmp_path: Path) -> None:
-    trace = generated(40)
+    trace = generate_trace(40)
     progress: list[tuple[int, int]] = []
     files = make_images(trace, tmp_path, lambda done, of: progress.append((done, of)))
     assert progress[-1] == (len(trace.images), len(trace.images))

@@ -173,7 +173,7 @@ def test_a_trace_becomes_a_load(trace: Path) -> None:
     """Three images of 196 tokens; the same image again costs nothing."""
     arrivals = simulate.read_visual(trace, RULES["qwen3_vl"])
     assert [[image.num_tokens for image in arrival.images] for arrival in arrivals] == [[196], [196, 196]]
-    load = simulate.load_of(arrivals, tokens_per_s=5880, seconds=25, spread_s=1)
+    load = simulate.make_load(arrivals, tokens_per_s=5880, seconds=25, spread_s=1)
     assert len(load.tokens) == 250
     assert load.tokens[:200].sum() == pytest.approx(5880 * 20)
     # A second long each: the first request, and the two images of the last one, which came just before the end.
@@ -181,7 +181,7 @@ def test_a_trace_becomes_a_load(trace: Path) -> None:
     assert load.tokens[10:99].sum() == 0
     assert load.tokens.sum() / load.images.sum() == pytest.approx(196)
     assert load.requests[:200].sum() == pytest.approx(load.images[:200].sum() * 2 / 3)
-    assert simulate.swelling(load, 0.5, 20.0).tokens[50:100].sum() > load.tokens[50:100].sum()
+    assert simulate.sine_load(load, 0.5, 20.0).tokens[50:100].sum() > load.tokens[50:100].sum()
 
 
 def test_the_report(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

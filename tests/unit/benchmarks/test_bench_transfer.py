@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.bench_transfer import measure, sees_gpu
 from benchmarks.transfer.figures import Options, Took, bars_met, change, sum_of_bits
-from benchmarks.transfer.paths import SLOTS, WAYS, Side, slot_bytes
+from benchmarks.transfer.paths import SLOTS, TRANSFER_PATHS, Side, slot_bytes
 from tests.programs import output_of
 
 CPU = torch.device("cpu")
@@ -43,14 +43,14 @@ def test_a_way_that_fails_says_why() -> None:
     assert "CUDA" in found or "EOFError" in found or "ended" in found
 
 
-@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if not way.needs_gpu])
+@pytest.mark.parametrize("way", [name for name, way in TRANSFER_PATHS.items() if not way.needs_gpu])
 def test_a_way_brings_every_bit(way: str) -> None:
     """More bytes than a chunk of 2 MiB, and no multiple of it, so often that slots are used again."""
     shape = (700, 2000)
     memory = mmap.mmap(-1, SLOTS * slot_bytes(2 * 700 * 2000))
     one, other = multiprocessing.Pipe()
-    sender = WAYS[way].sender(Side(CPU, one, memory, 2 * 700 * 2000))
-    receiver = WAYS[way].receiver(Side(CPU, other, memory, 2 * 700 * 2000))
+    sender = TRANSFER_PATHS[way].sender(Side(CPU, one, memory, 2 * 700 * 2000))
+    receiver = TRANSFER_PATHS[way].receiver(Side(CPU, other, memory, 2 * 700 * 2000))
     tokens, out = torch.randn(shape).to(torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
     for _ in range(SLOTS + 1):
         change(tokens)

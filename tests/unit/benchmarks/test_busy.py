@@ -10,7 +10,7 @@ import time
 import pytest
 
 from benchmarks.serving import busy
-from benchmarks.serving.busy import Busy, Seconds, of_gpus, shares
+from benchmarks.serving.busy import Busy, Seconds, parse_gpu_samples, shares
 
 MARK = "vitray-busy-test"
 SPINS = f"import threading\nthreading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()  # {MARK}"
@@ -46,12 +46,14 @@ def test_shares_are_of_those_that_were_there_before() -> None:
 
 def test_gpus_are_means_of_all_and_the_idlest_is_named() -> None:
     told = "0, 100, 1980, 600.5\n1, 50, 1980, 300.5\n0, 80, 1000, 600.5\n1, 60, 1980, 300.5\n0, 9"
-    assert of_gpus(told)["gpus"] == pytest.approx({"busy": 0.725, "idlest": 0.55, "clock_mhz": 1735, "power_w": 450.5})
-    assert of_gpus("") == {}
+    assert parse_gpu_samples(told)["gpus"] == pytest.approx(
+        {"busy": 0.725, "idlest": 0.55, "clock_mhz": 1735, "power_w": 450.5}
+    )
+    assert parse_gpu_samples("") == {}
 
 
 def test_without_nvidia_smi_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with busy.sampled_gpus() as found:
+    with busy.sample_gpus() as found:
         pass
     assert found == {}

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from benchmarks import bench_serving, bench_start
-from benchmarks.bench_serving import Load, Options, requests, rows, turned, warm, within
+from benchmarks.bench_serving import Load, Options, requests, rotate_names, rows, run_with_timeout, warm
 from benchmarks.ladder import rungs
 from benchmarks.ladder.steps import MINUTES
 from benchmarks.peers import vllm_tower
@@ -33,7 +33,7 @@ from benchmarks.serving import serve_session, servers
 from benchmarks.serving.checkpoint import make_published
 from benchmarks.serving.latency_client import Answer
 from benchmarks.serving.latency_figures import overheads
-from benchmarks.serving.plan import Served, compared, engine_args, serve_config, vllm_command, vllm_environment
+from benchmarks.serving.plan import Served, engine_args, list_servers, serve_config, vllm_command, vllm_environment
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.cli.config_check import problems
@@ -66,7 +66,7 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rungs._SWITCHES, "compile", {"warp_drive": True})
-    served, skipped = compared(("eager", "compile", "fusion"), gpu=True, peers=True)
+    served, skipped = list_servers(("eager", "compile", "fusion"), gpu=True, peers=True)
     assert [one.name for one in served] == [
         "eager",
         "fusion",
@@ -80,13 +80,13 @@ def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatc
     assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True, True]
     assert len({one.label for one in served}) == len(served)
     assert skipped == [{"name": "compile", "reason": "the encoder has no switch warp_drive"}]
-    without, _ = compared(("eager",), gpu=False, peers=False)
+    without, _ = list_servers(("eager",), gpu=False, peers=False)
     assert [one.name for one in without] == ["eager"]
 
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_the_configuration_is_one_that_the_application_takes(tmp_path: Path, gpu: bool) -> None:
-    served, _ = compared(gpu=gpu, peers=True)
+    served, _ = list_servers(gpu=gpu, peers=True)
     config = serve_config(served, tmp_path, gpu=gpu, port=8123)
     assert problems(yaml.safe_load(yaml.safe_dump(config))) == []
     assert config["http_options"]["request_timeout_s"] > serving_plan.REQUEST_TIMEOUT_S
@@ -112,7 +112,7 @@ def test_the_configuration_is_one_that_the_application_takes(tmp_path: Path, gpu
 
 
 def test_all_language_models_are_alike_but_for_the_switch(tmp_path: Path) -> None:
-    served = {one.name: one for one in compared(gpu=True, peers=True)[0]}
+    served = {one.name: one for one in list_servers(gpu=True, peers=True)[0]}
     plain = engine_args(served["eager"], gpu=True)
     assert engine_args(served["vllm"], gpu=True) == plain
     graphs = engine_args(served["vllm-graphs"], gpu=True)
@@ -125,7 +125,7 @@ def test_all_language_models_are_alike_but_for_the_switch(tmp_path: Path) -> Non
 
 
 def test_vllm_alone_is_started_by_its_module_with_its_own_names(tmp_path: Path) -> None:
-    served = {one.name: one for one in compared(gpu=True, peers=True)[0]}
+    served = {one.name: one for one in list_servers(gpu=True, peers=True)[0]}
     command = vllm_command(served["vllm-graphs"], tmp_path, gpu=True, port=8200)
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     options = dict(zip(command[3::2], command[4::2], strict=True))
@@ -148,7 +148,7 @@ def test_vllm_alone_is_started_by_its_module_with_its_own_names(tmp_path: Path) 
 def test_vllm_understands_the_options_that_it_is_given(tmp_path: Path) -> None:
     """By its own parser; names are those of vLLM on the GPU as far as both versions have them."""
     pytest.importorskip("vllm", reason="vLLM's parser is vLLM's")
-    served = {one.name: one for one in compared(gpu=True, peers=True)[0]}
+    served = {one.name: one for one in list_servers(gpu=True, peers=True)[0]}
     command = vllm_command(served["vllm-graphs"], tmp_path, gpu=True, port=8200)
     found = vllm_compat.lookup("make_arg_parser")(vllm_compat.lookup("FlexibleArgumentParser")()).parse_args(
         command[3:]
@@ -173,12 +173,12 @@ def test_rounds_share_the_text_one_by_one_and_no_picture_comes_twice() -> None:
 
 
 def test_each_server_is_first_in_turn() -> None:
-    assert [turned(["a", "b", "c"], number) for number in range(3)] == [
+    assert [rotate_names(["a", "b", "c"], number) for number in range(3)] == [
         ["a", "b", "c"],
         ["b", "c", "a"],
         ["c", "a", "b"],
     ]
-    assert turned([], 4) == []
+    assert rotate_names([], 4) == []
 
 
 def test_what_takes_too_long_is_given_up() -> None:
@@ -190,9 +190,9 @@ def test_what_takes_too_long_is_given_up() -> None:
         return 2
 
     began = time.monotonic()
-    assert within(slow(), 0.0) is None
+    assert run_with_timeout(slow(), 0.0) is None
     assert time.monotonic() - began < 30
-    assert within(quick(), 5.0) == 2
+    assert run_with_timeout(quick(), 5.0) == 2
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -231,9 +231,9 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_answers_of_all_rounds_come_together(url: str) -> None:
     served, other = Served("eager", "Eager", "eager"), Served("vllm", "vLLM", None)
     asked = Options()
-    assert within(warm(url, asked, LOAD), 30) is True
+    assert run_with_timeout(warm(url, asked, LOAD), 30) is True
     for number in range(2):
-        within(bench_serving.measure(url, asked, LOAD, number, requests(LOAD, number)), 30)
+        run_with_timeout(bench_serving.measure(url, asked, LOAD, number, requests(LOAD, number)), 30)
     made = rows([served, other], {"eager": asked, "vllm": Options()}, {"eager": 12.0}, {"commit": "abc"})
     assert list(made) == ["Eager"]  # nothing is said of what was not measured
     row = made["Eager"]

@@ -19,7 +19,16 @@ import pytest
 from benchmarks.ladder import gpu_clock, turns
 from benchmarks.ladder.baton import Build, Built, Peer, PeerEndedError, Run, Sustain, Take, Taken
 from benchmarks.ladder.gpu_clock import Conditions, Nvml, Reading, Readings
-from benchmarks.ladder.turns import FEWEST_ROUNDS, RunFailedError, Spell, Timed, Times, in_turn, order, spell
+from benchmarks.ladder.turns import (
+    FEWEST_ROUNDS,
+    RunFailedError,
+    Spell,
+    Timed,
+    Times,
+    order,
+    run_in_turns,
+    run_sustained,
+)
 
 BUILD = Build("a_tower", "/nowhere", (), 0, True, "float32")
 
@@ -50,7 +59,7 @@ def contestants(called: list[tuple[str, int, bool]], *names: str) -> dict[str, t
 
 def test_every_contestant_runs_once_a_round_in_a_new_order() -> None:
     called: list[tuple[str, int, bool]] = []
-    found = in_turn(contestants(called, *"abcd"), rounds=40, warm_ups=1, seed="s")
+    found = run_in_turns(contestants(called, *"abcd"), rounds=40, warm_ups=1, seed="s")
     rounds = [[name for name, number, _ in called if number == n] for n in range(-1, 40)]
     assert all(sorted(names) == list("abcd") for names in rounds)
     firsts = Counter(names[0] for names in rounds)
@@ -68,7 +77,7 @@ def test_a_seed_gives_one_order_whatever_the_contestants_order() -> None:
 
 def test_rounds_end_early_but_not_before_the_fewest() -> None:
     called: list[tuple[str, int, bool]] = []
-    found = in_turn(contestants(called, *"ab"), rounds=50, warm_ups=0, seed="s", enough=lambda: True)
+    found = run_in_turns(contestants(called, *"ab"), rounds=50, warm_ups=0, seed="s", enough=lambda: True)
     assert found.times["a"].rounds == FEWEST_ROUNDS
     assert len(called) == 2 * FEWEST_ROUNDS
 
@@ -76,7 +85,7 @@ def test_rounds_end_early_but_not_before_the_fewest() -> None:
 def test_a_contestant_that_fails_leaves_and_the_others_go_on() -> None:
     called: list[tuple[str, int, bool]] = []
     broken = Scripted("b", called, fails_at=2)
-    found = in_turn({"a": Scripted("a", called), "b": broken}, rounds=6, warm_ups=1, seed="s")
+    found = run_in_turns({"a": Scripted("a", called), "b": broken}, rounds=6, warm_ups=1, seed="s")
     assert found.failed == {"b": "b is broken"}
     assert list(found.times) == ["a"]
     assert found.times["a"].rounds == 6
@@ -86,7 +95,7 @@ def test_a_contestant_that_fails_leaves_and_the_others_go_on() -> None:
 def test_the_clock_is_read_every_few_rounds_and_its_median_kept() -> None:
     called: list[tuple[str, int, bool]] = []
     ways = {"a": Scripted("a", called, clock=1500.0)}
-    found = in_turn(ways, rounds=2 * turns.CLOCK_EVERY, warm_ups=2, seed="s")
+    found = run_in_turns(ways, rounds=2 * turns.CLOCK_EVERY, warm_ups=2, seed="s")
     assert [number for _, number, read in called if read] == [turns.CLOCK_EVERY - 1, 2 * turns.CLOCK_EVERY - 1]
     assert found.times["a"].sm_mhz == 1500.0
     assert found.times["a"].watts is None
@@ -107,14 +116,14 @@ def test_a_sustained_run_leaves_out_the_time_to_settle() -> None:
         numbers.append(number)
         return float(number)
 
-    found = spell(run, 0.02, 0.03)
+    found = run_sustained(run, 0.02, 0.03)
     assert numbers == list(range(len(numbers)))
     counted = int(found.samples_ms[0])
     assert found.samples_ms == tuple(map(float, numbers[counted:]))
     assert began[counted] - began[0] >= 0.02
     assert found.ended_s - found.began_s >= 0.03
     assert began[counted] >= found.began_s
-    assert len(spell(run, 0.0, 0.0).samples_ms) == 1
+    assert len(run_sustained(run, 0.0, 0.0).samples_ms) == 1
 
 
 # A peer in a process of its own.
@@ -192,7 +201,7 @@ def test_a_peer_takes_turns_with_us(peer: Peer, journal: Path, tmp_path: Path) -
     assert built.facts["pid"] != os.getpid()
     assert built.skipped == {"other": "not here"}
     ways: dict[str, turns.Contestant] = {"ours": Journaled(journal), "slow": peer.contestant("slow")}
-    found = in_turn(ways, rounds=8, warm_ups=0, seed="s")
+    found = run_in_turns(ways, rounds=8, warm_ups=0, seed="s")
     expected = [f"{name} {number}" for number in range(8) for name in order(list(ways), "s", number)]
     assert journal.read_text().splitlines() == expected
     assert found.times["slow"] == Times(2.0, 2.0, 2.0, 8, 1700.0, 500.0)
@@ -213,7 +222,7 @@ def test_an_exception_in_a_peer_is_its_reason_and_the_peer_goes_on(peer: Peer) -
 
 def test_a_peer_that_dies_costs_only_its_own_runs(peer: Peer, journal: Path) -> None:
     ways: dict[str, turns.Contestant] = {"ours": Journaled(journal), "dies": peer.contestant("dies")}
-    found = in_turn(ways, rounds=5, warm_ups=0, seed="s")
+    found = run_in_turns(ways, rounds=5, warm_ups=0, seed="s")
     assert found.times["ours"].rounds == 5
     assert found.failed == {"dies": "the process ended with 7: RuntimeError: CUDA error: out of luck"}
     assert not peer.alive
@@ -289,7 +298,7 @@ def test_the_sampling_process_writes_lines_that_are_read(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     began = time.monotonic()
-    with gpu_clock.sampled(0) as readings:
+    with gpu_clock.sample_gpu(0) as readings:
         while (found := readings.between(began, time.monotonic())) is None or found.samples < 3:
             time.sleep(0.02)
     assert (found.sm_mhz, found.watts, found.celsius) == (1500.0, 700.0, 50.0)
@@ -297,7 +306,7 @@ def test_the_sampling_process_writes_lines_that_are_read(tmp_path: Path, monkeyp
 
 
 def test_without_a_gpu_nothing_is_sampled() -> None:
-    with gpu_clock.sampled(None) as readings:
+    with gpu_clock.sample_gpu(None) as readings:
         assert readings.between(0.0, time.monotonic()) is None
     done = subprocess.run([sys.executable, gpu_clock.__file__, "0"], capture_output=True, text=True, check=False)
     if Nvml.open() is None:

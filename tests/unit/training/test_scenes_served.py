@@ -14,7 +14,7 @@ from aiohttp import web
 from PIL import Image
 
 from benchmarks import bench_accuracy
-from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, encode, ways
+from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, encode, list_configurations
 from tests.unit.deployments.cli.chat_server import ChatServer, refused
 from training import evaluate_served
 from training.card import MODEL
@@ -117,11 +117,11 @@ def test_what_does_not_answer_is_an_error_and_no_wrong_answer(
 
 
 def test_every_rung_and_every_backend_is_a_way() -> None:
-    names = [way.name for way in ways()]
+    names = [way.name for way in list_configurations()]
     assert [*names[:4], names[-1]] == ["eager", "cudagraph", "fusion", "fp8", "compile"]
     assert {f"{rung}, {backend}" for rung in ("eager", "fusion") for backend in BACKENDS} == set(names[4:-1])
-    assert len({way.label for way in ways()}) == len(names)
-    assert [way.name for way in ways(["compile"], ["sdpa"])] == ["compile"]
+    assert len({way.label for way in list_configurations()}) == len(names)
+    assert [way.name for way in list_configurations(["compile"], ["sdpa"])] == ["compile"]
 
 
 def test_a_program_for_the_gpu_compares_each_way_with_vllms_own_tower(
@@ -167,9 +167,11 @@ def test_vllm_is_given_each_questions_own_pictures(asked: list[Conversation]) ->
         for number, _ in enumerate(picture for one in asked for picture in pictures(one))
     ]
     texts = [f"text {number}" for number in range(len(asked))]
-    with_pictures = bench_accuracy.inputs(asked, texts, None)
+    with_pictures = bench_accuracy.build_prompts(asked, texts, None)
     next_one = 0
-    for one, given, shown in zip(asked, bench_accuracy.inputs(asked, texts, numbered), with_pictures, strict=True):
+    for one, given, shown in zip(
+        asked, bench_accuracy.build_prompts(asked, texts, numbered), with_pictures, strict=True
+    ):
         count = len(pictures(one))
         assert ("multi_modal_data" in given) == ("multi_modal_data" in shown) == bool(count)
         if count:
