@@ -65,7 +65,7 @@ def ask(
 
     missing = [name for name in pictures if not name.startswith(("http://", "https://")) and not Path(name).is_file()]
     if missing:
-        raise click.UsageError(f"no such picture file: {', '.join(missing)}")
+        raise click.UsageError(f"picture file not found: {', '.join(missing)}")
     started = time.perf_counter()
     first_s: float | None = None
     try:
@@ -92,7 +92,7 @@ def ask(
     except AskError as error:
         raise click.ClickException(_strip_control_characters(str(error), True)) from error
     if answer.finish_reason == "length":
-        click.echo("(cut at the longest answer allowed; --max-tokens raises it)", err=True)
+        click.echo("(the answer reached its limit of tokens; raise --max-tokens)", err=True)
     if timing:
         click.echo(
             _strip_control_characters(timing_lines(answer, first_s, time.perf_counter() - started), True), err=True
@@ -101,7 +101,7 @@ def ask(
 
 def timing_lines(answer: Answer, first_s: float | None, total_s: float) -> str:
     """Returns a line per metric of the server, then the durations measured by the client, in milliseconds."""
-    here = [("first piece here", first_s), ("total here", total_s)]
+    here = [("first text (client)", first_s), ("total (client)", total_s)]
     rows = [*answer.server_timing, *((name, f"{s * 1e3:8.1f} ms") for name, s in here if s is not None)]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

@@ -57,5 +57,5 @@ def _run(program: str, arguments: Sequence[str]) -> None:
     """Replaces this process by the program."""
     path = PROJECT_ROOT / "benchmarks" / program
     if not path.is_file():
-        raise click.ClickException(f"{path} is not there: benchmarks come with a clone of the repository")
+        raise click.ClickException(f"{path} does not exist: clone the repository to run benchmarks")
     os.execv(sys.executable, [sys.executable, str(path), *arguments])

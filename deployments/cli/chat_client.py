@@ -24,8 +24,8 @@ _REMEDIES = {
     401: "give a key with --key or in VITRAY_API_KEY; whoever runs the server makes one with `vitray new-key NAME`",
     404: "--url is the server's address, such as http://127.0.0.1:8000; without --model, the server's own is asked",
     413: "send a smaller picture, or let whoever runs the server raise the limit",
-    429: "wait a little and ask again",
-    503: "wait a little and ask again",
+    429: "retry in a few seconds",
+    503: "retry in a few seconds",
 }
 
 
@@ -83,7 +83,7 @@ class ChatClient:
         except httpx.InvalidURL as error:
             raise AskError(f"--url {url}: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise AskError(f"--url {url} is no address of a server", "write it as http://127.0.0.1:8000")
+            raise AskError(f"--url {url} is not the address of a server", "write it as http://127.0.0.1:8000")
         self._http = httpx.Client(
             headers={b"authorization": f"Bearer {key.strip()}".encode()} if key else None,
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
@@ -141,7 +141,7 @@ class ChatClient:
         except httpx.ConnectTimeout as error:
             raise AskError(f"no server answers at {self.base} within {CONNECT_TIMEOUT_S:g} s", "check --url") from error
         except httpx.TimeoutException as error:
-            raise AskError(f"nothing came from {self.base} for {ANSWER_TIMEOUT_S:g} s", _REMEDIES[503]) from error
+            raise AskError(f"received nothing from {self.base} for {ANSWER_TIMEOUT_S:g} s", _REMEDIES[503]) from error
         except httpx.RequestError as error:
             raise AskError(f"the connection to {self.base} broke: {error}", _REMEDIES[503]) from error
 
@@ -151,7 +151,7 @@ def _streamed(response: httpx.Response, answer: Answer) -> Iterator[str]:
         if data == "[DONE]":
             return
         yield from _texts(data, answer, "delta")
-    raise AskError("the answer broke off: the connection ended before the server said that it was complete")
+    raise AskError("the answer is incomplete: the connection ended early")
 
 
 def _whole(response: httpx.Response, answer: Answer) -> Iterator[str]:
@@ -195,7 +195,7 @@ def _raise_for_status(response: httpx.Response) -> None:
         return
     status = response.status_code
     if response.has_redirect_location:
-        raise AskError(f"the server sends elsewhere: {response.headers['location']}", "give that address as --url")
+        raise AskError(f"the server redirects to {response.headers['location']}", "use that address as --url")
     try:
         message = _message(response.json())
     except ValueError:

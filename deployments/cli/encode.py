@@ -111,7 +111,7 @@ def encode(
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         raise click.ClickException(
-            "stopped; what was encoded is kept, and the same command goes on from there"
+            "interrupted; finished embeddings are kept, and the same command continues from there"
         ) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror or error}") from error
@@ -125,7 +125,7 @@ def encode(
         f"{outcome.skipped} there already; {len(outcome.failed)} bad pictures"
     )
     if not total and not outcome.failed:
-        raise click.ClickException(f"{pictures} holds no pictures")
+        raise click.ClickException(f"{pictures} contains no pictures")
 
 
 def _processes(wanted: int | None, device: str) -> int:

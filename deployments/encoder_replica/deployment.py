@@ -136,7 +136,9 @@ class EncoderReplica:
                 try:
                     pin_shared(arena.address, arena.num_bytes)
                 except RuntimeError as error:  # staging then copies through its own pinned memory
-                    logger.warning("images or embeddings take one more copy on the host: %s", error)
+                    logger.warning(
+                        "shared memory could not be pinned, so images or embeddings are copied once more: %s", error
+                    )
         self._single_flight: SingleFlight[EncodedImage] = SingleFlight()
         self._in_flight = InFlightTokens()
         self._name = replica_name()
@@ -173,7 +175,7 @@ class EncoderReplica:
         embeddings died. Serve then replaces the replica.
         """
         if self._worker.fault is not None:
-            raise RuntimeError(f"the device has failed: {self._worker.fault.value}")
+            raise RuntimeError(f"the GPU has failed: {self._worker.fault.value}")
         if not self._worker.is_alive:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._has_batching_task and not await batching_task_alive(self._hand_off):
@@ -194,7 +196,7 @@ class EncoderReplica:
         Raises:
             OtherIdentityError: the job's digest was made for an encoder with other weights or numerics.
             QueueFullError: the GPU queue is full.
-            WorkerEndedError: the GPU thread ended, the GPU failed, or no decoder can be started.
+            WorkerEndedError: the GPU thread ended, the GPU failed, or no decoder process can be started.
             DeviceMemoryError: the GPU has too little memory for this image.
         """
         self._loop = asyncio.get_running_loop()

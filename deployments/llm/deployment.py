@@ -97,13 +97,15 @@ class LLM:
         self._receiver.has_prefix_cache = unsupported_reason is None and has_prefix_cache
         if unsupported_reason is None and early_prefill_min_tokens is not None:
             if refused := vllm_compat.early_prefill_refused_by_model(self._engine):
-                logger.warning("vLLM is given requests once all of their images are encoded: %s", refused)
+                logger.warning("early prefill is disabled: %s", refused)
             else:
                 self._requests.early_prefill = EarlyPrefill()
         if unsupported_reason is not None and config.transfer != "object_store":
             if config.transfer == "shared_memory":
                 raise RuntimeError(f"transfer: shared_memory is not possible: {unsupported_reason}")
-            logger.warning("embeddings go to the engine with the requests: %s", unsupported_reason)
+            logger.warning(
+                "the engine does not load embeddings; they are sent with the requests: %s", unsupported_reason
+            )
 
     async def _answer_probe(self, request: HttpRequest, image_ref: ImageReference, image: SharedEmbedding) -> int:
         """Returns the status of the probe's answer; 504 if it takes longer than PROBE_TIMEOUT_S."""
@@ -206,7 +208,7 @@ def _early_prefill_min_tokens(config: AppConfig) -> int | None:
     if config.llm.early_prefill_min_tokens is None:
         return None
     if unsupported_reason := vllm_compat.early_prefill_unsupported_reason(config.llm.engine_args):
-        logger.warning("vLLM is given requests once all of their images are encoded: %s", unsupported_reason)
+        logger.warning("early prefill is disabled: %s", unsupported_reason)
         return None
     return config.llm.early_prefill_min_tokens
 

@@ -231,14 +231,14 @@ class EmbeddingReceiver:
 
     async def _read_remotely(self, image: SharedEmbedding) -> tuple[EmbeddingLease, ReceiveBuffer]:
         if self._receive_buffer is None:
-            raise EmbeddingUnavailableError("this language model does not read from other hosts")
+            raise EmbeddingUnavailableError("this language model replica does not read embeddings from other hosts")
         try:
             async with asyncio.timeout(
                 2 * self._receive_buffer.timeout_s
             ):  # its own timeout fails if NIXL blocks its thread
                 return await asyncio.wrap_future(self._receive_buffer.receive(image)), self._receive_buffer
         except TimeoutError as error:
-            raise EmbeddingUnavailableError("reading from another host takes too long") from error
+            raise EmbeddingUnavailableError("the read of an embedding from another host timed out") from error
 
     async def _get_peer(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
         task = self._peers.get(address)
@@ -254,7 +254,9 @@ class EmbeddingReceiver:
             futures = self.link.map(address, client.file, client.num_bytes)
             await asyncio.gather(*map(asyncio.wrap_future, futures))
         except (OSError, RuntimeError) as error:
-            logger.warning("the engine cannot map an encoder's memory; embeddings go with the requests: %s", error)
+            logger.warning(
+                "the engine cannot map an encoder's memory; embeddings are sent with the requests: %s", error
+            )
             self.link.unmap(address)  # other workers may have mapped it
             return Peer(client, in_engine=False)
         return Peer(client, in_engine=True)

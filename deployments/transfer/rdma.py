@@ -151,7 +151,7 @@ class NixlRead:
         except self._errors as error:
             raise ReadError(f"{type(error).__name__}: {error}") from error
         if self.state != "DONE":
-            raise ReadError(f"NIXL says {self.state}")
+            raise ReadError(f"NIXL reports the state {self.state}")
         return True
 
 

@@ -105,7 +105,7 @@ class ReceiveBuffer:
         Raises ValueError for an embedding without a remote location.
         """
         if image.remote is None:
-            raise ValueError("the embedding was published for its own host")
+            raise ValueError("the embedding was not published for RDMA")
         received: Future[ReceivedEmbedding] = Future()
         num_bytes = HEADER_BYTES + image.num_bytes
         if num_bytes > self.num_bytes:
@@ -127,7 +127,7 @@ class ReceiveBuffer:
             is_awaited = any(not pending.received.done() for pending in self._pending)
             time.sleep(POLL_S if is_awaited else ABANDONED_POLL_S if self._pending else 0)
         for pending in self._pending:
-            _fail(pending, "the language model replica ends")
+            _fail(pending, "the language model replica is shutting down")
         for agent_metadata in self._connected:
             self._memory.disconnect(agent_metadata)
 
@@ -162,7 +162,7 @@ class ReceiveBuffer:
             _fail(pending, str(error))
             return True
         except Exception as error:  # this thread must not die: later readers would wait for ever
-            logger.exception("a read from another host failed")
+            logger.exception("an RDMA read from another host failed")
             self._on_error(ListenerError.MESSAGE)
             _fail(pending, str(error))
             return True

@@ -158,7 +158,7 @@ class ShmClient:
             if received is None or received[1] is None:
                 raise ConnectionError("the server closed the connection")
         except OSError as error:
-            raise EmbeddingUnavailableError(f"no server of embeddings answers: {error}") from error
+            raise EmbeddingUnavailableError(f"cannot connect to the encoder's embedding server: {error}") from error
         hello, self.file = received[0], received[1]
         if hello.protocol != PROTOCOL:
             self._connection.close()
@@ -227,7 +227,7 @@ class ShmClient:
         is_awaited = acquired.set_running_or_notify_cancel()
         if answer.offset is None:
             if is_awaited:
-                acquired.set_exception(EmbeddingUnavailableError("the encoder does not have the embedding any more"))
+                acquired.set_exception(EmbeddingUnavailableError("the encoder has freed the embedding"))
         elif is_awaited:
             acquired.set_result(Lease(self, answer.lease, answer.offset, header))
         else:

@@ -154,8 +154,12 @@ class Sender:
         num_bytes = self._backlog_bytes + len(encoded) + PACKET_OVERHEAD_BYTES
         if num_bytes > self._max_backlog_bytes:
             limit = self._max_backlog_bytes
-            logger.warning("a process that does not read is given up: %d bytes wait, the limit is %d", num_bytes, limit)
-            raise ConnectionAbortedError(f"{num_bytes} bytes wait for the peer, the limit is {limit}")
+            logger.warning(
+                "disconnected from a process that does not read its messages: %d bytes are queued, the limit is %d",
+                num_bytes,
+                limit,
+            )
+            raise ConnectionAbortedError(f"{num_bytes} bytes are queued for the peer, the limit is {limit}")
         if not self._backlog:
             threading.Thread(target=self._send_backlog, name="packets", daemon=True).start()
         self._backlog.append((encoded, None if file is None else os.dup(file)))
@@ -287,7 +291,7 @@ def handle_messages(
         try:
             handle(*received)
         except Exception:
-            logger.exception("a message could not be handled")
+            logger.exception("the handling of a message failed")
             on_error(ListenerError.MESSAGE)
 
 

@@ -107,7 +107,7 @@ class DecodePool:
 
         Raises:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
-            WorkerEndedError: no decoder can be started.
+            WorkerEndedError: no decoder process can be started.
         """
         await self._permits.acquire(place)
         try:

@@ -37,7 +37,7 @@ START_TIMEOUT_S = 120.0
 MAX_ANSWER_BYTES = 65_536
 """Limit of the JSON part of an answer."""
 
-DECODER_FAILED = "the decoder gave up on this image"
+DECODER_FAILED = "the image could not be decoded: its decoder process ended"
 
 _READY, _STARTED = b"ready", b"started"
 
@@ -130,7 +130,7 @@ class Decoder:
 
         Raises:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
-            WorkerEndedError: no decoder can be started.
+            WorkerEndedError: no decoder process can be started.
         """
         self._send_task(task)
         try:
@@ -178,9 +178,9 @@ class Decoder:
                 self._expect(_STARTED)
                 return
             except (EOFError, OSError):
-                logger.warning("a decoder was lost and is started anew")
+                logger.warning("a decoder process ended and is restarted")
                 self._restart()
-        raise WorkerEndedError("no decoder can be started")
+        raise WorkerEndedError("no decoder process can be started")
 
     def _expect(self, message: bytes) -> None:
         """Waits for `message`. Raises EOFError if another message or none arrives."""

@@ -62,20 +62,20 @@ class Completion:
                 job.future.set_exception(failure)
             return
         self._events.on_retry(1)
-        logger.error("a batch failed; %d images of it are tried alone", len(jobs), exc_info=error)
+        logger.error("a batch failed; %d images of it are retried one by one", len(jobs), exc_info=error)
         for job in jobs:
             self._retry(replace(job, alone=True))
 
     def diagnose(self, error: BaseException, *, alone: bool) -> None:
         """Updates the device's health. `alone`: whether the batch was one image, which is not retried."""
         if self._health.record_failure(error, alone=alone) and self.fault is not None:
-            logger.error("the device has failed, it is not used any more", exc_info=error)
+            logger.error("the GPU has failed and is not used any more", exc_info=error)
             self._events.on_gpu_failure(self.fault)
 
     def fail_jobs(self, jobs: Sequence[Job]) -> None:
         """Fails the jobs because the device failed; another replica may encode them."""
         for job in jobs:
-            job.future.set_exception(DeviceFailedError("the device has failed"))
+            job.future.set_exception(DeviceFailedError("the GPU has failed"))
 
     def fail_pending(self, jobs: Sequence[Job]) -> None:
         """Fails those of the jobs that are neither completed nor cancelled, because the thread has ended."""

@@ -43,7 +43,7 @@ class CompletionThread:
             try:
                 work()
             except BaseException:  # the thread must survive: callers wait for the queued items
-                logger.exception("an answer could not be given")
+                logger.exception("a batch could not be completed")
             finally:
                 del work  # it may hold embeddings, and `get` may block for long
                 self._queue.task_done()

@@ -97,7 +97,7 @@ class GpuWorker:
         now = time.perf_counter()
         job = Job(pixels, num_job_tokens, now, now if place is None else place)
         if self.fault is not None:
-            raise DeviceFailedError(f"the device has failed: {self.fault.value}")
+            raise DeviceFailedError(f"the GPU has failed: {self.fault.value}")
         with self._lock:
             if self._ended:
                 raise WorkerEndedError("the thread that owned the GPU has ended")
@@ -167,7 +167,7 @@ class GpuWorker:
         except Exception as error:
             self._can_idle = False
             self._completion.diagnose(error, alone=False)
-            logger.exception("what the encoder does in idle moments failed; it goes on without")
+            logger.exception("an idle step of the encoder failed; no further idle step is run")
 
     def _encode_queued(self, encoder: Encoder) -> None:
         """Blocks until an item arrives, then launches all queued jobs, batch by batch."""

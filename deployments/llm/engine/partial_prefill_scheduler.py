@@ -44,7 +44,7 @@ def with_partial_prefill(base: type[Any]) -> type[Any]:
                 request, num_computed_tokens, num_new_tokens, *args, **kwargs
             )
             if any(is_placeholder(request.mm_features[index]) for index in found[0]):
-                raise RuntimeError("an image was to be encoded in the engine, which has no pixels of it")
+                raise RuntimeError("the engine scheduled an image for its own vision tower but has no pixels of it")
             return found
 
     return PartialPrefillScheduler

@@ -127,7 +127,8 @@ class ReplicaLink:
 
     def _describe_connections(self) -> str:
         scheduler = "no scheduler" if self._scheduler is None else "the scheduler"
-        return f"connected of the engine: {scheduler}, {len(self._workers)} of {self._num_workers} workers"
+        workers = f"{len(self._workers)} of {self._num_workers} workers"
+        return f"the engine's processes are not all connected: {scheduler}, {workers}"
 
     def _get_scheduler(self) -> Sender:
         with self._lock:

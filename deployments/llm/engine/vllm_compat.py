@@ -259,16 +259,16 @@ def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str 
         if engine_args.get(key) is not None:
             return f"llm.engine_args sets {key!r}"
     if engine_args.get("pipeline_parallel_size", 1) != 1:
-        return "of a pipeline only the first stage loads embeddings"
+        return "only the first stage of a pipeline loads embeddings"
     if engine_args.get("mm_processor_kwargs") is not None:
-        return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM gives images other names"
+        return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM changes the identifiers of images"
     if engine_args.get("enable_prefix_caching") is False and _version() < KEEPS_IDENTIFIERS_SINCE:
-        return "without prefix caching this vLLM gives images names of its own"
+        return "without prefix caching this vLLM replaces the identifiers of images"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
     # By default this vLLM then uses its older runner; its engine would not start with the newer one.
     if importlib.util.find_spec(V2_RUNNER_CONNECTOR) is None and os.environ.get(V2_RUNNER_VARIABLE, "0") != "0":
-        return f"{V2_RUNNER_VARIABLE} is set, and this vLLM's newer model runner cannot"
+        return f"{V2_RUNNER_VARIABLE} is set, and the V2 model runner of this vLLM cannot load embeddings"
     return None
 
 

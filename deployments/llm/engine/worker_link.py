@@ -24,7 +24,7 @@ class WorkerLink:
                 error = None
                 try:
                     if file is None:
-                        raise OSError("no file descriptor came with the message")
+                        raise OSError("the message carries no file descriptor")
                     self._memory.map(server, file, num_bytes)
                 except Exception as failed:  # of any type: the replica waits for the answer
                     error = str(failed)

@@ -199,9 +199,9 @@ def test_timing_tells_what_the_server_and_the_client_measured(server: Server) ->
         ["cache", "1/2"],
         ["fetch", "0.5", "ms"],
     ]
-    assert "first piece here" in result.stderr
-    assert "total here" in result.stderr
-    assert "first piece" not in timing_lines(Answer(), None, 1.0)
+    assert "first text (client)" in result.stderr
+    assert "total (client)" in result.stderr
+    assert "first text" not in timing_lines(Answer(), None, 1.0)
 
 
 @pytest.mark.parametrize(

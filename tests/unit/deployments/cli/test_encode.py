@@ -275,4 +275,4 @@ def test_what_cannot_begin_says_why(folder: Path, checkpoint: Path, tmp_path: Pa
     assert (contradiction.exit_code, "min_pixels is 6" in contradiction.stderr) == (1, True)
     (tmp_path / "empty" / "pictures").mkdir(parents=True)
     empty = encode(tmp_path / "empty" / "pictures", checkpoint)
-    assert (empty.exit_code, "holds no pictures" in empty.stderr) == (1, True)
+    assert (empty.exit_code, "contains no pictures" in empty.stderr) == (1, True)

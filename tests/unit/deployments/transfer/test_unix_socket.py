@@ -174,7 +174,7 @@ def test_a_peer_that_reads_nothing_is_given_up_at_the_limit(pair: Pair) -> None:
         for number in range(MANY):
             sender.send({"number": number})
 
-    with pytest.raises(OSError, match=r"\d+ bytes wait for the peer, the limit is 12800"):
+    with pytest.raises(OSError, match=r"\d+ bytes are queued for the peer, the limit is 12800"):
         send_many()
     assert unix_socket.receive(pair[0], ANY) is None, "its reader sees the end"
     end_of_threads("packets")

@@ -189,7 +189,7 @@ def test_a_decoder_killed_at_work_fails_its_image_and_the_pool_goes_on(
         job = asyncio.create_task(decoded(pool, TOO_SLOW))
         await asyncio.to_thread(handed_over.wait, 60)
         worker.kill()
-        with pytest.raises(ImageError, match="the decoder gave up on this image"):
+        with pytest.raises(ImageError, match="the image could not be decoded: its decoder process ended"):
             await job
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1
         assert worker not in decoders()

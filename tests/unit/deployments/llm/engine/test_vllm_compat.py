@@ -251,7 +251,9 @@ def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not
 ) -> None:
     """Before 0.32 vLLM itself names images of which it caches nothing, and its connector would not know them."""
     monkeypatch.setattr("vllm.__version__", "0.26.0")
-    assert "names of its own" in (vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) or "")
+    assert "replaces the identifiers" in (
+        vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) or ""
+    )
     assert vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": True}) is None
     monkeypatch.setattr("vllm.__version__", "0.32.0.post1+cpu")
     assert vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) is None
@@ -263,4 +265,4 @@ def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypa
     monkeypatch.delenv(vllm_compat.V2_RUNNER_VARIABLE, raising=False)
     assert vllm_compat.engine_load_unsupported_reason({}) is None
     monkeypatch.setenv(vllm_compat.V2_RUNNER_VARIABLE, "1")
-    assert "newer model runner cannot" in (vllm_compat.engine_load_unsupported_reason({}) or "")
+    assert "V2 model runner of this vLLM cannot" in (vllm_compat.engine_load_unsupported_reason({}) or "")
