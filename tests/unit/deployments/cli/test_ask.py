@@ -210,11 +210,11 @@ def test_timing_tells_what_the_server_and_the_client_measured(server: Server) ->
         (401, {"error": {"message": "no valid API key"}}, {}, ["no valid API key\n", "--key", "VITRAY_API_KEY"]),
         (400, {"error": {"message": "image 1: truncated"}}, {}, ["Error: image 1: truncated\n"]),
         (503, {"error": {"message": "too busy"}}, {"retry_after": "2"}, ["too busy\nAsk again in 2 s."]),
-        (429, {"error": {"message": "over the quota"}}, {}, ["over the quota\nWait a little"]),
+        (429, {"error": {"message": "over the quota"}}, {}, ["over the quota\nRetry in a few seconds"]),
         (404, {"detail": "Not Found"}, {}, ["Not Found\n", "--url"]),
         (502, b"<html>bad gateway", {}, ["/v1/chat/completions answered 502 Bad Gateway"]),
         (500, {}, {}, ["answered 500 Internal Server Error"]),
-        (307, b"", {"location": "http://elsewhere"}, ["http://elsewhere", "Give that address as --url"]),
+        (307, b"", {"location": "http://elsewhere"}, ["http://elsewhere", "Use that address as --url"]),
     ],
 )
 def test_a_refusal_is_shown_with_what_to_do(
@@ -252,7 +252,7 @@ def test_an_answer_that_breaks_off_is_no_success(server: Server, whole: bool) ->
     server.answer = lambda handler: handler.pieces(event("half an"), whole=whole)
     result = ask(server, "Why?")
     assert (result.exit_code, result.stdout) == (1, "half an\n")
-    assert "broke" in result.stderr
+    assert "incomplete" in result.stderr
 
 
 @pytest.mark.parametrize("data", [b"data: {}\n\n", b"data: 3\n\n", b"data: <html>\n\n"])
@@ -267,7 +267,7 @@ def test_an_answer_cut_at_its_longest_is_told(server: Server) -> None:
     server.answer = lambda handler: handler.pieces(event("a"), event(None, finish_reason="length"), DONE)
     result = ask(server, "Why?", "--max-tokens", "1")
     assert result.exit_code == 0
-    assert "--max-tokens raises it" in result.stderr
+    assert "raise --max-tokens" in result.stderr
 
 
 def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
