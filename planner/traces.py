@@ -79,7 +79,7 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
 
     found = sorted(read_lines(path, request), key=lambda request: request.at_s)
     if not found or found[0].at_s == found[-1].at_s:
-        raise TraceError(f"{path.name} has {len(found)} requests; it must have at least 2 with different times `t`")
+        raise TraceError(f"{path.name} has {len(found)} request(s); it must have at least 2 with different times `t`")
     return found
 
 

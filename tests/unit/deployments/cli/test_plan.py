@@ -194,7 +194,7 @@ def test_a_picture_seen_before_is_encoded_once(tmp_path: Path) -> None:
         ({"t": 1e999}, "t is inf"),
         ({"output_tokens": 0}, "output_tokens 0"),
         ({"images": 3}, "line 1"),
-        ({}, "two|2 at different times"),
+        ({}, "two|2 with different times"),
     ],
 )
 def test_what_is_no_trace_of_requests_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
