@@ -27,11 +27,11 @@ PROGRAM = textwrap.dedent(
 
     from benchmarks.serving.own_serve import own_serve
     from planner import configuration
-    from planner.model import Layout, Way
+    from planner.model import Layout, Placement
     from tests.cluster.test_served_sharing import NAME
 
     GPUS, START_S = int(sys.argv[1]), float(sys.argv[2])
-    printed = configuration.config("model", Layout(Way.SHARED, GPUS, GPUS), llm_gpus=1)
+    printed = configuration.serve_config("model", Layout(Placement.SHARED, GPUS, GPUS), llm_gpus=1)
     (application,) = yaml.safe_load(printed)["applications"]
     with own_serve(start_s=START_S, num_cpus=8, num_gpus=GPUS) as (_, deploy):
         deploy(application | {"import_path": NAME})

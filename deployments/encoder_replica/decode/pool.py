@@ -73,9 +73,9 @@ class DecodePool:
 
         Args:
             max_pixels: limit of width times height as a file's header states them.
-            shared_bytes: size of the shared memory for pixels.
+            shm_bytes: size of the shared memory for pixels.
             resize: whether the workers resize, for a device that does not.
-            piped: called, on any thread, for each image that did not fit in shared memory.
+            on_piped: called, on any thread, for each image that did not fit in shared memory.
             memory_bytes: limit of the memory that one image may take in its worker.
         """
         self._rules = rules

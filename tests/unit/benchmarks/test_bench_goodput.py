@@ -298,7 +298,7 @@ def test_without_a_gpu_only_the_small_models_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench_goodput, "gpu", lambda: None)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"t": 0, "images": [], "prompt_tokens": 1, "output_tokens": 1}\n')
-    with pytest.raises(SystemExit, match="no GPU here"):
+    with pytest.raises(SystemExit, match="no GPU was found"):
         bench_goodput.main(["--load", f"{trace}:1:1"])
 
 

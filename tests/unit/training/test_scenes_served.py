@@ -140,7 +140,7 @@ def test_a_program_for_the_gpu_compares_each_way_with_vllms_own_tower(
 
         return say
 
-    monkeypatch.setattr(bench_accuracy, "language_model", fake)
+    monkeypatch.setattr(bench_accuracy, "start_vllm", fake)
     monkeypatch.setattr(bench_accuracy, "gpu", lambda: None)
     out = tmp_path / "accuracy.json"
     options = ["--questions", str(EACH), "--seed", str(SEED), "--rungs", "eager,fusion", "--backends", "sdpa,varlen"]

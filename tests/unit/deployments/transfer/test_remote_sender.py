@@ -219,7 +219,7 @@ def test_one_that_ends_fails_what_it_was_reading(
     coming = buffer.receive(image)
     eventually(lambda: under_way(buffer))
     buffer.close()
-    with pytest.raises(EmbeddingUnavailableError, match="ends"):
+    with pytest.raises(EmbeddingUnavailableError, match="is shutting down"):
         coming.result(PATIENCE_S)
     assert isinstance(buffer._memory, FakeMemory)
     assert image.remote is not None

@@ -272,7 +272,7 @@ def test_a_place_that_cannot_be_written_is_passed_over(tmp_path: Path, monkeypat
     capturing.wanted.add(60, 240)
     capturing.save()
     assert len(told) == 1
-    assert "is not kept" in told[0]
+    assert "cannot be saved" in told[0]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ import numpy as np
 import torch
 
 from encoder.pixels.resize_weights import taps_cache
-from encoder.pixels.device import fill_patches_torch, launch
+from encoder.pixels.device import fill_patches_torch, fill_patches_triton
 from encoder.pixels.layout import plan_pixels
 from tests.unit.encoder.pixels.test_device import OTHER, RULES, SMALL, picture
 
@@ -164,7 +164,7 @@ for rules in (RULES, OTHER):
     for dtype in (torch.float32, torch.bfloat16):
         found, expected = (torch.full((plan.num_patches, width), float("nan"), dtype=dtype) for _ in range(2))
         fill_patches_torch(plan, buffer, rules, expected)
-        launch(plan, buffer, torch.from_numpy(plan.control), rules, found)
+        fill_patches_triton(plan, buffer, torch.from_numpy(plan.control), rules, found)
         # The interpreter cuts to bfloat16 where a GPU rounds: one step.
         assert torch.allclose(found, expected, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
 print("equal")

@@ -366,7 +366,7 @@ OWNER = textwrap.dedent("""
     from tests.unit.deployments.encoder_replica.decode.test_pool import slow_bitmap
 
     async def main():
-        pool = DecodePool(RULES, workers=2, max_pixels=10**6, timeout_s=60, shared_bytes=2**26, resize=False)
+        pool = DecodePool(RULES, workers=2, max_pixels=10**6, timeout_s=60, shm_bytes=2**26, resize=False)
         images = await asyncio.gather(*[pool.decode(png(100, 60), None, (100, 60)) for _ in range(4)])
         print(*[decoder._process.pid for decoder in pool._decoders], flush=True)
         slow = slow_bitmap(6_000_000)

@@ -44,7 +44,7 @@ def test_a_prompt_is_prefill_limit_up_to_the_first_image_that_is_not_there(
     engine: Engine, least: int | None, reach: int
 ) -> None:
     (image,), arrived = engine.given(1)
-    engine.scheduler._least_tokens = least
+    engine.scheduler._min_tokens = least
     asked = request(feature(image, 2), feature(MISSING, 10), feature(image, 20))
     assert engine.scheduler.prefill_limit(asked, 0) == reach
     assert engine.scheduler.ensure_cache_available(asked, 0) == (reach > 0)
@@ -56,7 +56,7 @@ def test_a_prompt_is_prefill_limit_up_to_the_first_image_that_is_not_there(
 def test_nothing_is_prefill_limit_before_the_first_image_or_in_the_middle_of_one(engine: Engine) -> None:
     """Text alone is not worth a step of the engine; of an image in part there is nothing to be read."""
     (image,), arrived = engine.given(1)
-    engine.scheduler._least_tokens = 1
+    engine.scheduler._min_tokens = 1
     assert engine.scheduler.prefill_limit(request(feature(MISSING, 500), feature(image, 600)), 0) == 0
     assert engine.scheduler.prefill_limit(request(feature(MISSING, 4), feature(image, 60)), 6) == 0
     assert engine.scheduler.prefill_limit(request(feature(MISSING, 0), feature(image, 60)), 6) is None
@@ -65,7 +65,7 @@ def test_nothing_is_prefill_limit_before_the_first_image_or_in_the_middle_of_one
 
 def test_a_step_reads_no_further_than_what_has_arrived(engine: Engine) -> None:
     (image, other), arrived = engine.given(1, 2)
-    engine.scheduler._least_tokens = LEAST
+    engine.scheduler._min_tokens = LEAST
     scheduler = reading(engine.scheduler)
     asked = request(feature(image, 0), feature(other, 10), feature(MISSING, 20))
     assert scheduler._try_schedule_encoder_inputs(asked, 0, 100, 7, shift_computed_tokens=0) == ([], 20, 7, 0)
@@ -78,7 +78,7 @@ def test_a_step_reads_no_further_than_what_has_arrived(engine: Engine) -> None:
 def test_half_of_the_requests_may_be_read_in_parts(engine: Engine) -> None:
     """Four run at once here. Who waits for an encoder that is stuck holds up nobody whose images are there."""
     (image, other), arrived = engine.given(1, 2)
-    engine.scheduler._least_tokens = 1
+    engine.scheduler._min_tokens = 1
     in_parts = [request(feature(image, 0), feature(MISSING, 10), name=str(number)) for number in range(3)]
     assert [engine.scheduler.prefill_limit(each, 0) for each in in_parts] == [10, 10, 0]
     assert engine.scheduler.prefill_limit(in_parts[0], 0) == 10
@@ -93,7 +93,7 @@ def test_half_of_the_requests_may_be_read_in_parts(engine: Engine) -> None:
 
 def test_what_a_prompt_was_begun_with_stays_until_it_ends(engine: Engine) -> None:
     (image,), arrived = engine.given(1)
-    engine.scheduler._least_tokens = 1
+    engine.scheduler._min_tokens = 1
     asked = request(feature(image, 0), feature(MISSING, 10))
     assert engine.scheduler.prefill_limit(asked, 0) == 10
     engine.receiver.close(arrived)
