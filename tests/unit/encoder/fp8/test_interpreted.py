@@ -124,7 +124,7 @@ print("equal")
 TOWER = """
 from encoder.metadata.segments import AttentionBackend
 from encoder.fp8.gemm import Fp8Gemm
-from encoder.fp8.validation import agreement
+from encoder.fp8.validation import compare_embeddings
 from encoder.fused.tower import FusedTower
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
 from encoder.fused.gemm import CublasGemm
@@ -161,7 +161,7 @@ depth = eager.config.depth
 tower = FusedTower(eager, plan, Fp8Gemm(CublasGemm()))
 whole = tower(patches, tower.prepare(grids))
 assert products == 3 * depth, products
-far = agreement(whole, expected, counts, eager.config.out_hidden_size)
+far = compare_embeddings(whole, expected, counts, eager.config.out_hidden_size)
 print(far)
 assert far.lowest_image_cosine > 0.95 and 0.02 < far.largest_error < 0.35
 
@@ -181,8 +181,8 @@ for layer in eager.blocks[-1].modules():
         layer.weight.data = rounded(layer.weight.data)
         layer.register_forward_pre_hook(lambda layer, inputs: (rounded(inputs[0]),))
 plain = eager(patches, eager.prepare(grids))
-close = agreement(found, plain, counts, eager.config.out_hidden_size)
-far = agreement(found, expected, counts, eager.config.out_hidden_size)
+close = compare_embeddings(found, plain, counts, eager.config.out_hidden_size)
+far = compare_embeddings(found, expected, counts, eager.config.out_hidden_size)
 print(close, far)
 assert close.largest_error < 0.01 and far.largest_error > 5 * close.largest_error
 
@@ -201,7 +201,7 @@ padded = dataclasses.replace(
     window_inverse=order(metadata.window_inverse),
 )
 beside_nan = tower(more(patches, NAN), padded)[: metadata.num_tokens]
-assert agreement(beside_nan, found, counts, eager.config.out_hidden_size).largest_error < 0.02
+assert compare_embeddings(beside_nan, found, counts, eager.config.out_hidden_size).largest_error < 0.02
 
 print("equal")
 """
