@@ -164,7 +164,7 @@ def test_quacks_products_of_8_bits_read_in_time(rows: int) -> None:
     narrow = torch.empty(rows, INNER, dtype=torch.float8_e4m3fn, device=CUDA)
 
     def gelu() -> Tensor:
-        values = {**scales, "bias": row, "between": row}
+        values = {**scales, "bias": row, "hidden_scale": row}
         multiply(quack_epilogues.gelu_scaled, x.values, weight.values, narrow, Tile(128, 128), values)
         return narrow
 
