@@ -43,9 +43,6 @@ from deployments.telemetry.tracing import Stage
 # Headers that vLLM's application reads. Others (cookies, credentials, …) are not forwarded.
 PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
 
-# Routes whose bodies may hold `cache_salt` for vLLM's prefix cache.
-SALTED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
 
 
@@ -126,8 +123,7 @@ class Ingress:
                 with self._visit(deadline) as visit:
                     return await respond(Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._times))
             takes_images = route.service is routes.Service.IMAGES
-            salt = client.salt if route.path in SALTED_ROUTES else None
-            parse = partial(ChatRequest.parse, chunks, self._limits, takes_images=takes_images, salt=salt)
+            parse = partial(ChatRequest.parse, chunks, self._limits, takes_images=takes_images, salt=client.salt)
             chat = await self._off_loop.run(held.num_bytes, parse)
             held.become(chat.num_bytes)
             if chat.images:

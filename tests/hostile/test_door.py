@@ -19,6 +19,7 @@ from deployments.ingress.auth import gate as gate_module
 from deployments.ingress.auth.bind_address import is_loopback
 from deployments.ingress.auth.gate import AccessControl, UnprotectedServerError
 from deployments.ingress.dashboard.cluster_view import ClusterView
+from deployments.ingress.http.routes import ROUTES, Service
 from tests.hostile.ingress_server import CHAT, PICTURE, TEXT, asked, started, statuses
 from tests.unit.deployments.stand_ins import IMAGE, StandIns
 
@@ -363,8 +364,19 @@ def test_a_client_cannot_choose_another_tenants_salt(keys: Path, monkeypatch: py
     assert statuses(refused) == [400]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_text_is_kept_apart_too(path: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BODY_ROUTES = [
+    route.path.replace("{id}", "resp_1")
+    for route in ROUTES
+    if "POST" in route.methods and route.service in (Service.IMAGES, Service.TEXT)
+]
+"""Routes of the table that pass a body to vLLM; a new row is tested too."""
+
+
+@pytest.mark.parametrize("path", BODY_ROUTES)
+def test_tenants_are_apart_on_every_route_that_takes_a_body(
+    path: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second list named the routes that get a salt: one that was missing there would have shared its prefix cache."""
     stand_ins = StandIns()
     ingress = started(monkeypatch, stand_ins, api_keys_file=str(keys))
     body = {"prompt": "x", "input": "x", "messages": [], "seed": 7}

@@ -80,7 +80,8 @@ class ChatRequest:
     def parse(cls, chunks: list[bytes], limits: IngressConfig, *, takes_images: bool, salt: str | None) -> ChatRequest:
         """Parses a body, decodes its `data:` URLs and clears `chunks`.
 
-        `salt` separates tenants in vLLM's prefix cache; None for routes without salt.
+        `salt` separates tenants in vLLM's prefix cache; None for a client without key and tenant. Every route's body
+        gets it, so that no route can lack it; vLLM ignores it where it has no use.
 
         Raises:
             ApiError: 400 or 413 for a body, a field or an image that is refused; 501 for images on a text-only route.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
 import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_rows, table
 from deployments.llm.engine import vllm_compat
@@ -23,12 +27,19 @@ def template(path: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def vllm_routes() -> set[tuple[str, str]]:
+def vllm_app() -> FastAPI:
+    """vLLM's application for a text-generating model."""
+    app: FastAPI = vllm_compat.lookup("build_app")(vllm_compat.default_server_args(), ("generate",), None)
+    return app
+
+
+@pytest.fixture(scope="module")
+def vllm_routes(vllm_app: FastAPI) -> set[tuple[str, str]]:
     """Method and path template of everything that vLLM's application serves for a text-generating model."""
 
     def found() -> Iterator[tuple[str, str]]:
-        app = vllm_compat.lookup("build_app")(vllm_compat.default_server_args(), ("generate",), None)
-        for route in app.routes:
+        all_routes: Sequence[Any] = vllm_app.routes
+        for route in all_routes:
             for method in getattr(route, "methods", None) or HTTP_METHODS:  # a mounted application takes any
                 yield method, template(route.path)
 
@@ -51,6 +62,26 @@ def test_no_route_of_vllms_outside_the_table_can_be_reached(vllm_routes: set[tup
 def test_the_check_above_has_something_to_find(vllm_routes: set[tuple[str, str]]) -> None:
     closed = {path for _, path in vllm_routes} - {template(route.path) for route in OPEN}
     assert {"/invocations", "/v1/messages", "/scale_elastic_ep"} <= closed
+
+
+def body_models(kind: object) -> Iterator[type[BaseModel]]:
+    """Models of a body, which may be a union."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for part in get_args(kind):
+        yield from body_models(part)
+
+
+def test_vllm_reads_the_salt_on_every_open_route_that_generates(vllm_app: FastAPI) -> None:
+    """Tenants share vLLM's prefix cache on a route whose request has no `cache_salt`; such a route must stay closed."""
+    without_salt = {
+        route.path
+        for route in vllm_app.routes
+        if isinstance(route, APIRoute) and route.body_field is not None and open_rows(route.path)
+        for model in body_models(route.body_field.field_info.annotation)
+        if "cache_salt" not in model.model_fields
+    }
+    assert without_salt == {"/tokenize", "/detokenize"}, "only these run no model"
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
