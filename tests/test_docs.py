@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 LOG = ROOT / "benchmarks" / "log"
 TOWER = DOCS / "add-a-tower.md"
+ARCHITECTURE = DOCS / "architecture.md"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
@@ -148,27 +149,27 @@ def test_the_towers_example_prints_what_is_shown(capsys: pytest.CaptureFixture[s
     assert f"```console\n{capsys.readouterr().out}```" in TOWER.read_text()
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
     """Classes, functions and assigned names of a module, methods and fields as `Class.name`."""
     for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            yield node.name
-            for member in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(member, ast.FunctionDef):
-                    yield f"{node.name}.{member.name}"
-                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-                    yield f"{node.name}.{member.target.id}"
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from defined(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+            yield from (prefix + target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
+            yield prefix + node.target.id
+
+
+def defined_below(path: Path) -> set[str]:
+    """What a module, or all modules of a folder, define."""
+    modules = path.rglob("*.py") if path.is_dir() else [path] if path.suffix == ".py" else []
+    return {name for module in modules for name in defined(ast.parse(module.read_text()))}
 
 
 def test_the_towers_page_names_what_is_there() -> None:
-    there: set[str] = set()
-    for package in SOURCES:
-        for path in (ROOT / package).rglob("*.py"):
-            there.update(defined(ast.parse(path.read_text())))
+    there = set[str]().union(*(defined_below(ROOT / package) for package in SOURCES))
     spans = re.findall(r"`([^`\n]+)`", without_code(TOWER.read_text()))
     names = {span for span in spans if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", span) and re.search(r"[A-Z_]", span)}
     names = {name for name in names if not name.endswith(".md")} - NOT_OURS
@@ -187,3 +188,55 @@ def test_files_named_in_pages_are_there() -> None:
                     r"(configs|encoder|deployments|tests|benchmarks|scripts|training|examples)(/[\w.-]+)+", word
                 ):
                     assert (ROOT / word).exists(), f"{page.name}: {word}"
+
+
+def cells_naming_places() -> list[str]:
+    """Second column of the table "Where to change"."""
+    table = ARCHITECTURE.read_text().partition("## Where to change\n")[2]
+    return [row.split(" | ")[1] for row in table.splitlines() if row.startswith("| ") and "`" in row]
+
+
+def undefined(cell: str) -> list[str]:
+    """Names in code spans that no file of the cell defines; a setting may be named without its class."""
+    spans = [span for span in re.findall(r"`([^`]+)`", cell) if " " not in span]
+    files = [span for span in spans if (ROOT / span).exists()]
+    there = set[str]().union(*(defined_below(ROOT / file) for file in files))
+    there |= {name.rpartition(".")[2] for name in there}
+    return [span for span in spans if span not in files and span not in there]
+
+
+@pytest.mark.parametrize("cell", cells_naming_places(), ids=lambda cell: cell[:40])
+def test_where_to_change_names_files_and_what_they_define(cell: str) -> None:
+    """Renaming passes left names of functions that no longer existed."""
+    assert undefined(cell) == []
+
+
+def test_an_undefined_name_in_the_table_would_be_found() -> None:
+    cell = "`Ingress`, `Ingress.gone`, `Counter` in `deployments/ingress/deployment.py` and `deployments/gone.py`"
+    assert undefined(cell) == ["Ingress.gone", "Counter", "deployments/gone.py"]
+    assert len(cells_naming_places()) > 10
+
+
+def test_architecture_names_what_the_code_defines() -> None:
+    there = set[str]().union(*(defined_below(ROOT / package) for package in SOURCES))
+    there |= {name.rpartition(".")[2] for name in there}
+    spans = re.findall(r"`([^`\n]+)`", without_code(ARCHITECTURE.read_text()))
+    names = {span for span in spans if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", span)}
+    assert {"Ingress", "ChatRequest.parse", "fetch_images"} <= names
+    assert {name for name in names if not (ROOT / name).exists()} - there == set()
+
+
+def test_the_map_lists_every_package() -> None:
+    """Of `encoder` and `deployments`; and it names no file or folder that is gone."""
+    tree = re.findall(r"^```\n(.*?)^```$", ARCHITECTURE.read_text(), re.DOTALL | re.MULTILINE)[0]
+    listed: set[Path] = set()
+    parents: list[Path] = []
+    for indent, names in re.findall(r"^( *)([\w/.]+(?:, [\w/.]+)*)(?:  |$)", tree, re.MULTILINE):
+        parent = ROOT.joinpath(*parents[: len(indent) // 2])
+        paths = [parent / name for name in names.split(", ")]
+        assert all(path.exists() for path in paths), names
+        listed.update(paths)
+        if paths[0].is_dir():
+            parents[len(indent) // 2 :] = [Path(paths[0].name)]
+    packages = {file.parent for name in ("encoder", "deployments") for file in (ROOT / name).glob("*/__init__.py")}
+    assert packages - listed == set()
