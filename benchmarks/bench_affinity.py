@@ -49,17 +49,17 @@ class TwoChoices:
         self._calls = dict.fromkeys(names, 0)
         self._random = random.Random(seed)
 
-    def publish(self, name: str, held: bytes) -> None: ...
+    def set_cached_keys(self, name: str, prefixes: bytes) -> None: ...
 
-    def order(self, call: Call) -> list[str]:
+    def candidates(self, call: Call) -> list[str]:
         return sorted(self._random.sample(list(self._calls), min(2, len(self._calls))), key=self._calls.__getitem__)
 
     def begin(self, name: str, call: Call) -> ActiveCall:
         self._calls[name] += 1
         return ActiveCall(name, call.weight, Work.COMPUTE)
 
-    def end(self, begun: ActiveCall) -> None:
-        self._calls[begun.name] -= 1
+    def end(self, active: ActiveCall) -> None:
+        self._calls[active.name] -= 1
 
 
 def affinity(scene: Scenario, load_factor: float, *, separate_cache_hits: bool = True) -> Callable[[int], Router]:
@@ -108,7 +108,7 @@ def decision_us(replicas: int, load_factor: float) -> float:
     began = time.thread_time()
     for key in keys:
         call = Call.from_session_id(Call(key, 100).to_session_id())
-        name = made.order(call)[0]
+        name = made.candidates(call)[0]
         begun = made.begin(name, call)
         assert begun is not None
         under_way.append(begun)

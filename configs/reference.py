@@ -38,7 +38,7 @@ def _settings(section: dict[str, Any], sections: dict[str, Any], prefix: str) ->
             yield from _settings(sections[field["$ref"].rpartition("/")[2]], sections, f"{prefix}{name}.")
         else:
             meaning = " ".join(field.get("description", "").split())
-            yield Setting(prefix + name, _values(field), _written(name, field["default"]), meaning)
+            yield Setting(prefix + name, _describe_values(field), _to_yaml(name, field["default"]), meaning)
 
 
 def markdown() -> str:
@@ -47,11 +47,11 @@ def markdown() -> str:
     return "\n".join(["| key below `args:` | default | values | |", "|---|---|---|---|", *rows])
 
 
-def _values(schema: dict[str, object]) -> str:
+def _describe_values(schema: dict[str, object]) -> str:
     """Returns the allowed values in words, such as `"auto" or number ≥ 0`."""
     options = schema.get("anyOf")
     if isinstance(options, list):
-        return " or ".join(_values(option) for option in options if option != {"type": "null"})
+        return " or ".join(_describe_values(option) for option in options if option != {"type": "null"})
     if "const" in schema:
         return f'"{schema["const"]}"'
     allowed = schema.get("enum")
@@ -59,22 +59,22 @@ def _values(schema: dict[str, object]) -> str:
         return ", ".join(f'"{value}"' for value in allowed)
     members = schema.get("prefixItems")
     if isinstance(members, list):
-        return f"[{', '.join(_values(member) for member in members)}]"
+        return f"[{', '.join(_describe_values(member) for member in members)}]"
     items = schema.get("items")
     if isinstance(items, dict):
-        return f"list of {_values(items)}"
+        return f"list of {_describe_values(items)}"
     bounds = [f" {sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
     return _TYPES[str(schema["type"])] + "".join(bounds)
 
 
-def _written(name: str, value: object) -> str:
+def _to_yaml(name: str, value: object) -> str:
     """Returns `value` as YAML; bytes also in MiB or GiB."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(_written('', item) for item in value)}]"
+        return f"[{', '.join(_to_yaml('', item) for item in value)}]"
     if name.endswith("_bytes") and isinstance(value, int):
         return next((f"{value} ({value // size} {unit})" for size, unit in _UNITS if value % size == 0), str(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

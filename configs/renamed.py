@@ -53,7 +53,7 @@ REMOVED = {
 """Removed keys, and what the operator should do instead."""
 
 
-def former_key(key: str, value: object = None) -> str | None:
+def describe_former_key(key: str, value: object = None) -> str | None:
     """Returns what replaced a former `key`, or the keys of the section `value`; None if it never was a key."""
     if key in REMOVED:
         return f"it was removed, {REMOVED[key]}"

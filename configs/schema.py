@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from configs.encoder_config import EncoderConfig
-from configs.renamed import former_key
+from configs.renamed import describe_former_key
 
 GIB = 1024**3
 MIB = 1024**2
@@ -33,20 +33,20 @@ class Options(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, values: object) -> object:
-        return known_keys_only(values, list(cls.model_fields))
+        return check_known_keys(values, list(cls.model_fields))
 
 
-def known_keys_only(values: object, known: list[str]) -> object:
+def check_known_keys(values: object, known: list[str]) -> object:
     """Returns `values`. Raises ValueError if it is a mapping with a key that is not `known`."""
     for key, value in values.items() if isinstance(values, dict) else ():
         if key not in known:
-            raise ValueError(unknown_key(str(key), known, value))
+            raise ValueError(unknown_key_message(str(key), known, value))
     return values
 
 
-def unknown_key(key: str, known: list[str], value: object = None) -> str:
+def unknown_key_message(key: str, known: list[str], value: object = None) -> str:
     """Returns the error message for `key`: its new name, why it was removed, or the nearest of the `known` names."""
-    if (former := former_key(key, value)) is not None:
+    if (former := describe_former_key(key, value)) is not None:
         return f"unknown key {key!r}: {former}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
@@ -160,7 +160,7 @@ class AuthConfig(Options):
     loopback."""
 
     @model_validator(mode="after")
-    def _keys_have_a_source(self) -> AuthConfig:
+    def _check_keys_have_a_source(self) -> AuthConfig:
         if self.mode == "keys" and not (self.api_keys_file or self.api_keys_env):
             raise ValueError('mode: "keys" needs api_keys_file or api_keys_env')
         if self.mode == "none" and (self.api_keys_file or self.api_keys_env):
@@ -242,15 +242,15 @@ class IngressConfig(Options):
     rate_limit: RateLimitConfig = RateLimitConfig()
 
     @model_validator(mode="after")
-    def _the_largest_request_fits(self) -> IngressConfig:
-        for most, largest in (
+    def _check_largest_request_fits(self) -> IngressConfig:
+        for total, largest in (
             ("max_visual_tokens_in_flight", "max_visual_tokens_per_request"),
             ("max_images_in_flight", "max_images_per_request"),
             ("max_bytes_held", "max_body_bytes"),
             ("max_retry_after_s", "retry_after_s"),
         ):
-            if getattr(self, most) < getattr(self, largest):
-                raise ValueError(f"{most} is {getattr(self, most)}, less than {largest}, {getattr(self, largest)}")
+            if getattr(self, total) < getattr(self, largest):
+                raise ValueError(f"{total} is {getattr(self, total)}, less than {largest}, {getattr(self, largest)}")
         return self
 
 
@@ -272,4 +272,4 @@ class AppConfig(Options):
     @field_validator("encoder", mode="before")
     @classmethod
     def _refuse_unknown_encoder_keys(cls, values: object) -> object:
-        return known_keys_only(values, [field.name for field in dataclasses.fields(EncoderConfig)])
+        return check_known_keys(values, [field.name for field in dataclasses.fields(EncoderConfig)])

@@ -13,7 +13,7 @@ from ray._common.utils import import_attr
 
 from configs.schema import AppConfig
 from deployments.http_proxy import limits as proxy_bounds
-from deployments.ingress.auth.bind_address import refused_to_strangers
+from deployments.ingress.auth.bind_address import bind_refusal
 
 ROOT = Path(__file__).parent.parent
 # A function of the operator's own, on its way to Serve's controller.
@@ -66,7 +66,7 @@ def test_every_configuration_that_is_documented_starts_closed() -> None:
         for application in config.get("applications", []):
             auth = AppConfig.model_validate(application.get("args", {})).ingress.auth
             host = config.get("http_options", {}).get("host", "127.0.0.1")
-            assert refused_to_strangers(auth, host) is None
+            assert bind_refusal(auth, host) is None
             assert auth.mode != "none"
             checked += 1
     assert checked >= 3

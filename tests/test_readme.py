@@ -308,7 +308,7 @@ def assert_ingress_takes(body: dict[str, Any]) -> None:
     assert header == "data:image/png;base64"
     assert encoded.startswith("iVBORw0KGgo")
     chat_request.refuse_fields(body)
-    chat_request.pop_bounds(body)
+    chat_request.pop_pixel_bounds(body)
 
 
 def test_client_snippet_asks_what_the_ingress_takes(server: StandIn, capsys: pytest.CaptureFixture[str]) -> None:

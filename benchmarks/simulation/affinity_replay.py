@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
-from deployments.routing.affinity import ActiveCall, Call, published
+from deployments.routing.affinity import ActiveCall, Call, concatenate_prefixes
 from encoder.checkpoint.image_rules import ImageRules
 from planner.traces import TraceError, image_cost, read_lines
 
@@ -63,10 +63,10 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
 class Router(Protocol):
     """The part of `Affinity` that the replay uses."""
 
-    def publish(self, name: str, held: bytes) -> None: ...
-    def order(self, call: Call) -> list[str]: ...
+    def set_cached_keys(self, name: str, prefixes: bytes) -> None: ...
+    def candidates(self, call: Call) -> list[str]: ...
     def begin(self, name: str, call: Call) -> ActiveCall | None: ...
-    def end(self, begun: ActiveCall) -> None: ...
+    def end(self, active: ActiveCall) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Replay:
             self.found.joined += 1
             return
         router, call = self._routers[ingress], Call(image.digest, image.num_tokens)
-        name = router.order(call)[0]
+        name = router.candidates(call)[0]
         begun = router.begin(name, call)
         assert begun is not None
         done_at = self._encode(now, name, image) + give_s(image.num_bytes)
@@ -173,9 +173,9 @@ class Replay:
 
     def _publish(self) -> None:
         for name, cache in self._caches.items():
-            held = published(cache.keys())
+            held = concatenate_prefixes(cache.keys())
             for router in self._routers:
-                router.publish(name, held)
+                router.set_cached_keys(name, held)
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._later, (at_s, next(self._number), action))

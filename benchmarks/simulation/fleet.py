@@ -26,7 +26,7 @@ from deployments.common.throughput import ARRIVALS_OVER_S
 from deployments.scaling.encoder_scaler import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
-    GIVEN_TOKENS,
+    RECEIVED_TOKENS,
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
 )
@@ -102,7 +102,7 @@ class Fleet:
         self._next_record = self._next_report = 0.0
         self._phases = max(1, round(model.report_s / model.decide_s))
         # Replicas report in turn; those that report at the same time share a report.
-        names = (BACKLOG_TOKENS, ARRIVING_TOKENS_PER_S, TOKENS_PER_S, TOKENS_PER_IMAGE, GIVEN_TOKENS)
+        names = (BACKLOG_TOKENS, ARRIVING_TOKENS_PER_S, TOKENS_PER_S, TOKENS_PER_IMAGE, RECEIVED_TOKENS)
         self._reports: dict[str, list[list[TimeStampedValue]]] = {
             name: [[] for _ in range(self._phases)] for name in names
         }
@@ -231,7 +231,7 @@ class Fleet:
         phase = round(now / self._model.decide_s) % self._phases
         for name, value in values.items():
             self._reports[name][phase][:] = [TimeStampedValue(now, value)]
-        self._reports[GIVEN_TOKENS][phase][:] = self._given_samples
+        self._reports[RECEIVED_TOKENS][phase][:] = self._given_samples
 
     def _raw_metrics(self) -> dict[str, dict[ReplicaID, list[TimeStampedValue]]]:
         if self._raw_for != self._running:

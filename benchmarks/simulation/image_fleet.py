@@ -23,7 +23,7 @@ from ray.serve._private.common import ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingConfig
 
 from benchmarks.simulation.fleet import ENCODER, Policy, context
-from deployments.common.fair_queue import WINDOW, FairQueue, place_of
+from deployments.common.fair_queue import WINDOW, FairQueue, virtual_arrival_s
 from deployments.common.throughput import BusySpeed, InFlightTokens
 from deployments.routing.affinity import ActiveCall, Affinity, Call
 from deployments.scaling.encoder_scaler import ARRIVING_TOKENS_PER_S, BACKLOG_TOKENS, TOKENS_PER_IMAGE, TOKENS_PER_S
@@ -138,7 +138,7 @@ class ImageFleet:
 
     def _route(self, image: _Image) -> None:
         call = Call(image.digest, image.tokens)
-        order = self._router.order(call)
+        order = self._router.candidates(call)
         begun = self._router.begin(order[0], call) if order else None
         if begun is None:
             self._at(self._now + DECIDE_S, lambda: self._route(image))
@@ -148,7 +148,7 @@ class ImageFleet:
         job.__enter__()
         replica.under_way[image] = job
         replica.speed.begin()
-        place = place_of(
+        place = virtual_arrival_s(
             self._now,
             tokens=image.tokens,
             tokens_before=image.tokens_before,
@@ -215,7 +215,7 @@ class ImageFleet:
     def _report(self, replica: _Replica) -> None:
         replica.reported = {
             BACKLOG_TOKENS: float(replica.work.tokens),
-            ARRIVING_TOKENS_PER_S: replica.work.arriving_per_s(),
+            ARRIVING_TOKENS_PER_S: replica.work.arriving_tokens_per_s(),
             TOKENS_PER_S: replica.speed.tokens_per_s,
             TOKENS_PER_IMAGE: replica.work.tokens_per_job(),
         }

@@ -65,7 +65,7 @@ class Encoder:
             return image
         if way == "shared_memory":
             self._store.offer(image)
-            return image.shared_by(self._server.address)
+            return image.to_shared(self._server.address)
         return None if self._remote is None else self._remote.publish(image)
 
 

@@ -207,7 +207,7 @@ class LendingSender:
         image = EncodedImage.pack(fetched, (1, 2, 2 * rows), f"{self._number:064x}", timings)
         if not self._store.offer(image):
             raise RuntimeError("the store is full")
-        self._side.channel.send(image.shared_by(self._server.address))
+        self._side.channel.send(image.to_shared(self._server.address))
 
 
 class BorrowingReceiver:

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from configs.renamed import former_key
+from configs.renamed import describe_former_key
 from configs.resolve import ClusterFacts, resolve
-from configs.schema import AppConfig, IngressConfig, unknown_key
+from configs.schema import AppConfig, IngressConfig, unknown_key_message
 from deployments.common import names
-from deployments.ingress.auth.bind_address import refused_to_strangers
+from deployments.ingress.auth.bind_address import bind_refusal
 from deployments.llm.engine import vllm_compat
 
 SERVES_OWN_HOST = "0.0.0.0"  # Serve's default
@@ -144,7 +144,7 @@ def _unknown_keys(value: object, node: dict[str, Any], sections: dict[str, Any],
             if key in known:
                 yield from _unknown_keys(item, known[key], sections, f"{place}.{key}".removeprefix("."))
             else:
-                yield f"{place or 'top level'}: {unknown_key(str(key), list(known), item)}"
+                yield f"{place or 'top level'}: {unknown_key_message(str(key), list(known), item)}"
 
 
 def _contradictions(
@@ -152,7 +152,7 @@ def _contradictions(
 ) -> Iterator[str]:
     """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve scales."""
     host = config.get("http_options", {}).get("host", SERVES_OWN_HOST)
-    if refusal := refused_to_strangers(ingress.auth, str(host)):
+    if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
     function = (application.get("autoscaling_policy") or {}).get("policy_function")
     if function in POLICY_OF:
@@ -186,7 +186,7 @@ def _former_policies(value: object, place: str = "") -> Iterator[str]:
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from _former_policies(item, f"{place}[{number}]")
-    elif place.endswith("policy_function") and (renamed := former_key(str(value))):
+    elif place.endswith("policy_function") and (renamed := describe_former_key(str(value))):
         yield f"{place}: {renamed}"
 
 
@@ -199,7 +199,7 @@ def _policy_problems(deployment: str, policy: dict[str, Any], place: str) -> Ite
     if deployment != POLICY_OF[function]:
         yield f"{place}.policy_function: {function} is for the deployment {POLICY_OF[function]!r} alone"
     arguments = policy.get("policy_kwargs") or {}
-    if renamed := "; ".join(filter(None, map(former_key, arguments))):
+    if renamed := "; ".join(filter(None, map(describe_former_key, arguments))):
         yield f"{place}.policy_kwargs: {renamed}"
         return
     try:

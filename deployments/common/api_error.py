@@ -68,7 +68,7 @@ class Shed(Enum):
     TOKENS = "tokens_waiting"
     DEADLINE = "deadline"
     CLIENT_GONE = "client_gone"
-    QUOTA = "quota"
+    RATE_LIMIT = "quota"
     BYTES = "bytes_held"
     REPLICA_QUEUE = "replica_queue"
 
@@ -76,6 +76,6 @@ class Shed(Enum):
 class OverloadedError(Exception):
     """The admission queue is full."""
 
-    def __init__(self, told: str, *, retry_after_s: int) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s

@@ -25,7 +25,7 @@ WINDOW = 32
 T = TypeVar("T")
 
 
-def place_of(now_s: float, *, tokens: int, tokens_before: int, tokens_per_s: float) -> float:
+def virtual_arrival_s(now_s: float, *, tokens: int, tokens_before: int, tokens_per_s: float) -> float:
     """Returns the virtual arrival time in seconds, the key that orders the queue.
 
     Args:
@@ -41,25 +41,25 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, T]] = []
-        self._came = 0
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, place: float, item: T) -> None:
+    def add(self, virtual_arrival_s: float, item: T) -> None:
         """Inserts in O(queue length). Keys mostly ascend, so an insertion moves only the end of the list."""
-        self._came += 1
-        bisect.insort(self._waiting, (place, self._came, item), key=lambda entry: entry[:2])
+        self._num_added += 1
+        bisect.insort(self._waiting, (virtual_arrival_s, self._num_added, item), key=lambda entry: entry[:2])
 
     def pop(self) -> T:
         """Removes and returns the first item. Raises IndexError if the queue is empty."""
         return self._waiting.pop(0)[2]
 
-    def take(self, most: int | None = None) -> list[tuple[float, T]]:
-        """Removes the first `most` items, all if None, and returns them with their virtual arrival times."""
-        taken = [(place, item) for place, _, item in self._waiting[:most]]
-        del self._waiting[:most]
-        return taken
+    def take(self, limit: int | None = None) -> list[tuple[float, T]]:
+        """Removes the first `limit` items, all if None, and returns them with their virtual arrival times."""
+        items = [(place, item) for place, _, item in self._waiting[:limit]]
+        del self._waiting[:limit]
+        return items
 
     def discard(self, item: T) -> None:
         """Removes `item` if it is queued."""

@@ -50,10 +50,11 @@ class ImageJob:
     num_tokens: int
     """Visual tokens of the image, which are the cost of encoding it."""
     tokens_before: int = 0
-    """Visual tokens of the images before it in its request; they delay it in the fair queue (`fair_queue.place_of`)."""
-    read_on: tuple[str, ...] = ()
+    """Visual tokens of the images before it in its request; they delay it in the fair queue
+    (`fair_queue.virtual_arrival_s`)."""
+    reader_hosts: tuple[str, ...] = ()
     """Hosts (`unix_socket.host_id`) whose LLM replicas may receive the embedding, if shared memory is to be used."""
-    pulled: bool = False
+    remote_read: bool = False
     """Whether the LLM replicas read embeddings from encoders on other hosts."""
     tower: str = ""
     """Fingerprint of the encoder's tower, which LLM replicas of the same checkpoint expect
@@ -115,7 +116,7 @@ class EncodedImage:
         bits = tokens.contiguous().view(torch.uint16 if dtype == "bfloat16" else tokens.dtype)
         return cls(digest, grid_thw, dtype, bits.numpy(), timings)
 
-    def shared_by(self, server: str) -> SharedEmbedding:
+    def to_shared(self, server: str) -> SharedEmbedding:
         """Returns the location of this embedding in the shared memory of `server`."""
         return SharedEmbedding(self.digest, self.grid_thw, self.dtype, self.shape, self.timings, server)
 
@@ -124,8 +125,7 @@ class EncodedImage:
 
         Raises:
             WireError: shape, dtype, width or grid are not those that the language model expects. A wrong width would
-            end
-                its engine.
+                end its engine.
         """
         if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
             raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
@@ -229,9 +229,9 @@ class HttpRequest:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     root_path: str = ""
-    joined: bool = False
+    body_in_head: bool = False
     """Whether the response head may carry the first body chunk. An ingress of an older version does not set it."""
-    early: bool = False
+    early_prefill: bool = False
     """Whether the request may be sent for early prefill, before its images are encoded; the reply may be TooEarly."""
 
 
@@ -253,11 +253,11 @@ class ImageReference:
 class Accepted:
     """First message of an LLM replica: the request and its embeddings have arrived."""
 
-    reads_on: str | None = None
+    shm_host: str | None = None
     """Host of the replica, if it reads embeddings from the shared memory of that host."""
-    read_from: tuple[SharedEmbedding | None, ...] = ()
+    locations: tuple[SharedEmbedding | None, ...] = ()
     """For each embedding of the request, its location in shared memory; None for one that was sent otherwise."""
-    pulls: bool = False
+    remote_read: bool = False
     """Whether the replica reads from encoders on other hosts."""
 
 
@@ -281,7 +281,7 @@ class ResponseHead:
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     body: bytes = b""
-    """The part of the body that was available when the head was sent, if `HttpRequest.joined` asked for it."""
+    """The part of the body that was available when the head was sent, if `HttpRequest.body_in_head` asked for it."""
     complete: bool = False
     """Whether `body` is the whole body; no end-of-stream message needs to be awaited then."""
 

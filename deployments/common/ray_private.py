@@ -52,7 +52,7 @@ def deployment_max_ongoing_requests() -> int:
     return serve.get_replica_context()._deployment_config.max_ongoing_requests
 
 
-def detached(start: Callable[[], T]) -> T:
+def start_detached(start: Callable[[], T]) -> T:
     """Starts a call that outlives the HTTP request for which it is started, because other requests may share it.
 
     Serve cancels calls that were made for a request whose client has disconnected.
@@ -85,7 +85,7 @@ def exclude(handle: DeploymentHandle[Any], name: str) -> None:
     """Excludes the replica with this unique id from calls of this process. The deployment must have a
     `ReplicaRouter`."""
     router = _router(handle)
-    router._event_loop.call_soon_threadsafe(router._request_router.failed, name)
+    router._event_loop.call_soon_threadsafe(router._request_router.exclude, name)
 
 
 def _router(handle: DeploymentHandle[Any]) -> Any:  # noqa: ANN401 - Serve's AsyncioRouter, which is not typed
@@ -103,16 +103,16 @@ def is_by_reference(pending: PendingRequest) -> bool:
     return bool(pending.metadata._by_reference)
 
 
-async def batching_task_alive(batched: object) -> bool:
+async def is_batching_task_alive(batched: object) -> bool:
     """Whether the task of a `@serve.batch` method is alive; Serve has only a private attribute for it."""
     return bool(await batched._is_batching_task_alive())  # type: ignore[attr-defined]
 
 
 async def object_ref(response: DeploymentResponse[Any]) -> ray.ObjectRef[Any]:
     """Returns the reference to the result once a replica has accepted the call, which outlives a cancelled wait."""
-    taken = asyncio.ensure_future(response._to_object_ref())
-    taken.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised to the remaining waiters
-    return await asyncio.shield(taken)
+    assigned = asyncio.ensure_future(response._to_object_ref())
+    assigned.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised to the remaining waiters
+    return await asyncio.shield(assigned)
 
 
 async def wait_until_ready(reference: ray.ObjectRef[Any]) -> None:
@@ -131,7 +131,7 @@ class PrivateRequestRouter(RequestRouter):
         """`name`: the replica's unique id."""
         return ReplicaID(name, self._deployment_id)
 
-    def takes(self, pending: PendingRequest, replica: RunningReplica) -> bool:
+    def try_assign(self, pending: PendingRequest, replica: RunningReplica) -> bool:
         """Whether the call is assigned to the replica chosen for it; if not, Serve chooses again."""
         return True
 
@@ -158,7 +158,7 @@ class PrivateRequestRouter(RequestRouter):
         self, replica: RunningReplica, request_metadata: RequestMetadata | None = None
     ) -> None:
         pending = self._get_pending_request_matching_internal_request_id(request_metadata)
-        if pending is not None and self.takes(pending, replica):
+        if pending is not None and self.try_assign(pending, replica):
             super()._fulfill_next_pending_request(replica, request_metadata)
 
     async def _choose_replica_for_request(

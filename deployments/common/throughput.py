@@ -17,7 +17,7 @@ class InFlightTokens:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.tokens = self.given = 0
+        self.tokens = self.received = 0
         """Tokens in flight, and tokens of all jobs so far."""
         self._arrived = 0.0  # tokens, with weights that decay with age
         self._jobs = 0.0
@@ -30,19 +30,19 @@ class InFlightTokens:
         self._arrived += tokens
         self._jobs += 1
         self.tokens += tokens
-        self.given += tokens
+        self.received += tokens
         try:
             yield
         finally:
             self.tokens -= tokens
 
-    def arriving_per_s(self) -> float:
+    def arriving_tokens_per_s(self) -> float:
         """Tokens per second, an exponentially weighted mean over ARRIVALS_OVER_S."""
         self._age()
         return self._arrived / ARRIVALS_OVER_S
 
     def tokens_per_job(self) -> float:
-        """Mean tokens of recent jobs, with the same weights as `arriving_per_s`; 0 before the first job."""
+        """Mean tokens of recent jobs, with the same weights as `arriving_tokens_per_s`; 0 before the first job."""
         return self._arrived / self._jobs if self._jobs else 0.0
 
     def _age(self) -> None:
@@ -60,7 +60,7 @@ class BusySpeed:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._under_way = 0
+        self._num_jobs = 0
         self._tokens = self._busy_s = 0.0
         self._since = 0.0
         self._best = 0.0
@@ -73,20 +73,20 @@ class BusySpeed:
     @property
     def recent_tokens_per_s(self) -> float:
         """Mean over the last SPEED_OVER_S of busy time, up to now; it falls while a job runs and none finishes."""
-        busy_s = self._clock() - self._since if self._under_way else 0.0
+        busy_s = self._clock() - self._since if self._num_jobs else 0.0
         kept = math.exp(max(-busy_s / SPEED_OVER_S, -500.0))  # above 0: unmeasured and zero speed stay distinct
         busy_s += self._busy_s * kept
         return self._tokens * kept / busy_s if busy_s > 0 else 0.0
 
     def begin(self) -> None:
         """Counts one more job in flight."""
-        if not self._under_way:
+        if not self._num_jobs:
             self._since = self._clock()
-        self._under_way += 1
+        self._num_jobs += 1
 
     def end(self, tokens: int) -> None:
         """Counts one job less in flight; `tokens` were processed for it, 0 if it was dropped."""
-        self._under_way -= 1
+        self._num_jobs -= 1
         now = self._clock()
         busy_s, self._since = now - self._since, now
         kept = math.exp(-busy_s / SPEED_OVER_S)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
-from deployments.common.fair_queue import place_of
+from deployments.common.fair_queue import virtual_arrival_s
 from deployments.common.messages import EncodedImage, EncodeTimings, ImageJob, ImageRefused, SharedEmbedding
 from deployments.common.model_path import local_model
-from deployments.common.ray_private import batching_task_alive
+from deployments.common.ray_private import is_batching_task_alive
 from deployments.common.replica_errors import OtherIdentityError, QueueFullError, WorkerEndedError
 from deployments.common.replica_status import Report, encoder_report, replica_name
 from deployments.common.throughput import InFlightTokens
@@ -31,13 +31,13 @@ from deployments.encoder_replica.embedding_cache import EmbeddingCache
 from deployments.encoder_replica.gpu.jobs import Encoded, WorkerEvents
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from deployments.encoder_replica.single_flight import SingleFlight
-from deployments.routing.affinity import HELD, published
-from deployments.routing.replica_identity import encoder_metadata, rollout_turn
+from deployments.routing.affinity import PUBLISHED_DIGESTS, concatenate_prefixes
+from deployments.routing.replica_identity import encoder_metadata, wait_for_rollout_turn
 from deployments.scaling.encoder_scaler import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
     CACHE_BYTES,
-    GIVEN_TOKENS,
+    RECEIVED_TOKENS,
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
 )
@@ -146,15 +146,15 @@ class EncoderReplica:
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns the identity, which Serve sends to routers and ingresses once. Waits for its turn in a rollout."""
-        await rollout_turn(self._worker.identity.tower)
+        await wait_for_rollout_turn(self._worker.identity.tower)
         return encoder_metadata(self._worker.identity)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load, which Serve passes to `deployments/scaling/policies.py` every few seconds."""
         return {
             BACKLOG_TOKENS: float(self._in_flight.tokens),
-            ARRIVING_TOKENS_PER_S: self._in_flight.arriving_per_s(),
-            GIVEN_TOKENS: float(self._in_flight.given),
+            ARRIVING_TOKENS_PER_S: self._in_flight.arriving_tokens_per_s(),
+            RECEIVED_TOKENS: float(self._in_flight.received),
             TOKENS_PER_S: self._worker.tokens_per_s,
             TOKENS_PER_IMAGE: self._in_flight.tokens_per_job(),
             CACHE_BYTES: float(self._cache.num_bytes),
@@ -168,7 +168,7 @@ class EncoderReplica:
 
     def record_routing_stats(self) -> dict[str, bytes]:
         """Returns prefixes of the cached digests, which Serve sends to the routers every few seconds."""
-        return {HELD: published(self._cache.keys())}
+        return {PUBLISHED_DIGESTS: concatenate_prefixes(self._cache.keys())}
 
     async def check_health(self) -> None:
         """Raises RuntimeError if the GPU failed, or if the GPU thread, the batching task or a thread that serves
@@ -178,7 +178,7 @@ class EncoderReplica:
             raise RuntimeError(f"the GPU has failed: {self._worker.fault.value}")
         if not self._worker.is_alive:
             raise RuntimeError("the thread that owns the GPU has died")
-        if self._has_batching_task and not await batching_task_alive(self._hand_off):
+        if self._has_batching_task and not await is_batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
         if self._server is not None:
             if not self._server.is_alive:
@@ -204,14 +204,14 @@ class EncoderReplica:
         if self._server is None or isinstance(image, ImageRefused):
             return image
         if self._remote is not None:
-            if not job.pulled:
+            if not job.remote_read:
                 return image
             if (published := self._remote.publish(image)) is not None:
                 return published
-        elif job.read_on != (self._host,):
+        elif job.reader_hosts != (self._host,):
             return image
         elif self._server.store.offer(image):
-            return image.shared_by(self._server.address)
+            return image.to_shared(self._server.address)
         self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
         return image
 
@@ -282,7 +282,7 @@ class EncoderReplica:
 
     async def _decode_and_encode(self, job: ImageJob) -> EncodedImage:
         started = time.perf_counter()
-        place = place_of(
+        place = virtual_arrival_s(
             started,
             tokens=job.num_tokens,
             tokens_before=job.tokens_before,

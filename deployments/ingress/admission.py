@@ -37,22 +37,22 @@ class AdmissionBounds:
     """Visual tokens of admitted requests; one request must not have more."""
     images_in_flight: int
     """Images of admitted requests; one request must not have more."""
-    tokens_waiting: int
+    tokens_queued: int
     """Visual tokens in the admission queue."""
-    least_retry_s: int
+    min_retry_after_s: int
     """Minimum of `Retry-After`."""
-    most_retry_s: int
+    max_retry_after_s: int
     """Maximum of `Retry-After`."""
 
     @classmethod
-    def of(cls, limits: IngressConfig) -> AdmissionBounds:
+    def from_config(cls, limits: IngressConfig) -> AdmissionBounds:
         return cls(
             requests=limits.max_requests_waiting,
             tokens_in_flight=limits.max_visual_tokens_in_flight,
             images_in_flight=limits.max_images_in_flight,
-            tokens_waiting=limits.max_visual_tokens_queued,
-            least_retry_s=limits.retry_after_s,
-            most_retry_s=limits.max_retry_after_s,
+            tokens_queued=limits.max_visual_tokens_queued,
+            min_retry_after_s=limits.retry_after_s,
+            max_retry_after_s=limits.max_retry_after_s,
         )
 
 
@@ -68,9 +68,9 @@ class AdmissionEvents(Protocol):
 
 class _Stage(Enum):
     ARRIVED = 0
-    IN_LINE = 1
+    QUEUED = 1
     IN_FLIGHT = 2
-    OVER = 3
+    ENDED = 3
 
 
 class Visit:
@@ -78,37 +78,37 @@ class Visit:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._turn: asyncio.Future[None] | None = None
+        self._admitted: asyncio.Future[None] | None = None
         self.stage = _Stage.ARRIVED
         self.tokens = self.images = 0
-        self.place = 0.0
+        self.virtual_arrival_s = 0.0
 
-    def ask(self, tokens: int, images: int) -> None:
+    def request(self, tokens: int, images: int) -> None:
         """Asks once for admission of `tokens` visual tokens. Raises OverloadedError if the queue is full."""
-        self._admission.ask(self, tokens, images)
+        self._admission.request(self, tokens, images)
 
-    async def turn(self) -> None:
+    async def wait_until_admitted(self) -> None:
         """Waits until the request is admitted."""
-        if self.stage is _Stage.IN_LINE:
-            self._turn = asyncio.get_running_loop().create_future()
-            await self._turn
+        if self.stage is _Stage.QUEUED:
+            self._admitted = asyncio.get_running_loop().create_future()
+            await self._admitted
 
-    async def again(self) -> None:
+    async def requeue(self) -> None:
         """Queues an accepted request again, at its old position, after a replica was lost, and waits for admission.
 
         Does nothing for a request that was not accepted yet.
         """
-        if self.stage is _Stage.OVER:
-            self._admission.come_back(self)
-            await self.turn()
+        if self.stage is _Stage.ENDED:
+            self._admission.requeue(self)
+            await self.wait_until_admitted()
 
-    def begin(self) -> None:
+    def admit(self) -> None:
         """Marks the request as admitted; called by Admission."""
         self.stage = _Stage.IN_FLIGHT
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)
+        if self._admitted is not None and not self._admitted.done():
+            self._admitted.set_result(None)
 
-    def accepted(self) -> None:
+    def accept(self) -> None:
         """Ends the visit: a language model has accepted the request."""
         self._admission.end(self, done=True)
 
@@ -121,10 +121,10 @@ class Admission:
     """Admission queue and counts of an ingress replica. It is used from one event loop.
 
     with admission.visit(late) as visit:
-        visit.ask(num_tokens, num_images)
-        await visit.turn()
+        visit.request(num_tokens, num_images)
+        await visit.wait_until_admitted()
         ...
-        visit.accepted()
+        visit.accept()
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class Admission:
         self._bounds = bounds
         self._events = events
         self._clock = clock
-        self._line: list[Visit] = []  # ascending in `place`, then by arrival
-        self._token_pace = BusySpeed(clock)
-        self._request_pace = BusySpeed(clock)
-        self.requests = self.tokens_waiting = self.tokens_in_flight = self.images_in_flight = 0
+        self._queue: list[Visit] = []  # ascending in virtual arrival time, then by arrival
+        self._token_speed = BusySpeed(clock)
+        self._request_speed = BusySpeed(clock)
+        self.requests = self.tokens_queued = self.tokens_in_flight = self.images_in_flight = 0
 
     @contextmanager
-    def visit(self, late: Callable[[], bool]) -> Iterator[Visit]:
-        """Counts a request from its arrival. `late` returns whether its deadline has passed, if it is cancelled.
+    def visit(self, is_late: Callable[[], bool]) -> Iterator[Visit]:
+        """Counts a request from its arrival. `is_late` returns whether its deadline has passed, if it is cancelled.
 
         Raises:
             OverloadedError: the limit of requests is reached.
@@ -149,95 +149,95 @@ class Admission:
         try:
             yield visit
         except asyncio.CancelledError:
-            visit.leave(Shed.DEADLINE if late() else Shed.CLIENT_GONE)
+            visit.leave(Shed.DEADLINE if is_late() else Shed.CLIENT_GONE)
             raise
         finally:
             visit.leave()
 
     def arrive(self) -> Visit:
-        """Returns a Visit, which the caller ends by `accepted` or `leave`. Raises OverloadedError as `visit` does."""
+        """Returns a Visit, which the caller ends by `accept` or `leave`. Raises OverloadedError as `visit` does."""
         if self.requests >= self._bounds.requests:
             self._events.shed(Shed.REQUESTS, 0)
-            told = f"{self.requests} requests wait for a language model, the limit; try again"
-            raise OverloadedError(told, retry_after_s=self.retry_after_s())
+            message = f"{self.requests} requests wait for a language model, the limit; try again"
+            raise OverloadedError(message, retry_after_s=self.retry_after_s())
         self.requests += 1
-        self._request_pace.begin()
-        self._tell()
+        self._request_speed.begin()
+        self._report()
         return Visit(self)
 
-    def ask(self, visit: Visit, tokens: int, images: int) -> None:
-        """See Visit.ask."""
+    def request(self, visit: Visit, tokens: int, images: int) -> None:
+        """See Visit.request."""
         assert tokens <= self._bounds.tokens_in_flight
         assert images <= self._bounds.images_in_flight
         visit.tokens, visit.images = tokens, images
-        speed = self._token_pace.recent_tokens_per_s
-        visit.place = self._clock() + (min(tokens / speed, MAX_YIELD_S) if speed > 0 else 0.0)
-        self._stand_in_line(visit)
-        if visit.stage is _Stage.IN_LINE and self.tokens_waiting > self._bounds.tokens_waiting:
-            waiting = self.tokens_waiting - tokens
+        speed = self._token_speed.recent_tokens_per_s
+        visit.virtual_arrival_s = self._clock() + (min(tokens / speed, MAX_YIELD_S) if speed > 0 else 0.0)
+        self._enqueue(visit)
+        if visit.stage is _Stage.QUEUED and self.tokens_queued > self._bounds.tokens_queued:
+            waiting = self.tokens_queued - tokens
             visit.leave(Shed.TOKENS)
-            told = f"{waiting} visual tokens wait, {tokens} more would pass {self._bounds.tokens_waiting}; try again"
-            raise OverloadedError(told, retry_after_s=self.retry_after_s())
+            message = f"{waiting} visual tokens wait, {tokens} more would pass {self._bounds.tokens_queued}; try again"
+            raise OverloadedError(message, retry_after_s=self.retry_after_s())
 
-    def come_back(self, visit: Visit) -> None:
-        """See Visit.again. A request that was admitted before is not refused, even beyond the bounds."""
+    def requeue(self, visit: Visit) -> None:
+        """See Visit.requeue. A request that was admitted before is not refused, even beyond the bounds."""
         self.requests += 1
-        self._request_pace.begin()
-        self._stand_in_line(visit)
+        self._request_speed.begin()
+        self._enqueue(visit)
 
     def end(self, visit: Visit, *, done: bool, reason: Shed | None = None) -> None:
-        """See Visit.accepted and Visit.leave."""
-        stage, visit.stage = visit.stage, _Stage.OVER
-        if stage is _Stage.OVER:
+        """See Visit.accept and Visit.leave."""
+        stage, visit.stage = visit.stage, _Stage.ENDED
+        if stage is _Stage.ENDED:
             return
-        if stage is _Stage.IN_LINE:
-            self._line.remove(visit)
-            self.tokens_waiting -= visit.tokens
+        if stage is _Stage.QUEUED:
+            self._queue.remove(visit)
+            self.tokens_queued -= visit.tokens
         if stage is _Stage.IN_FLIGHT:
             self.tokens_in_flight -= visit.tokens
             self.images_in_flight -= visit.images
-            self._token_pace.end(visit.tokens if done else 0)
+            self._token_speed.end(visit.tokens if done else 0)
         self.requests -= 1
-        self._request_pace.end(1 if done else 0)
+        self._request_speed.end(1 if done else 0)
         if reason is not None:
             self._events.shed(reason, visit.tokens)
-        self._advance()
-        self._tell()
+        self._admit_next()
+        self._report()
 
     def retry_after_s(self) -> int:
         """Returns the time that the backlog takes at the recently measured speed, in seconds within the bounds."""
         pressed = (
-            (self.tokens_in_flight + self.tokens_waiting, self._token_pace.recent_tokens_per_s),
-            (self.requests, self._request_pace.recent_tokens_per_s),
+            (self.tokens_in_flight + self.tokens_queued, self._token_speed.recent_tokens_per_s),
+            (self.requests, self._request_speed.recent_tokens_per_s),
         )
         wait_s = max((backlog / speed for backlog, speed in pressed if speed > 0), default=0.0)
-        return max(self._bounds.least_retry_s, math.ceil(min(wait_s, self._bounds.most_retry_s)))
+        return max(self._bounds.min_retry_after_s, math.ceil(min(wait_s, self._bounds.max_retry_after_s)))
 
-    def _stand_in_line(self, visit: Visit) -> None:
-        visit.stage = _Stage.IN_LINE
-        bisect.insort(self._line, visit, key=lambda other: other.place)
-        self.tokens_waiting += visit.tokens
-        self._advance()
+    def _enqueue(self, visit: Visit) -> None:
+        visit.stage = _Stage.QUEUED
+        bisect.insort(self._queue, visit, key=lambda other: other.virtual_arrival_s)
+        self.tokens_queued += visit.tokens
+        self._admit_next()
 
-    def _advance(self) -> None:
+    def _admit_next(self) -> None:
         """Admits requests from the head of the queue while they fit."""
-        while self._line and self._has_room_for(self._line[0]):
-            visit = self._line.pop(0)
-            self.tokens_waiting -= visit.tokens
+        while self._queue and self._fits(self._queue[0]):
+            visit = self._queue.pop(0)
+            self.tokens_queued -= visit.tokens
             self.tokens_in_flight += visit.tokens
             self.images_in_flight += visit.images
-            self._token_pace.begin()
+            self._token_speed.begin()
             self._events.admitted(visit.tokens)
-            visit.begin()
-        self._tell()
+            visit.admit()
+        self._report()
 
-    def _has_room_for(self, visit: Visit) -> bool:
+    def _fits(self, visit: Visit) -> bool:
         return (
             self.tokens_in_flight + visit.tokens <= self._bounds.tokens_in_flight
             and self.images_in_flight + visit.images <= self._bounds.images_in_flight
         )
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._events.levels(
-            requests=self.requests, tokens_waiting=self.tokens_waiting, tokens_in_flight=self.tokens_in_flight
+            requests=self.requests, tokens_waiting=self.tokens_queued, tokens_in_flight=self.tokens_in_flight
         )

@@ -24,58 +24,58 @@ from deployments.telemetry.metrics import Histogram, Histograms
 
 logger = logging.getLogger("ray.serve")
 
-MAX_TRIES = 5
+MAX_ATTEMPTS = 5
 """Attempts at one request: a request that crashes every replica it reaches must not crash all of them."""
 
 MAX_ENGINES = 2
 """Language models that one request may lose after they have accepted it, since the request may be what crashes them."""
 
-FIRST_WAIT_S = 0.05
+FIRST_RETRY_DELAY_S = 0.05
 """Delay before the first retry; it doubles with each further one."""
 
 
 @dataclass(frozen=True)
-class Lost:
+class Losses:
     """Numbers of replicas that were lost in earlier attempts."""
 
-    times: int = 0
+    attempts: int = 0
     encoders: int = 0
     llms: int = 0
     engines: int = 0
     """Language models, or their engines alone, that ended while they had the request."""
 
-    def and_then(self, error: ReplicaLostError, *, accepted: bool) -> Lost:
+    def add(self, error: ReplicaLostError, *, accepted: bool) -> Losses:
         engines = self.engines + (isinstance(error, EngineLostError) or (accepted and error.llm))
-        return Lost(self.times + 1, self.encoders + error.encoder, self.llms + error.llm, engines)
+        return Losses(self.attempts + 1, self.encoders + error.encoder, self.llms + error.llm, engines)
 
 
 @dataclass
 class Attempt:
     """One attempt at a request.
 
-    response = await Attempt(request, replicas, visit, deadline, times).response()
+    response = await Attempt(request, replicas, visit, deadline, histograms).response()
     """
 
     request: EngineRequest
     replicas: Replicas
     visit: Visit
-    """Its `accepted` is called once a language model has the request and all its embeddings."""
+    """Its `accept` is called once a language model has the request and all its embeddings."""
     deadline: Deadline
-    times: Histograms
+    histograms: Histograms
     stages: str | None = None
     """`Server-Timing` entries of the ingress, which precede the language model's."""
-    lost: Lost = Lost()
-    ask: bool = False
+    lost: Losses = Losses()
+    skip_directory: bool = False
     """Whether encoders are called for all images, including those in the embedding directory."""
     _encodings: list[Encoding] = field(default_factory=list, init=False)
-    """Encodings that the answer waits for. Each is returned to `replicas`, by `encoded` or `cancel`."""
+    """Encodings that the answer waits for. Each is returned to `replicas`, by `record_accepted` or `cancel`."""
     _answer: Answer | None = field(default=None, init=False)
     is_accepted: bool = field(default=False, init=False)
     """Whether a language model has had the request."""
 
-    def again(self, lost: Lost) -> Attempt:
+    def retry(self, lost: Losses) -> Attempt:
         """Returns the next attempt, after `lost`."""
-        return dataclasses.replace(self, lost=lost, ask=True)
+        return dataclasses.replace(self, lost=lost, skip_directory=True)
 
     async def response(self) -> Response:
         """Returns the language model's response. If the client disconnects, the calls of this attempt are cancelled.
@@ -89,15 +89,15 @@ class Attempt:
             answer = await self._start_answer(early=True)
             head = await anext(answer)
             if isinstance(head, TooEarly):
-                self.replicas.ends(answer)
+                self.replicas.drain(answer)
                 answer = await self._start_answer(early=False)
                 head = await anext(answer)
-            head = await self._accepted(head, answer)
-            body = await self._whole_body(head, answer)
+            head = await self._wait_until_accepted(head, answer)
+            body = await self._read_body(head, answer)
         except Exception as error:
-            told = self.replicas.explained(error)
-            self._cancel(failed=not isinstance(told, LLMLostError))
-            raise told from error
+            client_error = self.replicas.to_client_error(error)
+            self._cancel(failed=not isinstance(client_error, LLMLostError))
+            raise client_error from error
         except BaseException:  # the client disconnected, or the deadline has passed
             self._cancel()
             raise
@@ -105,42 +105,48 @@ class Attempt:
             head.headers.append((b"server-timing", self.stages.encode()))
         if _is_stream(head):  # the replica holds the head back until the first chunk
             waited_s = asyncio.get_running_loop().time() - self.deadline.arrived
-            self.times.observe(Histogram.TIME_TO_FIRST_TOKEN_SECONDS, waited_s)
+            self.histograms.observe(Histogram.TIME_TO_FIRST_TOKEN_SECONDS, waited_s)
         return http_response(head, self._stream(head, answer) if body is None else body)
 
     def _start_encodings(self) -> None:
         request = self.request
-        seen = [None] * len(request.jobs) if self.ask else self.replicas.seen(request.jobs, request.conversation)
-        for job, at in zip(request.jobs, seen, strict=True):
-            self._encodings.append(self.replicas.encode(job, self.lost.encoders, seen=at))
+        locations = (
+            [None] * len(request.jobs)
+            if self.skip_directory
+            else self.replicas.look_up(request.jobs, request.conversation)
+        )
+        for job, location in zip(request.jobs, locations, strict=True):
+            self._encodings.append(self.replicas.start_encode(job, self.lost.encoders, location=location))
 
     async def _start_answer(self, *, early: bool) -> Answer:
-        self._answer = await self.replicas.answer(self.request, self._encodings, attempt=self.lost.llms, early=early)
+        self._answer = await self.replicas.start_answer(
+            self.request, self._encodings, attempt=self.lost.llms, early=early
+        )
         return self._answer
 
-    async def _accepted(self, first: object, answer: Answer) -> ResponseHead:
+    async def _wait_until_accepted(self, first: object, answer: Answer) -> ResponseHead:
         """Returns the head of an answer that begins with `first`, once a replica has the request and its embeddings."""
         conversation = self.request.conversation
         if isinstance(first, NotEncoded):
-            await self.replicas.not_encoded(self._encodings[first.image], conversation=conversation)
+            await self.replicas.raise_encoding_error(self._encodings[first.image], conversation=conversation)
         self.is_accepted = True
-        self.visit.accepted()  # replicas of a version without Accepted send the head first
+        self.visit.accept()  # replicas of a version without Accepted send the head first
         accepted = first if isinstance(first, Accepted) else Accepted()
-        self.replicas.encoded(self._encodings, accepted, conversation=conversation)
+        self.replicas.record_accepted(self._encodings, accepted, conversation=conversation)
         self._encodings = []
         head = await anext(answer) if isinstance(first, Accepted) else first
         if not isinstance(head, ResponseHead):
             raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
         return head
 
-    async def _whole_body(self, head: ResponseHead, answer: Answer) -> bytes | None:
+    async def _read_body(self, head: ResponseHead, answer: Answer) -> bytes | None:
         """Returns the whole body, or None for an event stream that did not arrive complete with its head.
 
         Only event streams are streamed. Other bodies get a Content-Length: without it, a client that closes after the
         last byte would look like one that disconnected early.
         """
         if head.complete:
-            self.replicas.ends(answer)
+            self.replicas.drain(answer)
             return head.body
         if _is_stream(head):
             return None
@@ -158,9 +164,11 @@ class Attempt:
             complete = True
         except Exception as error:
             logger.exception("an answer broke off")
-            told = self.deadline.error() if isinstance(error, TimeoutError) else self.replicas.explained(error)
-            if isinstance(told, ApiError):
-                yield b"data: " + error_head_and_body(told)[1] + b"\n\n"
+            client_error = (
+                self.deadline.error() if isinstance(error, TimeoutError) else self.replicas.to_client_error(error)
+            )
+            if isinstance(client_error, ApiError):
+                yield b"data: " + error_head_and_body(client_error)[1] + b"\n\n"
         finally:
             if not complete:
                 self._cancel()
@@ -178,18 +186,18 @@ async def respond(attempt: Attempt) -> Response:
     error.
     """
     while True:
-        await attempt.visit.again()
+        await attempt.visit.requeue()
         try:
             return await attempt.response()
         except OutdatedError:
-            attempt = attempt.again(attempt.lost)
+            attempt = attempt.retry(attempt.lost)
         except ReplicaLostError as error:
-            lost = attempt.lost.and_then(error, accepted=attempt.is_accepted)
-            if lost.times == MAX_TRIES or lost.engines == MAX_ENGINES:
+            lost = attempt.lost.add(error, accepted=attempt.is_accepted)
+            if lost.attempts == MAX_ATTEMPTS or lost.engines == MAX_ENGINES:
                 raise
-            attempt.replicas.trying_again()
-            await asyncio.sleep(FIRST_WAIT_S * 2 ** (lost.times - 1))
-            attempt = attempt.again(lost)
+            attempt.replicas.count_retry()
+            await asyncio.sleep(FIRST_RETRY_DELAY_S * 2 ** (lost.attempts - 1))
+            attempt = attempt.retry(lost)
 
 
 def http_response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

@@ -18,15 +18,15 @@ class SharedCall(Generic[T]):
 
     key: str
     response: T
-    wanted_by: int = 0
+    num_users: int = 0
     """Number of requests that use it."""
 
 
 class SharedCalls(Generic[T]):
-    """Calls in flight by key. Used from one event loop. Each `take` is followed by `used`, `left` or `failed`.
+    """Calls in flight by key. Used from one event loop. Each `acquire` is followed by `complete`, `release` or `fail`.
 
-    call, shared = calls.take(digest, lambda: encoder.encode.remote(job))
-    calls.used(call)
+    call, shared = calls.acquire(digest, lambda: encoder.encode.remote(job))
+    calls.complete(call)
     """
 
     def __init__(self) -> None:
@@ -35,31 +35,31 @@ class SharedCalls(Generic[T]):
     def __len__(self) -> int:
         return len(self._calls)
 
-    def take(self, key: str, start: Callable[[], T]) -> tuple[SharedCall[T], bool]:
+    def acquire(self, key: str, start: Callable[[], T]) -> tuple[SharedCall[T], bool]:
         """Returns the call in flight for `key` and True, or the call that `start` makes and False."""
         call = self._calls.get(key)
         shared = call is not None
         if call is None:
             call = self._calls[key] = SharedCall(key, start())
-        call.wanted_by += 1
+        call.num_users += 1
         return call, shared
 
-    def used(self, call: SharedCall[T]) -> None:
+    def complete(self, call: SharedCall[T]) -> None:
         """The result has been used. Later requests for the key make a new call."""
-        call.wanted_by -= 1
+        call.num_users -= 1
         self._forget(call)
 
-    def left(self, call: SharedCall[T]) -> bool:
+    def release(self, call: SharedCall[T]) -> bool:
         """A request no longer needs the call. Returns True for the last one, which must cancel the call."""
-        call.wanted_by -= 1
-        if call.wanted_by == 0:
+        call.num_users -= 1
+        if call.num_users == 0:
             self._forget(call)
-        return call.wanted_by == 0
+        return call.num_users == 0
 
-    def failed(self, call: SharedCall[T]) -> bool:
-        """The call may have failed; no further request may share it. Returns True for the last user, as `left` does."""
+    def fail(self, call: SharedCall[T]) -> bool:
+        """Like `release`, for a call that may have failed: no further request shares it."""
         self._forget(call)
-        return self.left(call)
+        return self.release(call)
 
     def _forget(self, call: SharedCall[T]) -> None:
         if self._calls.get(call.key) is call:

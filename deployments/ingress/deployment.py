@@ -23,7 +23,7 @@ from deployments.common.messages import HttpRequest, ResponseHead
 from deployments.common.ray_private import running_replicas, serve_host
 from deployments.common.replica_errors import IdentityGoneError
 from deployments.ingress.admission import Admission, AdmissionBounds, Visit
-from deployments.ingress.attempt import MAX_TRIES, Attempt, http_response, respond
+from deployments.ingress.attempt import MAX_ATTEMPTS, Attempt, http_response, respond
 from deployments.ingress.auth.gate import AccessControl, Client
 from deployments.ingress.dashboard.cluster_view import ClusterView, IngressLoad
 from deployments.ingress.dashboard.static_files import Page, json_answer
@@ -33,7 +33,7 @@ from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.deadline import TIMEOUT_HEADER, Deadline
 from deployments.ingress.http.held_bytes import Held, HeldBytes
 from deployments.ingress.http.request_body import OffLoop, read_body
-from deployments.ingress.image_jobs import EngineRequest, engine_request, fetch_images
+from deployments.ingress.image_jobs import EngineRequest, build_engine_request, fetch_images
 from deployments.ingress.replica_client import Replicas
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
@@ -41,7 +41,7 @@ from deployments.telemetry.server_timing import format_metric
 from deployments.telemetry.tracing import Stage
 
 # Headers that vLLM's application reads. Others (cookies, credentials, …) are not forwarded.
-PASSED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
+FORWARDED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
 
@@ -54,8 +54,8 @@ class Ingress:
         self._llm = llm
         self._access = AccessControl(self._limits, host=serve_host())
         self._admission_metrics = AdmissionMetrics()
-        self._times = Histograms()
-        self._admission = Admission(AdmissionBounds.of(self._limits), self._admission_metrics)
+        self._histograms = Histograms()
+        self._admission = Admission(AdmissionBounds.from_config(self._limits), self._admission_metrics)
         self._replicas = Replicas(
             encoder,
             llm,
@@ -69,22 +69,22 @@ class Ingress:
         )
         self._off_loop = OffLoop()
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
-        self._page = Page(there=self._limits.web_ui)
-        self._cluster = ClusterView(encoder, llm, self._load)
+        self._page = Page(enabled=self._limits.web_ui)
+        self._cluster = ClusterView(encoder, llm, self._ingress_load)
 
-    def _load(self) -> IngressLoad:
+    def _ingress_load(self) -> IngressLoad:
         line = self._admission
-        return IngressLoad(float(line.tokens_waiting), float(line.tokens_in_flight), float(line.requests))
+        return IngressLoad(float(line.tokens_queued), float(line.tokens_in_flight), float(line.requests))
 
     async def __call__(self, request: Request) -> Response:
         arrived = asyncio.get_running_loop().time()
-        deadline = Deadline.of(None, arrived=arrived, most_s=self._limits.request_timeout_s)
+        deadline = Deadline.from_header(None, arrived=arrived, max_s=self._limits.request_timeout_s)
         try:
-            asked = request.headers.get(TIMEOUT_HEADER)
-            deadline = Deadline.of(asked, arrived=arrived, most_s=self._limits.request_timeout_s)
+            header = request.headers.get(TIMEOUT_HEADER)
+            deadline = Deadline.from_header(header, arrived=arrived, max_s=self._limits.request_timeout_s)
             async with asyncio.timeout_at(deadline.at):
                 with tracing.continue_trace(request.headers):
-                    return await self._answer(request, deadline)
+                    return await self._dispatch(request, deadline)
         except TimeoutError:
             error = deadline.error()
         except OverloadedError as full:
@@ -92,28 +92,30 @@ class Ingress:
         except ApiError as refused:
             error = refused
             if refused.status == 429:
-                self._admission_metrics.shed(Shed.QUOTA, 0)
+                self._admission_metrics.shed(Shed.RATE_LIMIT, 0)
         return http_response(*error_head_and_body(error))
 
-    async def _answer(self, request: Request, deadline: Deadline) -> Response:
+    async def _dispatch(self, request: Request, deadline: Deadline) -> Response:
         root_path = request.scope.get("root_path", "")
         path = request.scope["path"].removeprefix(root_path) or "/"
         client = await self._access.admit(request, path)
-        route = routes.open_route(request.method, path, management=self._access.management_is_open)
+        route = routes.open_route(request.method, path, management=self._access.is_management_open)
         if route.service is routes.Service.PAGE:
-            return http_response(*self._page.answer(request.scope["path"].removeprefix(root_path), root_path=root_path))
+            return http_response(
+                *self._page.response(request.scope["path"].removeprefix(root_path), root_path=root_path)
+            )
         if route.service is routes.Service.HEALTH:
             return self._health()
         if route.path == routes.CLUSTER:
-            return http_response(*json_answer(await self._cluster.now()))
+            return http_response(*json_answer(await self._cluster.get()))
         inner = HttpRequest(
             method=request.method,
             path=path,
             query_string=request.scope["query_string"],
-            headers=[(name, value) for name, value in request.scope["headers"] if name in PASSED_HEADERS],
+            headers=[(name, value) for name, value in request.scope["headers"] if name in FORWARDED_HEADERS],
             body=b"",
             root_path=root_path,
-            joined=True,
+            body_in_head=True,
         )
         with self._held_bytes.request() as held:
             chunks = await read_body(request, max_bytes=self._limits.max_body_bytes, held=held)
@@ -121,19 +123,21 @@ class Ingress:
                 return await self._openapi(inner, deadline)
             if not held.num_bytes:
                 with self._visit(deadline) as visit:
-                    return await respond(Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._times))
+                    return await respond(
+                        Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._histograms)
+                    )
             takes_images = route.service is routes.Service.IMAGES
             parse = partial(ChatRequest.parse, chunks, self._limits, takes_images=takes_images, salt=client.salt)
             chat = await self._off_loop.run(held.num_bytes, parse)
-            held.become(chat.num_bytes)
+            held.resize(chat.num_bytes)
             if chat.images:
                 with self._visit(deadline) as visit:
-                    return await self._answer_with_images(chat, inner, client, visit, deadline, held)
-            body, conversation = await self._off_loop.run(held.num_bytes, chat.write)
+                    return await self._dispatch_with_images(chat, inner, client, visit, deadline, held)
+            body, conversation = await self._off_loop.run(held.num_bytes, chat.to_json)
             text = EngineRequest(dataclasses.replace(inner, body=body), conversation=conversation)
             del chat, body
             with self._visit(deadline) as visit:
-                return await respond(Attempt(text, self._replicas, visit, deadline, self._times))
+                return await respond(Attempt(text, self._replicas, visit, deadline, self._histograms))
 
     def _health(self) -> Response:
         """Answers a load balancer's health check without a call to a replica. Raises ApiError 503 if no language model
@@ -143,7 +147,7 @@ class Ingress:
         retry_after_s = self._limits.retry_after_s
         raise ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry_after_s)
 
-    async def _answer_with_images(
+    async def _dispatch_with_images(
         self,
         chat: ChatRequest,
         inner: HttpRequest,
@@ -154,40 +158,40 @@ class Ingress:
     ) -> Response:
         """Fetches the images, waits for admission and responds. Retries if the last encoder of the identity ends."""
         started = time.perf_counter()
-        for attempt in range(MAX_TRIES):
+        for attempt in range(MAX_ATTEMPTS):
             identity = await self._replicas.identity.get()
             chat.images = await fetch_images(
                 chat.images, self._fetcher, self._limits, client=client.name, count=held.add
             )
-            prepare = partial(engine_request, chat, inner, identity, self._limits, client.salt)
+            prepare = partial(build_engine_request, chat, inner, identity, self._limits, client.salt)
             request = await self._off_loop.run(held.num_bytes, prepare)
             stages = format_metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
             if not attempt:
-                self._times.observe(Histogram.FETCH_SECONDS, fetch_ms / 1e3)
+                self._histograms.observe(Histogram.FETCH_SECONDS, fetch_ms / 1e3)
                 tracing.record_span(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(chat.images)})
-                asked = time.perf_counter()
-                visit.ask(sum(job.num_tokens for job in request.jobs), len(request.jobs))
+                requested = time.perf_counter()
+                visit.request(sum(job.num_tokens for job in request.jobs), len(request.jobs))
                 await self._access.charge_visual_tokens(client, request.visual_tokens)
-                await visit.turn()
-                stages += ", " + format_metric("admission", admission_ms := (time.perf_counter() - asked) * 1e3)
-                self._times.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
+                await visit.wait_until_admitted()
+                stages += ", " + format_metric("admission", admission_ms := (time.perf_counter() - requested) * 1e3)
+                self._histograms.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
                 tracing.record_span(Stage.ADMISSION, admission_ms / 1e3)
             try:
-                return await respond(Attempt(request, self._replicas, visit, deadline, self._times, stages))
+                return await respond(Attempt(request, self._replicas, visit, deadline, self._histograms, stages))
             except IdentityGoneError:
-                self._replicas.trying_again()
+                self._replicas.count_retry()
         changing = "the encoders are changing their weights; try again"
         raise ApiError(503, changing, code="overloaded", retry_after_s=self._limits.retry_after_s)
 
     async def _openapi(self, inner: HttpRequest, deadline: Deadline) -> Response:
         """Returns vLLM's OpenAPI document, limited to the routes that are open here."""
         with self._visit(deadline) as visit:
-            attempt = Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._times)
+            attempt = Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._histograms)
             described = await attempt.response()
         if described.status_code != 200:
             return described
-        return http_response(JSON_HEAD, routes.described(bytes(described.body)))
+        return http_response(JSON_HEAD, routes.filter_openapi(bytes(described.body)))
 
     def _visit(self, deadline: Deadline) -> AbstractContextManager[Visit]:
         """Counts the request as waiting for a language model."""
-        return self._admission.visit(lambda: deadline.passed(asyncio.get_running_loop().time()))
+        return self._admission.visit(lambda: deadline.has_passed(asyncio.get_running_loop().time()))

@@ -60,7 +60,7 @@ class Failures:
         self._retry_after_s = retry_after_s
         self._overloaded_retry_s = overloaded_retry_s
 
-    def explained(self, error: Exception, lost: type[ReplicaLostError] = EncoderLostError) -> Exception:
+    def to_client_error(self, error: Exception, lost: type[ReplicaLostError] = EncoderLostError) -> Exception:
         """Returns the client's error for a failed replica call. Errors that the ingress handles are returned as is.
 
         `lost`: the class that represents the loss of the called replica.
@@ -70,8 +70,8 @@ class Failures:
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):
             self._counts.add(Counter.SHED_REQUESTS, reason=Shed.REPLICA_QUEUE.value)
-            told = "the server is at its limit; try again"
-            return ApiError(503, told, code="overloaded", retry_after_s=self._overloaded_retry_s())
+            message = "the server is at its limit; try again"
+            return ApiError(503, message, code="overloaded", retry_after_s=self._overloaded_retry_s())
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
         if isinstance(error, TransferFailedError):
@@ -80,22 +80,22 @@ class Failures:
         if isinstance(error, OtherIdentityError):
             other = "an encoder has other weights or numerics; try again"
             return EncoderLostError(503, other, code="overloaded", retry_after_s=retry)
-        if _tells_of(error, DeviceMemoryError):
+        if _has_cause(error, DeviceMemoryError):
             short = "an encoder had no memory left for this; try again"
             return lost(503, short, code="overloaded", retry_after_s=self._overloaded_retry_s())
         if isinstance(error, EngineDeadError) and error.had_request:
             self._counts.add(Counter.REPLICAS_LOST)
             ended = "a language model's engine ended while it worked on this"
             return EngineLostError(503, ended, code="replica_lost", retry_after_s=retry)
-        if _tells_of(error, RayActorError, ObjectLostError, TaskCancelledError, WorkerEndedError):
+        if _has_cause(error, RayActorError, ObjectLostError, TaskCancelledError, WorkerEndedError):
             self._counts.add(Counter.REPLICAS_LOST)
-            told = "a replica was lost while it worked on this; try again"
-            return lost(503, told, code="replica_lost", retry_after_s=retry)
+            message = "a replica was lost while it worked on this; try again"
+            return lost(503, message, code="replica_lost", retry_after_s=retry)
         logger.error("a replica failed", exc_info=error)
         return ApiError(500, "the server failed to answer", code="internal_error")
 
 
-def _tells_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+def _has_cause(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     """Whether `error` or an error in its chain of causes is of one of the kinds: Serve wraps a replica's error."""
     while error is not None:
         if isinstance(error, kinds):

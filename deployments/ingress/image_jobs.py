@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import HttpRequest, ImageJob, ImageReference, new_key
-from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, uncounted
+from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, ignore_bytes
 from deployments.ingress.http.chat_request import ChatRequest, ImagePart
-from deployments.ingress.http.data_url import refusals
+from deployments.ingress.http.data_url import raise_as_api_error
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, image_grid, num_tokens, read_header
 
-BYTES_A_TOKEN = 4
+BYTES_PER_TOKEN = 4
 """Estimated bytes of a request's body per text token."""
 
 
@@ -28,7 +28,7 @@ class EngineRequest:
     """A request for a language model, with keys instead of its images."""
 
     http: HttpRequest
-    places: Sequence[ImageReference] = ()
+    references: Sequence[ImageReference] = ()
     """Positions of the images in the body; several may refer to one job."""
     jobs: Sequence[ImageJob] = ()
     """The distinct images."""
@@ -38,12 +38,12 @@ class EngineRequest:
     @property
     def visual_tokens(self) -> int:
         """Visual tokens of the prompt: a repeated image counts each time."""
-        return sum(self.jobs[place.image].num_tokens for place in self.places)
+        return sum(self.jobs[reference.image].num_tokens for reference in self.references)
 
     @property
     def prompt_tokens(self) -> int:
         """Estimated tokens of the prompt, visual and text."""
-        return self.visual_tokens + len(self.http.body) // BYTES_A_TOKEN
+        return self.visual_tokens + len(self.http.body) // BYTES_PER_TOKEN
 
     @property
     def tower(self) -> str:
@@ -68,7 +68,7 @@ async def fetch_images(
     limits: IngressConfig,
     *,
     client: str = "",
-    count: Callable[[int], None] = uncounted,
+    count: Callable[[int], None] = ignore_bytes,
 ) -> list[ImagePart]:
     """Returns the images with their files. Missing files are fetched concurrently, in slots of `client`.
 
@@ -81,7 +81,7 @@ async def fetch_images(
     async def fetched(part: ImagePart) -> ImagePart:
         if part.file is not None:
             return part
-        with refusals(part.label):
+        with raise_as_api_error(part.label):
             try:
                 file = await fetcher.fetch(part.url, client=client, count=count)
             except MediaBusyError as error:
@@ -96,23 +96,23 @@ async def fetch_images(
             task.cancel()
 
 
-def engine_request(
+def build_engine_request(
     chat: ChatRequest, http: HttpRequest, identity: EncoderIdentity, limits: IngressConfig, salt: str | None
 ) -> EngineRequest:
     """Returns the request for the engine of `chat`, whose images have been fetched. `http` lacks only the body.
 
-    Raises ApiError as `encoder_jobs` and `ChatRequest.write` do.
+    Raises ApiError as `build_encoder_jobs` and `ChatRequest.to_json` do.
     """
-    images = encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt)
-    places = [
+    images = build_encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt)
+    references = [
         ImageReference(new_key(), new_key(), job, part.label, images.grids[job])
         for part, job in zip(chat.images, images.job_of_part, strict=True)
     ]
-    body, conversation = chat.write(places, [images.jobs[place.image].digest for place in places])
-    return EngineRequest(dataclasses.replace(http, body=body), places, images.jobs, conversation)
+    body, conversation = chat.to_json(references, [images.jobs[reference.image].digest for reference in references])
+    return EngineRequest(dataclasses.replace(http, body=body), references, images.jobs, conversation)
 
 
-def encoder_jobs(
+def build_encoder_jobs(
     parts: Sequence[ImagePart],
     bounds: PixelBounds | None,
     identity: EncoderIdentity,
@@ -130,17 +130,17 @@ def encoder_jobs(
     for part in parts:
         assert part.file is not None, "it was fetched"
         data = part.file
-        asked = _bounds_of(part, bounds, limits)
-        size, grid = _size(part, data, asked, identity, limits)
+        effective = _effective_bounds(part, bounds, limits)
+        size, grid = _size_and_grid(part, data, effective, identity, limits)
         tokens = num_tokens(grid, identity.rules.merge_size)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
         total_tokens += tokens
-        digest = identity.digest(data, asked, salt)
+        digest = identity.digest(data, effective, salt)
         digests.append(digest)
         before = sum(job.num_tokens for job in jobs.values())
-        job = ImageJob(data, asked, digest, identity.fingerprint, size, tokens, before, tower=identity.tower)
+        job = ImageJob(data, effective, digest, identity.fingerprint, size, tokens, before, tower=identity.tower)
         jobs.setdefault(digest, job)
         grids[digest] = grid
     if total_tokens > limits.max_visual_tokens_per_request:
@@ -154,16 +154,16 @@ def encoder_jobs(
     return RequestImages(list(jobs.values()), job_of_part, list(grids.values()))
 
 
-def _bounds_of(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
+def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
     """Returns the bounds of an image: `detail: low` caps them, "high" and "auto" keep the request's."""
     if part.detail != "low":
         return bounds
-    cap, asked = limits.low_detail_max_pixels, bounds or PixelBounds()
-    low = cap if asked.max_pixels is None else min(asked.max_pixels, cap)
-    return PixelBounds(None if asked.min_pixels is None else min(asked.min_pixels, low), low)
+    cap, requested = limits.low_detail_max_pixels, bounds or PixelBounds()
+    low = cap if requested.max_pixels is None else min(requested.max_pixels, cap)
+    return PixelBounds(None if requested.min_pixels is None else min(requested.min_pixels, low), low)
 
 
-def _size(
+def _size_and_grid(
     part: ImagePart, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
 ) -> tuple[tuple[int, int], Grid]:
     """Returns the image's width and height in pixels and its patch grid, from its header alone."""

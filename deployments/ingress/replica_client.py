@@ -20,7 +20,7 @@ from deployments.common.messages import (
     Piece,
     SharedEmbedding,
 )
-from deployments.common.ray_private import detached, exclude, object_ref, wait_until_ready
+from deployments.common.ray_private import exclude, object_ref, start_detached, wait_until_ready
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.ingress.coalescing import SharedCall, SharedCalls
 from deployments.ingress.embedding_directory import EmbeddingDirectory
@@ -34,27 +34,27 @@ from deployments.telemetry.tracing import Stage, record_span
 
 T = TypeVar("T")
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
-Calling = SharedCall[DeploymentResponse[EncoderAnswer]]
-Encoding = Calling | SharedEmbedding
+EncoderCall = SharedCall[DeploymentResponse[EncoderAnswer]]
+Encoding = EncoderCall | SharedEmbedding
 """A call to an encoder, or the last known location of the embedding."""
 Answer = DeploymentResponseGenerator[Piece] | GrpcAnswer[Piece]
 
 NO_HOST = "nowhere"
 """Replaces the host of a language model that does not read from shared memory."""
 
-PULLS_REMEMBERED = 8
+NUM_REMEMBERED_READS = 8
 """Number of recent answers considered: encoders offer embeddings to other hosts if all of these answers say that their
 language model reads from encoders on other hosts."""
 
-END_S = 30.0
+DRAIN_TIMEOUT_S = 30.0
 """Time for a replica to end a call after its complete answer; then the call is cancelled."""
 
 
 class Replicas:
     """The encoders and the language models of the application.
 
-    encodings = [replicas.encode(job) for job in request.jobs]
-    answer = await replicas.answer(request, encodings)
+    encodings = [replicas.start_encode(job) for job in request.jobs]
+    answer = await replicas.start_answer(request, encodings)
     """
 
     def __init__(
@@ -72,48 +72,50 @@ class Replicas:
         `by_grpc`: requests without object references are sent by gRPC.
         """
         # `_by_reference`: values pass between replicas through the object store, whatever Serve's default is.
-        self._encode = encoder.options(method_name="encode", _by_reference=True)
+        self._encoder = encoder.options(method_name="encode", _by_reference=True)
         self._llm_handle = llm
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
-        self._by_grpc = llm.options(method_name="handle", stream=True, _by_reference=False) if by_grpc else None
+        self._llm_by_grpc = llm.options(method_name="handle", stream=True, _by_reference=False) if by_grpc else None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
-        self._read_on: set[str] = set()
-        self._pulls: deque[bool] = deque(maxlen=PULLS_REMEMBERED)
-        self._whereabouts = EmbeddingDirectory(embedding_directory_entries)
-        self._ending: set[asyncio.Task[None]] = set()
+        self._shm_hosts: set[str] = set()
+        self._remote_reads: deque[bool] = deque(maxlen=NUM_REMEMBERED_READS)
+        self._directory = EmbeddingDirectory(embedding_directory_entries)
+        self._draining: set[asyncio.Task[None]] = set()
         self._counts = Counters()
         self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
-        self.identity = FleetIdentity(encoder, llm, self.failures.explained)
+        self.identity = FleetIdentity(encoder, llm, self.failures.to_client_error)
 
-    def seen(self, jobs: Sequence[ImageJob], conversation: str | None) -> list[SharedEmbedding | None]:
+    def look_up(self, jobs: Sequence[ImageJob], conversation: str | None) -> list[SharedEmbedding | None]:
         """Returns the last known location of each image's embedding, None for unknown ones."""
-        return self._whereabouts.of_all([job.digest for job in jobs], conversation)
+        return self._directory.get_all([job.digest for job in jobs], conversation)
 
-    def encode(self, job: ImageJob, attempt: int = 0, *, seen: SharedEmbedding | None = None) -> Encoding:
-        """Starts a call to an encoder or joins one for the same image. Returns `seen` instead if it is given.
+    def start_encode(self, job: ImageJob, attempt: int = 0, *, location: SharedEmbedding | None = None) -> Encoding:
+        """Starts a call to an encoder or joins one for the same image. Returns `location` instead if it is given.
 
-        The result is passed to `answer`, and later to `encoded` or `cancel`. `attempt`: how often an encoder or an
-        embedding in shared memory was lost; after the first loss, embeddings go through the object store.
+        The result is passed to `start_answer`, and later to `record_accepted` or `cancel`. `attempt`: how often an
+        encoder or an embedding in shared memory was lost; after the first loss, embeddings go through the object store.
         """
-        if seen is not None:
+        if location is not None:
             self._counts.add(Counter.EMBEDDING_DIRECTORY_HITS)
             record_span(Stage.CACHED, 0)
-            return seen
-        pulled = not attempt and len(self._pulls) > 0 and all(self._pulls)
-        job = dataclasses.replace(job, read_on=() if attempt else tuple(sorted(self._read_on)), pulled=pulled)
-        key = f"{job.digest} {job.read_on} {job.pulled}"
-        encoding, shared = self._encodings.take(key, lambda: self._call_encoder(job, attempt))
+            return location
+        remote_read = not attempt and len(self._remote_reads) > 0 and all(self._remote_reads)
+        job = dataclasses.replace(
+            job, reader_hosts=() if attempt else tuple(sorted(self._shm_hosts)), remote_read=remote_read
+        )
+        key = f"{job.digest} {job.reader_hosts} {job.remote_read}"
+        encoding, shared = self._encodings.acquire(key, lambda: self._call_encoder(job, attempt))
         if shared:
             self._counts.add(Counter.COALESCED_ENCODES)
         return encoding
 
     def _call_encoder(self, job: ImageJob, attempt: int) -> DeploymentResponse[EncoderAnswer]:
         call = Call(job.digest, job.num_tokens, attempt, identity=job.identity)
-        to = self._encode.options(session_id=call.to_session_id())
-        started = detached(lambda: to.remote(job))
+        to = self._encoder.options(session_id=call.to_session_id())
+        started = start_detached(lambda: to.remote(job))
         return cast(DeploymentResponse[EncoderAnswer], started)
 
-    async def answer(
+    async def start_answer(
         self,
         request: EngineRequest,
         encodings: Sequence[Encoding],
@@ -127,100 +129,102 @@ class Replicas:
         encodings are complete; it fetches each encoding when it is ready. `attempt`: how often a language model was
         lost.
         """
-        taken = asyncio.gather(*(object_ref(calling.response) for calling in _callings(encodings)))
-        refs = await self._of_encoders(taken)
+        accepted = asyncio.gather(*(object_ref(call.response) for call in _encoder_calls(encodings)))
+        refs = await self._translate_errors(accepted)
         if refs and not early:
             self._counts.add(Counter.EARLY_PREFILLS_DEFERRED)
-            there = asyncio.gather(*map(wait_until_ready, refs))  # waits without fetching
-            await self._of_encoders(there)
-        coming = iter(refs)
-        given = [next(coming) if isinstance(one, SharedCall) else one for one in encodings]
+            ready = asyncio.gather(*map(wait_until_ready, refs))  # waits without fetching
+            await self._translate_errors(ready)
+        next_ref = iter(refs)
+        sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings]
         call = Call(request.conversation, 1, attempt, request.prompt_tokens, identity=request.tower)
-        http = dataclasses.replace(request.http, early=bool(refs) and early)
-        if refs or self._by_grpc is None:  # only Ray calls carry references
-            started = self._llm.options(session_id=call.to_session_id()).remote(http, request.places, given, call)
+        http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
+        if refs or self._llm_by_grpc is None:  # only Ray calls carry references
+            started = self._llm.options(session_id=call.to_session_id()).remote(http, request.references, sources, call)
             return cast(Answer, started)
         self._counts.add(Counter.GRPC_CALLS)
         return GrpcAnswer(
-            self._by_grpc.options(session_id=call.to_session_id()).remote(http, request.places, given, call)
+            self._llm_by_grpc.options(session_id=call.to_session_id()).remote(http, request.references, sources, call)
         )
 
-    async def not_encoded(self, encoding: Encoding, *, conversation: str | None = None) -> NoReturn:
+    async def raise_encoding_error(self, encoding: Encoding, *, conversation: str | None = None) -> NoReturn:
         """Raises the error of an encoding that the language model reported as failed, OutdatedError for a stale
         location."""
         if isinstance(encoding, SharedEmbedding):
             if encoding.server != PREFIX_CACHE_ONLY:
-                self._whereabouts.forget(encoding.digest)
+                self._directory.discard(encoding.digest)
             elif conversation is not None:
-                self._whereabouts.not_in_engine(conversation, encoding.digest)
+                self._directory.record_prefix_miss(conversation, encoding.digest)
             self._counts.add(Counter.EMBEDDING_DIRECTORY_STALE)
             raise OutdatedError
-        await self._of_encoders(await self._of_encoders(object_ref(encoding.response)))
+        await self._translate_errors(await self._translate_errors(object_ref(encoding.response)))
         raise TransferFailedError("an encoding was given up")
 
-    def encoded(self, encodings: Sequence[Encoding], accepted: Accepted, *, conversation: str | None = None) -> None:
+    def record_accepted(
+        self, encodings: Sequence[Encoding], accepted: Accepted, *, conversation: str | None = None
+    ) -> None:
         """Records that a language model has the encodings, and the locations that it read them from."""
-        self._read_on.add(accepted.reads_on or NO_HOST)
-        self._pulls.append(accepted.pulls)
-        for calling in _callings(encodings):
-            self._encodings.used(calling)
-        for seen in accepted.read_from:
-            if seen is not None and seen.server == PREFIX_CACHE_ONLY:
+        self._shm_hosts.add(accepted.shm_host or NO_HOST)
+        self._remote_reads.append(accepted.remote_read)
+        for call in _encoder_calls(encodings):
+            self._encodings.complete(call)
+        for location in accepted.locations:
+            if location is not None and location.server == PREFIX_CACHE_ONLY:
                 if conversation is not None:
-                    self._whereabouts.in_engine(conversation, seen)
+                    self._directory.record_prefix_hit(conversation, location)
             # With language models on several hosts, one could be sent a location that it cannot read.
-            elif seen is not None and len(self._read_on) == 1:
-                self._whereabouts.put(seen.digest, seen)
-        if len(self._read_on) > 1:
-            self._whereabouts.clear()
+            elif location is not None and len(self._shm_hosts) == 1:
+                self._directory.put(location.digest, location)
+        if len(self._shm_hosts) > 1:
+            self._directory.clear()
 
     def cancel(self, answer: Answer | None, encodings: Sequence[Encoding], *, failed: bool = False) -> None:
         """Cancels the calls in flight that no other request shares.
 
         `failed`: one of them has failed, and later requests must not share them.
         """
-        give_up = self._encodings.failed if failed else self._encodings.left
+        release = self._encodings.fail if failed else self._encodings.release
         started: list[Answer | DeploymentResponse[EncoderAnswer]] = [] if answer is None else [answer]
-        for calling in _callings(encodings):
-            if give_up(calling):
-                started.append(calling.response)
+        for call in _encoder_calls(encodings):
+            if release(call):
+                started.append(call.response)
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises the call's error here, which was reported already
                 response.cancel()
 
-    def ends(self, answer: Answer) -> None:
+    def drain(self, answer: Answer) -> None:
         """Waits in a task for the end of a complete answer, until which Serve counts the call."""
-        task = asyncio.create_task(_to_its_end(answer))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        task = asyncio.create_task(_drain(answer))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
 
-    def explained(self, error: Exception) -> Exception:
+    def to_client_error(self, error: Exception) -> Exception:
         """Returns the client's error for a failed answer, as `Failures` does. Excludes a dead engine from routing."""
         if isinstance(error, EngineDeadError):
             exclude(self._llm_handle, error.replica)
-        return self.failures.explained(error, LLMLostError)
+        return self.failures.to_client_error(error, LLMLostError)
 
-    async def _of_encoders(self, result: Awaitable[T]) -> T:
-        """Returns the result of encoder calls. Raises their failures as `Failures.explained` returns them."""
+    async def _translate_errors(self, result: Awaitable[T]) -> T:
+        """Returns the result of encoder calls. Raises their failures as `Failures.to_client_error` returns them."""
         try:
             return await result
         except Exception as error:
-            raise self.failures.explained(error, EncoderLostError) from error
+            raise self.failures.to_client_error(error, EncoderLostError) from error
 
-    def trying_again(self) -> None:
+    def count_retry(self) -> None:
         self._counts.add(Counter.REQUEST_RETRIES)
 
 
-async def _to_its_end(answer: Answer) -> None:
+async def _drain(answer: Answer) -> None:
     with contextlib.suppress(Exception):  # the answer was complete
         try:
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 async for _ in answer:
                     pass
         except TimeoutError:
             answer.cancel()
 
 
-def _callings(encodings: Sequence[Encoding]) -> list[Calling]:
+def _encoder_calls(encodings: Sequence[Encoding]) -> list[EncoderCall]:
     """Returns the encodings for which an encoder was called."""
     return [encoding for encoding in encodings if isinstance(encoding, SharedCall)]

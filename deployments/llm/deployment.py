@@ -78,7 +78,7 @@ class LLM:
                 early_prefill_min_tokens=early_prefill_min_tokens,
             )
             has_prefix_cache = vllm_compat.has_prefix_cache(self._engine)
-            self._prefill_load = PrefillLoad(remembers=has_prefix_cache)
+            self._prefill_load = PrefillLoad(has_prefix_cache=has_prefix_cache)
             self._guard = guard_children()
             keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
             app = await vllm_compat.build_application(self._engine, args, keys)
@@ -146,8 +146,8 @@ class LLM:
         requests = self._requests
         load = self._stats.load(num_excluded=requests.num_early_prefills) if requests.num_in_flight else EngineLoad()
         return {
-            RUNNING_REQUESTS: float(load.running),
-            WAITING_REQUESTS: float(load.waiting),
+            RUNNING_REQUESTS: float(load.running_requests),
+            WAITING_REQUESTS: float(load.waiting_requests),
             KV_CACHE_USE: load.kv_cache_use,
         }
 
@@ -162,7 +162,7 @@ class LLM:
         Raises EngineDeadError if the engine has ended: without any load it would seem the best choice.
         """
         self._raise_if_dead()
-        return self._prefill_load.told()
+        return self._prefill_load.routing_stats()
 
     def report(self) -> Report:
         """Returns this replica's status for the dashboard's view of the cluster."""
@@ -187,9 +187,9 @@ class LLM:
         Raises EngineDeadError in place of any error if the engine has ended.
         """
         self._raise_if_dead()
-        with self._prefill_load.taken(call) as prompt:
+        with self._prefill_load.track(call) as prompt:
             try:
-                clock = vllm_compat.FirstTokenClock(on_first_token=partial(self._prefill_load.read, prompt))
+                clock = vllm_compat.FirstTokenClock(on_first_token=partial(self._prefill_load.finish_prefill, prompt))
                 async with aclosing(self._requests.answer(request, image_refs, encodings, clock)) as pieces:
                     async for piece in pieces:
                         yield piece

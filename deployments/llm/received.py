@@ -166,7 +166,7 @@ class ReceivedEmbeddings:
         if not self.can_skip or not isinstance(image, EncodedImage | SharedEmbedding):
             return None
         if isinstance(image, EncodedImage):
-            return image.shared_by(PREFIX_CACHE_ONLY)
+            return image.to_shared(PREFIX_CACHE_ONLY)
         return dataclasses.replace(image, server=PREFIX_CACHE_ONLY, remote=None)
 
     def tensor(self, number: int, *, width: int, merge_size: int) -> Tensor:

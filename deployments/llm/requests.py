@@ -66,20 +66,20 @@ class Requests:
             TransferFailedError: before any piece, if an embedding is not at its stated location; at any time, if the
                 engine comes to need an embedding that was skipped.
         """
-        if request.early and self._num_early_requests >= self._max_early_requests:
+        if request.early_prefill and self._num_early_requests >= self._max_early_requests:
             yield TooEarly()
             return
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
         received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
         try:
-            self._num_early_requests += request.early
+            self._num_early_requests += request.early_prefill
             try:
                 answer = await self._submit(request, image_refs, encodings, received, timeline)
             except NotEncodedError as failed:
                 yield NotEncoded(failed.image)
                 return
             finally:
-                self._num_early_requests -= request.early
+                self._num_early_requests -= request.early_prefill
             timeline.mark_received()
             self.num_in_flight += 1
             try:

@@ -76,7 +76,7 @@ async def probe_engine_loads(
         keys = {"image_embeds": image_ref.tokens_key, "image_grid_thw": image_ref.grid_key}
         content = [{"type": "image_embeds", "image_embeds": keys, "uuid": image.digest}, {"type": "text", "text": "Hi"}]
         before = receiver.num_loaded
-        status = await answer(_request(model, content, max_tokens=1), image_ref, image.shared_by(server.address))
+        status = await answer(_request(model, content, max_tokens=1), image_ref, image.to_shared(server.address))
         if status == 200 and receiver.num_loaded > before:
             return None
         receiver.disable_engine_loads()

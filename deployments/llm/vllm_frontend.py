@@ -88,7 +88,7 @@ class VllmFrontend:
         *,
         use_placeholders: bool = False,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Yields a head, then body chunks; the head contains the first chunk if `request.joined`.
+        """Yields a head, then body chunks; the head contains the first chunk if `request.body_in_head`.
 
         The head is delayed until the first chunk, so that its Server-Timing contains the time to the first token.
         `use_placeholders`: the embeddings are not received yet, and the engine is expected to load them.
@@ -124,7 +124,7 @@ class VllmFrontend:
                         await timeline.received.wait()
                         head = await self._make_head(start, body, request, tensors, received, timeline)
                         start, body = None, head.body
-                        if request.joined:
+                        if request.body_in_head:
                             yield dataclasses.replace(head, complete=not message.get("more_body", False))
                             continue
                         yield dataclasses.replace(head, body=b"")

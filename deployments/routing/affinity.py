@@ -24,12 +24,12 @@ PREFIX_BYTES = 4
 """Bytes of each digest that replicas publish. A collision sends a call to a replica that does not cache its key."""
 MAX_PUBLISHED = 1024
 """Most digests that a replica publishes, the newest ones: Serve sends them to every router every few seconds."""
-HELD = "held_digests"
-"""Key of the result of `published` in a replica's routing stats."""
-REMEMBERED_KEYS = 8192
+PUBLISHED_DIGESTS = "held_digests"
+"""Key of the result of `concatenate_prefixes` in a replica's routing stats."""
+MAX_REMEMBERED_KEYS = 8192
 Flags = npt.NDArray[np.bool_]
 
-SAYS_SO, SENT_LAST, OTHER, AVOIDED = range(4)
+PUBLISHED, SENT_LAST, OTHER, AVOIDED = range(4)
 """Ranks of a replica for a call's key, best first: it published the key, this router sent the key there last, any other
 replica, the replica of the failed attempt."""
 
@@ -82,7 +82,7 @@ class Call:
             return cls()
 
 
-def published(digests: Iterable[str], limit: int = MAX_PUBLISHED) -> bytes:
+def concatenate_prefixes(digests: Iterable[str], limit: int = MAX_PUBLISHED) -> bytes:
     """Returns the prefixes of the last `limit` digests, concatenated. `digests` are ordered from oldest to newest."""
     newest = list(digests)[-limit:] if limit else []
     return b"".join(bytes.fromhex(digest[: 2 * PREFIX_BYTES]) for digest in newest)
@@ -92,7 +92,7 @@ class Affinity:
     """One router's state: the replicas, the keys that they published, and this router's load in flight at each.
 
         affinity.set_replicas(names)
-        name = affinity.order(call)[0]
+        name = affinity.candidates(call)[0]
         active = affinity.begin(name, call)
         ...
         affinity.end(active)
@@ -113,121 +113,121 @@ class Affinity:
         self._separate_cache_hits = separate_cache_hits
         self._names: list[str] = []
         self._index: dict[str, int] = {}
-        self._points = np.zeros(0, np.uint64)
+        self._name_hashes = np.zeros(0, np.uint64)
         self._identities = np.zeros(0, np.str_)
         self._loads = np.zeros((len(Work), 0), np.int64)
-        self._away: dict[str, list[int]] = {}  # loads of removed replicas that still have calls in flight
-        self._held: dict[str, frozenset[int]] = {}
-        self._holders: dict[int, set[str]] = {}
+        self._removed_loads: dict[str, list[int]] = {}  # loads of removed replicas that still have calls in flight
+        self._cached: dict[str, frozenset[int]] = {}
+        self._replicas_by_prefix: dict[int, set[str]] = {}
         self._reports: defaultdict[str, int] = defaultdict(int)  # number of reports of each replica
         # Replica that a key was sent to last, and its number of reports then: affinity before the next report.
-        self._sent: LRUCache[str, tuple[str, int]] = LRUCache(REMEMBERED_KEYS)
+        self._last_sent: LRUCache[str, tuple[str, int]] = LRUCache(MAX_REMEMBERED_KEYS)
 
     def set_replicas(self, names: Iterable[str], identities: Mapping[str, str] | None = None) -> None:
         """Sets the running replicas and the identities of those that have one. Replicas that stay keep their loads, and
         those that return get back the load of their calls in flight.
         """
-        loads = self._away | {name: self._loads[:, at].tolist() for name, at in self._index.items()}
+        loads = self._removed_loads | {name: self._loads[:, at].tolist() for name, at in self._index.items()}
         self._names = sorted(set(names))
         self._index = {name: number for number, name in enumerate(self._names)}
-        self._points = np.array([_point_of(name) for name in self._names], np.uint64)
+        self._name_hashes = np.array([_hash_name(name) for name in self._names], np.uint64)
         self._identities = np.array([(identities or {}).get(name, "") for name in self._names], np.str_)
         kept = [loads.get(name, [0] * len(Work)) for name in self._names]
         self._loads = np.array(kept, np.int64).reshape(-1, len(Work)).T.copy()
-        self._away = {name: load for name, load in loads.items() if name not in self._index and any(load)}
-        for gone in self._held.keys() - self._index.keys():
-            self.publish(gone, b"")
-            del self._held[gone], self._reports[gone]
+        self._removed_loads = {name: load for name, load in loads.items() if name not in self._index and any(load)}
+        for gone in self._cached.keys() - self._index.keys():
+            self.set_cached_keys(gone, b"")
+            del self._cached[gone], self._reports[gone]
 
-    def publish(self, name: str, held: bytes) -> None:
-        """Replaces the replica's cached keys by `held`, a result of `published`. Raises ValueError if its length is
-        not a multiple of PREFIX_BYTES.
+    def set_cached_keys(self, name: str, prefixes: bytes) -> None:
+        """Replaces the replica's cached keys by `prefixes`, a result of `concatenate_prefixes`. Raises ValueError if
+        its length is not a multiple of PREFIX_BYTES.
         """
-        if len(held) % PREFIX_BYTES:
-            raise ValueError(f"{len(held)} bytes are published; they must be a multiple of {PREFIX_BYTES}")
-        before, now = self._held.get(name, frozenset()), frozenset(np.frombuffer(held, ">u4").tolist())
+        if len(prefixes) % PREFIX_BYTES:
+            raise ValueError(f"{len(prefixes)} bytes are published; they must be a multiple of {PREFIX_BYTES}")
+        before, now = self._cached.get(name, frozenset()), frozenset(np.frombuffer(prefixes, ">u4").tolist())
         for prefix in before - now:
-            self._holders[prefix].discard(name)
-            if not self._holders[prefix]:
-                del self._holders[prefix]
+            self._replicas_by_prefix[prefix].discard(name)
+            if not self._replicas_by_prefix[prefix]:
+                del self._replicas_by_prefix[prefix]
         for prefix in now - before:
-            self._holders.setdefault(prefix, set()).add(name)
-        self._held[name] = now
+            self._replicas_by_prefix.setdefault(prefix, set()).add(name)
+        self._cached[name] = now
         self._reports[name] += 1
 
-    def serves(self, call: Call) -> bool:
+    def can_serve(self, call: Call) -> bool:
         """Whether any replica has the call's identity."""
-        return bool(self._serving(call).any())
+        return bool(self._matches_identity(call).any())
 
-    def order(self, call: Call) -> list[str]:
+    def candidates(self, call: Call) -> list[str]:
         """Returns the replicas within the bound, best first; empty only if no replica has the call's identity."""
         tiers = self._tiers(call)
-        gives, does = self._room(call, tiers)
-        ranked = self._ranked(call, tiers)
-        return [self._names[at] for at in ranked[(gives | does)[ranked]]]
+        as_hit, as_compute = self._within_bound(call, tiers)
+        ranked = self._rank(call, tiers)
+        return [self._names[at] for at in ranked[(as_hit | as_compute)[ranked]]]
 
-    def ranked(self, call: Call) -> list[str]:
+    def rank(self, call: Call) -> list[str]:
         """Returns all replicas of the call's identity, best for its key first, regardless of the bound."""
-        return [self._names[at] for at in self._ranked(call, self._tiers(call))]
+        return [self._names[at] for at in self._rank(call, self._tiers(call))]
 
-    def passes_by(self, name: str, call: Call) -> bool:
+    def is_spill(self, name: str, call: Call) -> bool:
         """Whether the bound excludes a replica that ranks before this one."""
         tiers = self._tiers(call)
-        gives, does = self._room(call, tiers)
-        takes = gives | does
-        if takes.all():
+        as_hit, as_compute = self._within_bound(call, tiers)
+        fits = as_hit | as_compute
+        if fits.all():
             return False
-        better = itertools.takewhile(lambda at: self._names[at] != name, self._ranked(call, tiers).tolist())
-        return any(not takes[at] for at in better)
+        better = itertools.takewhile(lambda at: self._names[at] != name, self._rank(call, tiers).tolist())
+        return any(not fits[at] for at in better)
 
     def begin(self, name: str, call: Call, *, bounded: bool = True) -> ActiveCall | None:
         """Adds the call to the replica's load until `end`. Returns None if the replica is gone, has another identity
         or, if `bounded`, is over the bound.
         """
         at = self._index.get(name)
-        if at is None or not self._serving(call)[at]:
+        if at is None or not self._matches_identity(call)[at]:
             return None
-        gives, does = self._room(call, self._tiers(call))
-        if bounded and not (gives[at] or does[at]):
+        as_hit, as_compute = self._within_bound(call, self._tiers(call))
+        if bounded and not (as_hit[at] or as_compute[at]):
             return None
-        begun = ActiveCall(name, call.weight, Work.SERVE_CACHED if gives[at] else Work.COMPUTE)
-        self._loads[begun.work, at] += call.weight
+        active = ActiveCall(name, call.weight, Work.SERVE_CACHED if as_hit[at] else Work.COMPUTE)
+        self._loads[active.work, at] += call.weight
         if call.key is not None:
-            self._sent[call.key] = (name, self._reports.get(name, 0))
-        return begun
+            self._last_sent[call.key] = (name, self._reports.get(name, 0))
+        return active
 
-    def end(self, begun: ActiveCall) -> None:
+    def end(self, active: ActiveCall) -> None:
         """Removes the call, successful or not, from its replica's load."""
-        at = self._index.get(begun.name)
+        at = self._index.get(active.name)
         if at is not None:
-            self._loads[begun.work, at] -= begun.weight
-        elif load := self._away.get(begun.name):
-            load[begun.work] -= begun.weight
+            self._loads[active.work, at] -= active.weight
+        elif load := self._removed_loads.get(active.name):
+            load[active.work] -= active.weight
             if not any(load):
-                del self._away[begun.name]
+                del self._removed_loads[active.name]
 
     def load(self, name: str, work: Work = Work.COMPUTE) -> int:
         """Returns the sum of the weights of this router's calls in flight at the replica."""
         return int(self._loads[work, self._index[name]])
 
-    def _room(self, call: Call, tiers: npt.NDArray[np.int64]) -> tuple[Flags, Flags]:
+    def _within_bound(self, call: Call, tiers: npt.NDArray[np.int64]) -> tuple[Flags, Flags]:
         """Returns, for each replica, whether it may take the call as a cache hit, and whether as a computation."""
-        serving = self._serving(call)
+        serving = self._matches_identity(call)
         load = self._loads[:, serving].sum(1, keepdims=True)
         fits = serving & (self._loads * serving.sum() <= self._load_factor * (load + call.weight))
-        gives = (
+        as_hit = (
             fits[Work.SERVE_CACHED] & (tiers <= SENT_LAST)
             if self._separate_cache_hits
             else np.zeros(len(self._names), bool)
         )
-        does = serving if serving.sum() == 1 else fits[Work.COMPUTE]
+        as_compute = serving if serving.sum() == 1 else fits[Work.COMPUTE]
         # A replica that fails every call has the least load, so the bound would send its failed calls back to it.
         others = serving & (tiers != AVOIDED)
-        if call.attempt and others.any() and not ((gives | does) & others).any():
-            does = others
-        return gives, does
+        if call.attempt and others.any() and not ((as_hit | as_compute) & others).any():
+            as_compute = others
+        return as_hit, as_compute
 
-    def _serving(self, call: Call) -> Flags:
+    def _matches_identity(self, call: Call) -> Flags:
         """Returns, for each replica, whether it has the call's identity."""
         return self._identities == call.identity if call.identity else np.ones(len(self._names), np.bool_)
 
@@ -235,36 +235,36 @@ class Affinity:
         tiers = np.full(len(self._names), OTHER)
         if call.key is None:
             return tiers
-        last, reports = self._sent.get(call.key, ("", 0))
-        if last in self._index and (call.attempt or self._may_hold_still(last, reports)):
+        last, reports = self._last_sent.get(call.key, ("", 0))
+        if last in self._index and (call.attempt or self._may_still_cache(last, reports)):
             tiers[self._index[last]] = AVOIDED if call.attempt else SENT_LAST
-        for name in self._holders.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
+        for name in self._replicas_by_prefix.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
             if name != last or not call.attempt or self._separate_cache_hits:
-                tiers[self._index[name]] = SAYS_SO
+                tiers[self._index[name]] = PUBLISHED
         return tiers
 
-    def _may_hold_still(self, name: str, reports: int) -> bool:
+    def _may_still_cache(self, name: str, reports: int) -> bool:
         """Whether the replica may cache a key that was sent there after `reports` reports, though no report has it.
 
         The next report may be older than the call, and a full report may omit the key.
         """
-        return self._reports.get(name, 0) - reports < 2 or len(self._held[name]) >= MAX_PUBLISHED
+        return self._reports.get(name, 0) - reports < 2 or len(self._cached[name]) >= MAX_PUBLISHED
 
-    def _ranked(self, call: Call, tiers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _rank(self, call: Call, tiers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Returns the indices of the replicas of the call's identity, best first, regardless of the bound."""
         if call.key is None:
             chance = np.array([random.random() for _ in self._names])
             order = np.lexsort((chance, self._loads.sum(0)))
         else:
-            order = np.lexsort((~_mixed(self._points ^ np.uint64(int(call.key[:16], 16))), tiers))
-        return np.asarray(order[self._serving(call)[order]])
+            order = np.lexsort((~_mix(self._name_hashes ^ np.uint64(int(call.key[:16], 16))), tiers))
+        return np.asarray(order[self._matches_identity(call)[order]])
 
 
-def _point_of(name: str) -> int:
+def _hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Scrambles 64-bit values by a bijection, the finalizer of splitmix64 (Steele, Lea, Flood)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -18,7 +18,7 @@ from ray.serve.request_router import ReplicaID, RunningReplica
 
 from deployments.common.ray_private import ReplicaResult
 
-LOOK_S = 2.0
+POLL_S = 2.0
 """Interval of the checks whether a removed replica with calls in flight is alive."""
 
 T = TypeVar("T")
@@ -55,26 +55,26 @@ class GrpcAnswer(Generic[T]):
 class GrpcCalls:
     """The gRPC calls in flight of one router. Used on the router's event loop."""
 
-    def __init__(self, *, look_s: float = LOOK_S) -> None:
-        self._look_s = look_s
+    def __init__(self, *, poll_s: float = POLL_S) -> None:
+        self._poll_s = poll_s
         self._calls: dict[ReplicaID, set[ReplicaResult]] = {}
         self._watching: dict[ReplicaID, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
-    def begun(self, replica: ReplicaID, call: ReplicaResult) -> None:
+    def track(self, replica: ReplicaID, call: ReplicaResult) -> None:
         self._calls.setdefault(replica, set()).add(call)
-        call.add_done_callback(lambda _: self._ended(replica, call))
+        call.add_done_callback(lambda _: self._untrack(replica, call))
 
-    def taken_away(self, replicas: Iterable[RunningReplica]) -> None:
+    def watch_removed(self, replicas: Iterable[RunningReplica]) -> None:
         """Watches replicas that Serve removed: each has ended, is lost, or is finishing its calls."""
         for replica in replicas:
             name = replica.replica_id
             if name in self._calls and name not in self._watching:
                 self._watching[name] = asyncio.ensure_future(self._watch(replica))
 
-    def _ended(self, replica: ReplicaID, call: ReplicaResult) -> None:
+    def _untrack(self, replica: ReplicaID, call: ReplicaResult) -> None:
         calls = self._calls.get(replica, set())
         calls.discard(call)
         if not calls:
@@ -84,18 +84,18 @@ class GrpcCalls:
         """Cancels the replica's calls once Ray reports that it died."""
         try:
             while calls := self._calls.get(replica.replica_id):
-                if await self._died(replica):
+                if await self._is_dead(replica):
                     for call in list(calls):
                         call.cancel()
                     return
-                await asyncio.sleep(self._look_s)
+                await asyncio.sleep(self._poll_s)
         finally:
             del self._watching[replica.replica_id]
 
-    async def _died(self, replica: RunningReplica) -> bool:
+    async def _is_dead(self, replica: RunningReplica) -> bool:
         try:
-            async with asyncio.timeout(self._look_s):
-                await replica.get_queue_len(deadline_s=self._look_s)
+            async with asyncio.timeout(self._poll_s):
+                await replica.get_queue_len(deadline_s=self._poll_s)
         except ActorDiedError:
             return True
         except (RayError, TimeoutError):  # unreachable, perhaps only for a while

@@ -26,7 +26,7 @@ IDENTITY = "identity"
 _TOWER = "tower"
 _ENCODER = "encoder"
 POLL_S = 0.05
-FIRST_NEWS_S = 1.0
+FIRST_UPDATE_S = 1.0
 """Time for Serve's controller to send the running replicas; if there are none by then, the application is starting."""
 
 
@@ -44,7 +44,7 @@ def identity_of(replica: RunningReplica) -> str:
     return str(replica.replica_metadata.get(IDENTITY, ""))
 
 
-async def rollout_turn(tower: str) -> None:
+async def wait_for_rollout_turn(tower: str) -> None:
     """Returns when an encoder with this tower may join the running ones.
 
     In a rolling update, Serve replaces the replicas of all deployments concurrently, and stops an old one before its
@@ -53,7 +53,7 @@ async def rollout_turn(tower: str) -> None:
     """
     app = serve.get_replica_context().app_name
     encoder, llm = (serve.get_deployment_handle(name, app).options() for name in (names.ENCODER, names.LLM))
-    starting_until = time.monotonic() + FIRST_NEWS_S
+    starting_until = time.monotonic() + FIRST_UPDATE_S
     while True:
         encoders, llms = _towers(encoder), _towers(llm)
         if encoders and llms:
@@ -72,12 +72,15 @@ class FleetIdentity:
     """
 
     def __init__(
-        self, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any], explained: Callable[[Exception], Exception]
+        self,
+        encoder: DeploymentHandle[Any],
+        llm: DeploymentHandle[Any],
+        to_client_error: Callable[[Exception], Exception],
     ) -> None:
-        """`explained` converts an error to the one that the client gets."""
+        """`to_client_error` converts an error to the one that the client gets."""
         self._encoder = encoder
         self._llm = llm
-        self._explained = explained
+        self._to_client_error = to_client_error
         self._current: EncoderIdentity | None = None
 
     async def get(self) -> EncoderIdentity:
@@ -90,7 +93,7 @@ class FleetIdentity:
         try:
             while (chosen := self._choose()) is None:
                 if not is_available(self._encoder):
-                    raise self._explained(DeploymentUnavailableError(self._encoder.deployment_id))
+                    raise self._to_client_error(DeploymentUnavailableError(self._encoder.deployment_id))
                 if waiting is None and not running_replicas(self._encoder):
                     # A waiting call makes Serve scale a deployment up from zero replicas.
                     called = self._encoder.options(method_name="report").remote()
@@ -108,9 +111,11 @@ class FleetIdentity:
             return None
         counts = Counter(identity for replica in replicas if (identity := identity_of(replica)))
         current = self._current.fingerprint if self._current else ""
-        most = max(counts, key=lambda identity: (counts[identity], identity == current, identity), default=current)
-        if most != current:
-            published = next(replica for replica in replicas if identity_of(replica) == most)
+        most_frequent = max(
+            counts, key=lambda identity: (counts[identity], identity == current, identity), default=current
+        )
+        if most_frequent != current:
+            published = next(replica for replica in replicas if identity_of(replica) == most_frequent)
             self._current = EncoderIdentity.from_json(published.replica_metadata[_ENCODER])
         return self._current
 

@@ -38,11 +38,11 @@ class BoundedReplica(RunningReplica):
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         result = super().try_send_request(pr, with_rejection)
         if with_rejection:
-            accepted = partial(self._accepted, result, result.get_rejection_response)
+            accepted = partial(self._wait_for_accept, result, result.get_rejection_response)
             result.get_rejection_response = accepted  # type: ignore[method-assign]
         return result
 
-    async def _accepted(self, result: ReplicaResult, ask: Any) -> ReplicaQueueLengthInfo | None:  # noqa: ANN401 - untyped
+    async def _wait_for_accept(self, result: ReplicaResult, ask: Any) -> ReplicaQueueLengthInfo | None:  # noqa: ANN401 - untyped
         """Raises ActorUnavailableError after ACCEPT_S without an answer: Serve then chooses again, and chooses this
         replica only after it has reported its queue length."""
         try:
@@ -60,37 +60,37 @@ class ReplicaRouter(PrivateRequestRouter):
     """Router of one deployment handle in one process."""
 
     def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
-        self._failed: set[ReplicaID] = set()
-        self._working: dict[ReplicaID, RunningReplica] = {}
+        self._excluded: set[ReplicaID] = set()
+        self._routable: dict[ReplicaID, RunningReplica] = {}
         self._by_grpc = GrpcCalls()
         self._counts = Counters()
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
         return BoundedReplica(replica_info, self._counts)
 
-    def failed(self, name: str) -> None:
+    def exclude(self, name: str) -> None:
         """Excludes the replica with this unique id from routing until Serve removes it."""
         replica_id = self.replica_id(name)
         if replica_id in self.curr_replicas:
-            self._failed.add(replica_id)
+            self._excluded.add(replica_id)
             self.on_replica_actor_died(replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self._failed &= {replica.replica_id for replica in replicas}
-        working = [replica for replica in replicas if replica.replica_id not in self._failed]
-        self._use(working)
+        self._excluded &= {replica.replica_id for replica in replicas}
+        working = [replica for replica in replicas if replica.replica_id not in self._excluded]
+        self._set_routable(working)
         super().update_replicas(working)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._use(list(self.curr_replicas.values()))
+        self._set_routable(list(self.curr_replicas.values()))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """Tracks calls by gRPC, which does not report that the replica's host is lost."""
         if not is_by_reference(pending_request):
-            self._by_grpc.begun(replica_id, result)
+            self._by_grpc.track(replica_id, result)
 
-    def _use(self, replicas: list[RunningReplica]) -> None:
+    def _set_routable(self, replicas: list[RunningReplica]) -> None:
         """Sets the replicas that calls may be routed to."""
-        before, self._working = self._working, {replica.replica_id: replica for replica in replicas}
-        self._by_grpc.taken_away(replica for name, replica in before.items() if name not in self._working)
+        before, self._routable = self._routable, {replica.replica_id: replica for replica in replicas}
+        self._by_grpc.watch_removed(replica for name, replica in before.items() if name not in self._routable)

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass, field
 
 from deployments.scaling.stabilization import StabilizationWindow, in_range
-from deployments.scaling.utilization_target import ArrivalSeries, Given, LearnedUtilization
+from deployments.scaling.utilization_target import ArrivalSeries, LearnedUtilization, TokenSamples
 
 # Keys of the autoscaling stats that each replica reports (`EncoderReplica.record_autoscaling_stats`).
 BACKLOG_TOKENS = "backlog_tokens"
 ARRIVING_TOKENS_PER_S = "arriving_tokens_per_s"
-GIVEN_TOKENS = "given_tokens"
+RECEIVED_TOKENS = "given_tokens"
 TOKENS_PER_S = "tokens_per_s"
 TOKENS_PER_IMAGE = "tokens_per_image"
 CACHE_BYTES = "cache_bytes"
@@ -59,9 +59,9 @@ class VisualLoad:
     """Load of a deployment at one moment. Tokens are merged tokens, summed over replicas unless stated otherwise."""
 
     now_s: float
-    running: int
+    running_replicas: int
     """Replicas that can encode."""
-    asked_for: int
+    target_replicas: int
     """Replicas requested last."""
     backlog_tokens: float
     """Tokens that replicas have received and not encoded."""
@@ -72,7 +72,7 @@ class VisualLoad:
     """Speed of one busy replica; None before the first measurement."""
     tokens_per_image: float | None
     """Mean over recent images; None before the first image."""
-    given: Given = field(default_factory=dict)
+    received_tokens: TokenSamples = field(default_factory=dict)
     """Time series, by replica, of the tokens received since its start."""
 
 
@@ -81,30 +81,31 @@ class VisualScaler:
 
     def __init__(self, targets: ScalingTargets) -> None:
         self.targets = targets
-        self._hold = StabilizationWindow(targets.scale_down_stabilization_s, targets.tolerance)
-        self._given = ArrivalSeries()
-        self._learnt = LearnedUtilization(
+        self._window = StabilizationWindow(targets.scale_down_stabilization_s, targets.tolerance)
+        self._arrivals = ArrivalSeries()
+        self._learned = LearnedUtilization(
             targets.target_encode_delay_s, targets.scale_down_stabilization_s, targets.replica_startup_s
         )
         self._tokens_per_s: float | None = None
         self._tokens_per_image: float | None = None
 
-    def replicas(self, load: VisualLoad, *, least: int, most: int) -> int:
-        """Returns the number of replicas to request, from `least` to `most`."""
-        need, kept, hold_s = (
-            self.needed(load, least=least, most=most),
-            0,
-            self.targets.scale_down_stabilization_s,
-        )
+    def choose_replicas(self, load: VisualLoad, *, min_replicas: int, max_replicas: int) -> int:
+        """Returns the number of replicas to request, from `min_replicas` to `max_replicas`."""
+        need = self.compute_need(load, min_replicas=min_replicas, max_replicas=max_replicas)
+        floor, window_s = 0, self.targets.scale_down_stabilization_s
         if self.targets.target_utilization is None and self._tokens_per_s is not None:
-            kept = self._in_steps(
-                self._learnt.wanted_tokens_per_s, self._tokens_per_s, load.running, least=0, most=most
+            floor = self._to_replicas(
+                self._learned.target_tokens_per_s,
+                self._tokens_per_s,
+                load.running_replicas,
+                min_replicas=0,
+                max_replicas=max_replicas,
             )
-            hold_s = min(hold_s, self._learnt.hold_s)
-        settled = self._hold.apply(load.now_s, need, load.asked_for, kept=kept, hold_s=hold_s)
-        return min(max(settled, least), most)
+            window_s = min(window_s, self._learned.window_s)
+        settled = self._window.apply(load.now_s, need, load.target_replicas, floor=floor, window_s=window_s)
+        return min(max(settled, min_replicas), max_replicas)
 
-    def needed(self, load: VisualLoad, *, least: int, most: int) -> int:
+    def compute_need(self, load: VisualLoad, *, min_replicas: int, max_replicas: int) -> int:
         """Returns the replicas that the present load needs, to keep up with arrivals and to encode the backlog within
         the target, without a stabilization window.
         """
@@ -113,23 +114,28 @@ class VisualScaler:
         self._tokens_per_image = load.tokens_per_image or self._tokens_per_image
         if self._tokens_per_s is None or (self._tokens_per_image is None and load.waiting_images > 0):
             busy = load.backlog_tokens > 0 or load.waiting_images > 0
-            return min(max(load.asked_for, int(busy), least), most)  # until speed and image size are measured
+            # Until speed and image size are measured, the number of replicas is kept.
+            return min(max(load.target_replicas, int(busy), min_replicas), max_replicas)
         waiting = load.backlog_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
         clear_s = targets.replica_startup_s + targets.target_encode_delay_s
-        share = self._busy_share(load, self._tokens_per_s)
-        per_s = load.arriving_tokens_per_s / share + waiting / clear_s
-        return self._in_steps(per_s, self._tokens_per_s, load.running, least=least, most=most)
+        utilization = self._target_utilization(load, self._tokens_per_s)
+        per_s = load.arriving_tokens_per_s / utilization + waiting / clear_s
+        return self._to_replicas(
+            per_s, self._tokens_per_s, load.running_replicas, min_replicas=min_replicas, max_replicas=max_replicas
+        )
 
-    def _in_steps(self, per_s: float, tokens_per_s: float, running: int, *, least: int, most: int) -> int:
+    def _to_replicas(
+        self, per_s: float, tokens_per_s: float, running: int, *, min_replicas: int, max_replicas: int
+    ) -> int:
         """Returns the replicas for `per_s` tokens per second, limited by `max_scale_up_factor`."""
         if per_s * self.targets.target_encode_delay_s < 1:  # an exponentially weighted mean never decays to 0
-            return least
-        need = math.ceil(min(per_s / tokens_per_s, most))
-        return min(max(need, least), most, math.ceil(self.targets.max_scale_up_factor * max(1, running)))
+            return min_replicas
+        need = math.ceil(min(per_s / tokens_per_s, max_replicas))
+        return min(max(need, min_replicas), max_replicas, math.ceil(self.targets.max_scale_up_factor * max(1, running)))
 
-    def _busy_share(self, load: VisualLoad, tokens_per_s: float) -> float:
+    def _target_utilization(self, load: VisualLoad, tokens_per_s: float) -> float:
         if self.targets.target_utilization is not None:
             return self.targets.target_utilization
-        for tokens in self._given.seconds(load.now_s, load.given):
-            self._learnt.second(tokens, tokens_per_s)
-        return self._learnt.share
+        for tokens in self._arrivals.final_seconds(load.now_s, load.received_tokens):
+            self._learned.step(tokens, tokens_per_s)
+        return self._learned.utilization

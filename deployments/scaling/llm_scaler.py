@@ -20,8 +20,8 @@ KV_CACHE_USE = "kv_cache_use"
 class EngineLoad:
     """Load of one replica's engines."""
 
-    running: int = 0
-    waiting: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
     kv_cache_use: float = 0.0
     """Share of the replica's KV cache that is in use, 0 to 1."""
 
@@ -57,14 +57,14 @@ class LLMLoad:
     """Load of a deployment at one moment, summed over replicas."""
 
     now_s: float
-    running: int
+    running_replicas: int
     """Replicas that can serve requests."""
-    asked_for: int
+    target_replicas: int
     """Replicas requested last."""
     running_requests: float
     waiting_requests: float
     """Requests queued in the engines."""
-    coming_requests: float
+    queued_requests: float
     """Requests queued at the handles, which no replica has received yet."""
     kv_cache_use: float
     """Sum of the shares of the replicas' KV caches in use: 1.5 means one and a half full caches."""
@@ -75,21 +75,25 @@ class LLMScaler:
 
     def __init__(self, targets: LLMTargets) -> None:
         self.targets = targets
-        self._hold = StabilizationWindow(targets.scale_down_stabilization_s, targets.tolerance)
+        self._window = StabilizationWindow(targets.scale_down_stabilization_s, targets.tolerance)
 
-    def replicas(self, load: LLMLoad, *, least: int, most: int) -> int:
-        """Returns the number of replicas to request, from `least` to `most`."""
-        need = self.needed(load, least=least, most=most)
-        return min(max(self._hold.apply(load.now_s, need, load.asked_for), least), most)
+    def choose_replicas(self, load: LLMLoad, *, min_replicas: int, max_replicas: int) -> int:
+        """Returns the number of replicas to request, from `min_replicas` to `max_replicas`."""
+        need = self.compute_need(load, min_replicas=min_replicas, max_replicas=max_replicas)
+        return min(max(self._window.apply(load.now_s, need, load.target_replicas), min_replicas), max_replicas)
 
-    def needed(self, load: LLMLoad, *, least: int, most: int) -> int:
+    def compute_need(self, load: LLMLoad, *, min_replicas: int, max_replicas: int) -> int:
         """Returns the replicas that the present load needs, by number of requests and by the KV cache of such requests,
         without a stabilization window.
         """
-        requests = load.running_requests + load.waiting_requests + load.coming_requests
+        requests = load.running_requests + load.waiting_requests + load.queued_requests
         by_number = requests / self.targets.target_requests
         by_cache = 0.0
         if load.running_requests > 0:
             by_cache = load.kv_cache_use * requests / load.running_requests / self.targets.target_kv_cache_utilization
-        need = math.ceil(min(max(by_number, by_cache), most))
-        return min(max(need, least), most, math.ceil(self.targets.max_scale_up_factor * max(1, load.running)))
+        need = math.ceil(min(max(by_number, by_cache), max_replicas))
+        return min(
+            max(need, min_replicas),
+            max_replicas,
+            math.ceil(self.targets.max_scale_up_factor * max(1, load.running_replicas)),
+        )

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
-from deployments.scaling import encoder_scaler, llm_scaler, stabilization
-from deployments.scaling import utilization_target as learnt_share
+from deployments.scaling import encoder_scaler, llm_scaler, stabilization, utilization_target
 from deployments.scaling.encoder_scaler import (
     ARRIVING_TOKENS_PER_S,
     BACKLOG_TOKENS,
-    GIVEN_TOKENS,
+    RECEIVED_TOKENS,
     TOKENS_PER_IMAGE,
     TOKENS_PER_S,
     ScalingTargets,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 # Serve pickles by value only the package named in `policy_function`. If the code was deployed as a `working_dir`, the
 # controller cannot import it.
-for _module in (learnt_share, stabilization, encoder_scaler, llm_scaler, sys.modules[__name__]):
+for _module in (utilization_target, stabilization, encoder_scaler, llm_scaler, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(_module)
 
 
@@ -60,8 +59,8 @@ class VisualTokenPolicy:
         self._scaler = VisualScaler(ScalingTargets(**targets))
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, object]]:
-        least, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
-        return self._scaler.replicas(visual_load(ctx), least=least, most=most), {}
+        low, high = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
+        return self._scaler.choose_replicas(visual_load(ctx), min_replicas=low, max_replicas=high), {}
 
 
 class EngineLoadPolicy:
@@ -71,8 +70,8 @@ class EngineLoadPolicy:
         self._scaler = LLMScaler(LLMTargets(**targets))
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, object]]:
-        least, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
-        return self._scaler.replicas(llm_load(ctx), least=least, most=most), {}
+        low, high = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
+        return self._scaler.choose_replicas(llm_load(ctx), min_replicas=low, max_replicas=high), {}
 
 
 def visual_load(ctx: AutoscalingContext) -> VisualLoad:
@@ -80,14 +79,14 @@ def visual_load(ctx: AutoscalingContext) -> VisualLoad:
     reports = _newest(ctx)
     return VisualLoad(
         now_s=ctx.current_time or 0.0,
-        running=ctx.current_num_replicas,
-        asked_for=ctx.target_num_replicas,
+        running_replicas=ctx.current_num_replicas,
+        target_replicas=ctx.target_num_replicas,
         backlog_tokens=sum(reports.get(BACKLOG_TOKENS, ())),
         waiting_images=ctx.total_queued_requests,
         arriving_tokens_per_s=sum(reports.get(ARRIVING_TOKENS_PER_S, ())),
         tokens_per_s=_mean_of_measured(reports.get(TOKENS_PER_S, ())),
         tokens_per_image=_mean_of_measured(reports.get(TOKENS_PER_IMAGE, ())),
-        given=(ctx.raw_metrics or {}).get(GIVEN_TOKENS, {}),
+        received_tokens=(ctx.raw_metrics or {}).get(RECEIVED_TOKENS, {}),
     )
 
 
@@ -96,11 +95,11 @@ def llm_load(ctx: AutoscalingContext) -> LLMLoad:
     reports = _newest(ctx)
     return LLMLoad(
         now_s=ctx.current_time or 0.0,
-        running=ctx.current_num_replicas,
-        asked_for=ctx.target_num_replicas,
+        running_replicas=ctx.current_num_replicas,
+        target_replicas=ctx.target_num_replicas,
         running_requests=sum(reports.get(RUNNING_REQUESTS, ())),
         waiting_requests=sum(reports.get(WAITING_REQUESTS, ())),
-        coming_requests=ctx.total_queued_requests,
+        queued_requests=ctx.total_queued_requests,
         kv_cache_use=sum(reports.get(KV_CACHE_USE, ())),
     )
 

@@ -57,7 +57,7 @@ class RemoteSender:
             self._leases.add(lease)
             self._changed.notify()
         location = RemoteLocation(self._agent_metadata, self._store.arena.address + offset, lease)
-        return dataclasses.replace(image.shared_by(""), remote=location)
+        return dataclasses.replace(image.to_shared(""), remote=location)
 
     def close(self) -> None:
         with self._changed:

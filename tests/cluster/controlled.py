@@ -172,7 +172,7 @@ class StandInLLM(LLM):
         self._receiver = EmbeddingReceiver(Counters(), Histograms(), num_workers=1)
         self._stats = EngineStats()
         self._tower = "" if config.model == "auto" else tower_identity(resolve_checkpoint(local_model(config.model)))
-        self._prefill_load = PrefillLoad(remembers=True)
+        self._prefill_load = PrefillLoad(has_prefix_cache=True)
         keys = KeyStore()
         shape = EmbeddingShape(width, merge_size)
         self._frontend = self.seen = SeenAnswers(stand_in(keys, self), keys, shape, engine_died=self._engine_died)

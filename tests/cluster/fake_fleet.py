@@ -33,7 +33,7 @@ from deployments.common.messages import (
 )
 from deployments.common.replica_errors import OtherIdentityError
 from deployments.routing.affinity import Call
-from deployments.routing.replica_identity import encoder_metadata, llm_metadata, rollout_turn
+from deployments.routing.replica_identity import encoder_metadata, llm_metadata, wait_for_rollout_turn
 from encoder.images.identity import EncoderIdentity, tower_fingerprint
 from tests.unit.deployments.samples import RULES, VISION
 
@@ -81,7 +81,7 @@ class FakeEncoder:
     async def record_replica_metadata(self) -> dict[str, str]:
         while self._held_by.exists():  # noqa: ASYNC110  # another process makes it
             await asyncio.sleep(0.05)
-        await rollout_turn(self._identity.tower)
+        await wait_for_rollout_turn(self._identity.tower)
         return encoder_metadata(self._identity)
 
     async def encode(self, job: ImageJob) -> EncodedImage:

@@ -287,7 +287,7 @@ def test_a_client_that_fetches_too_much_holds_up_nobody_else() -> None:
             assert all(isinstance(end, MediaError) for end in ends)
             assert sum(isinstance(end, MediaBusyError) for end in ends) >= 40 - 2 * 4
             assert await fetcher.fetch("http://good.example/", client="greedy") == IMAGE
-            assert len(fetcher._slots_of) <= 1, "clients who have gone are forgotten"
+            assert len(fetcher._client_slots) <= 1, "clients who have gone are forgotten"
             await fetcher.close()
 
     asyncio.run(scenario())

@@ -340,7 +340,7 @@ def ingress_app(ingress: Ingress) -> Any:
 def test_a_body_that_comes_too_slowly(rate: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 kB/s are enough where 10 are asked for, although the whole takes longer than the grace."""
     monkeypatch.setattr(request_body, "GRACE_S", 0.5)
-    monkeypatch.setattr(request_body, "LEAST_BYTES_PER_S", 10_000)
+    monkeypatch.setattr(request_body, "MIN_BYTES_PER_S", 10_000)
     whole = json.dumps({**TEXT, "user": "x" * 40_000}).encode()
 
     async def scenario() -> list[int]:

@@ -85,7 +85,7 @@ class Replica:
         return made
 
     def lent(self, image: EncodedImage) -> SharedEmbedding:
-        return image.shared_by(self.server.address)
+        return image.to_shared(self.server.address)
 
     def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ImageReference]]:
         """Each with a salt of its own, by which it finds nothing in the prefix cache."""
@@ -380,7 +380,7 @@ def test_an_embedding_that_has_gone_is_asked_for_again(replica: Replica) -> None
         images = replica.images()
         futures = coming(replica.loop, 3)
         futures[0].set_result(replica.lent(images[0]))
-        futures[1].set_result(EncodedImage.shared_by(images[1], "\0nobody"))
+        futures[1].set_result(EncodedImage.to_shared(images[1], "\0nobody"))
         with pytest.raises(TransferFailedError):
             await replica.told(images, list(futures))
         await eventually(replica.nothing_is_left)
@@ -397,7 +397,7 @@ def test_a_client_that_leaves_before_its_images_come_leaves_nothing(replica: Rep
         await eventually(replica.nothing_is_left)
         await at_once(replica, images)
         load = replica.llm._stats.load()
-        assert (load.running, load.waiting) == (0, 0)
+        assert (load.running_requests, load.waiting_requests) == (0, 0)
 
     replica.run(scenario())
 

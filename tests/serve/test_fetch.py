@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deployments.ingress.http.routes import open_rows
+from deployments.ingress.http.routes import open_routes
 from tests.serve import pictures
 from tests.serve.application import FETCH_TIMEOUT_S, MAX_IMAGE_BYTES, MAX_REDIRECTS
 from tests.serve.asking import ask, post
@@ -119,7 +119,7 @@ def test_no_route_of_vllm_fetches_anything(qwen3: str, web: LoopbackServer, refe
         asked = [
             pool.submit(post, qwen3, path.replace("{", "").replace("}", ""), body)
             for path in paths
-            for body in (bodies if open_rows(path) else bodies[:1])
+            for body in (bodies if open_routes(path) else bodies[:1])
         ]
     assert {answer.result().status_code for answer in asked} <= {200, 400, 404, 405, 422, 501}
     assert web.paths == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from deployments.ingress.http.routes import ROUTES, Route, Service, open_rows
+from deployments.ingress.http.routes import ROUTES, Route, Service, open_routes
 from tests.serve import pictures
 from tests.serve.asking import TIMEOUT_S, metric, post
 from tests.serve.conversations import MODEL, about
@@ -47,7 +47,7 @@ def test_what_is_not_in_the_table_is_not_found(qwen3: str, path: str) -> None:
 
 def test_what_vllm_alone_serves_is_open_only_where_the_table_says_so(qwen3: str, reference: Reference) -> None:
     assert "/v1/chat/completions" in reference.paths
-    closed = [path for path in reference.paths if not open_rows(path)]
+    closed = [path for path in reference.paths if not open_routes(path)]
     assert {"/invocations", "/v1/messages", "/scale_elastic_ep"} <= set(closed)
     for path in closed:
         for method in reference.paths[path]:
@@ -56,7 +56,7 @@ def test_what_vllm_alone_serves_is_open_only_where_the_table_says_so(qwen3: str,
 
 @pytest.mark.parametrize("route", OPEN, ids=lambda route: f"{' '.join(route.methods)} {route.path}")
 def test_other_methods_are_not_allowed(qwen3: str, route: Route) -> None:
-    allowed = {method for row in open_rows(route.path) for method in row.methods}
+    allowed = {method for row in open_routes(route.path) for method in row.methods}
     for method in sorted(set(METHODS) - allowed):
         response = request(method, qwen3 + route.path.replace("{id}", "resp_1").replace("{file}", "main.js"))
         if method == "HEAD":  # such an answer has no body
@@ -89,7 +89,7 @@ def test_the_description_names_only_what_is_open(qwen3: str) -> None:
     described = httpx.get(qwen3 + "/openapi.json", timeout=TIMEOUT_S).json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/tokenize"} <= set(described)
     for path, operations in described.items():
-        allowed = {method for row in open_rows(path) for method in row.methods}
+        allowed = {method for row in open_routes(path) for method in row.methods}
         assert {method.upper() for method in operations} <= allowed, path
 
 

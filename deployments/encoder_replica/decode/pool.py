@@ -103,7 +103,7 @@ class DecodePool:
 
         Args:
             size: upright width and height in pixels, as the file's header states them.
-            place: place in the queue from `fair_queue.place_of`; equal places are served in order of arrival.
+            place: place in the queue from `fair_queue.virtual_arrival_s`; equal places are served in order of arrival.
 
         Raises:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.

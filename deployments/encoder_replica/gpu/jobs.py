@@ -35,7 +35,7 @@ class Job:
     num_tokens: int
     queued_at_s: float
     place: float
-    """Place in the queue, from `fair_queue.place_of`."""
+    """Place in the queue, from `fair_queue.virtual_arrival_s`."""
     future: Future[Encoded] = field(default_factory=Future)
     alone: bool = False
     """Whether the job is retried alone because its batch failed."""

@@ -87,7 +87,7 @@ class GpuWorker:
     def submit(self, pixels: Pixels | Decoded, place: float | None = None) -> Future[Encoded]:
         """Queues one image. An image that exceeds `max_queued_tokens` alone is accepted if the queue is empty.
 
-        `place`: place in the queue, from `fair_queue.place_of` and `time.perf_counter`; None takes the present.
+        `place`: place in the queue, from `fair_queue.virtual_arrival_s` and `time.perf_counter`; None: now.
 
         Raises:
             QueueFullError: the queue has no room for the image's tokens.

@@ -19,9 +19,9 @@ logger = logging.getLogger("ray.serve")
 
 KEY_PREFIX = "vitray-"
 HASH_PREFIX = "sha256:"
-LEAST_KEY_CHARACTERS = 20
-MOST_KEY_BYTES = 512
-LOOK_AGAIN_S = 1.0
+MIN_KEY_CHARACTERS = 20
+MAX_KEY_BYTES = 512
+CHECK_INTERVAL_S = 1.0
 """Minimum time between two checks of the file for changes."""
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,100}")
@@ -57,8 +57,8 @@ def parse_keys(text: str, source: str) -> dict[str, str]:
             hashed = key.removeprefix(HASH_PREFIX).lower()
             if not _HASH.fullmatch(hashed):
                 raise KeysError(f"{where}: a hash has 64 hexadecimal digits")
-        elif len(key) < LEAST_KEY_CHARACTERS:
-            raise KeysError(f"{where}: a key has at least {LEAST_KEY_CHARACTERS} characters")
+        elif len(key) < MIN_KEY_CHARACTERS:
+            raise KeysError(f"{where}: a key has at least {MIN_KEY_CHARACTERS} characters")
         else:
             hashed = _hash(key)
         if found.setdefault(hashed, name) != name:
@@ -77,17 +77,17 @@ class ApiKeys:
         """Raises KeysError if the file or the variable cannot be read. Later, an unreadable file changes no key."""
         self._file = Path(file) if file is not None else None
         self._now = now
-        self._of_environment: dict[str, str] = {}
+        self._env_keys: dict[str, str] = {}
         if variable is not None:
             if variable not in os.environ:
                 raise KeysError(f"environment variable {variable} is not set")
-            self._of_environment = parse_keys(os.environ[variable], variable)
+            self._env_keys = parse_keys(os.environ[variable], variable)
         self._seen: object = None
-        self._of_file: dict[str, str] = {}
+        self._file_keys: dict[str, str] = {}
         if self._file is not None:
-            self._seen = self._state()
-            self._of_file = self._read()
-        self._looked_at = now()
+            self._seen = self._file_state()
+            self._file_keys = self._read()
+        self._checked_at = now()
 
     def name_of(self, key: str) -> str | None:
         """Returns the name of `key`, None for an unknown key.
@@ -95,29 +95,29 @@ class ApiKeys:
         The look-up by hash need not take constant time: its duration reveals at most the hash, and no key follows from
         a hash.
         """
-        self._look_again()
-        given = key.encode("utf-8", "surrogatepass")
-        if len(given) > MOST_KEY_BYTES:
+        self._reload_if_changed()
+        encoded = key.encode("utf-8", "surrogatepass")
+        if len(encoded) > MAX_KEY_BYTES:
             return None
-        hashed = hashlib.sha256(given).hexdigest()
-        return self._of_file.get(hashed) or self._of_environment.get(hashed)
+        hashed = hashlib.sha256(encoded).hexdigest()
+        return self._file_keys.get(hashed) or self._env_keys.get(hashed)
 
-    def _look_again(self) -> None:
-        if self._file is None or self._now() - self._looked_at < LOOK_AGAIN_S:
+    def _reload_if_changed(self) -> None:
+        if self._file is None or self._now() - self._checked_at < CHECK_INTERVAL_S:
             return
-        self._looked_at = self._now()
-        state = self._state()
+        self._checked_at = self._now()
+        state = self._file_state()
         if state == self._seen:
             return
         self._seen = state
         try:
-            self._of_file = self._read()
+            self._file_keys = self._read()
         except KeysError as error:  # a half-written or malformed file must not lock out all clients
             logger.error("API keys: %s; those read before stay valid", error)
             return
-        logger.info("API keys: %d read", len(self._of_file))
+        logger.info("API keys: %d read", len(self._file_keys))
 
-    def _state(self) -> object:
+    def _file_state(self) -> object:
         """Returns a value that changes with the file, also when a symbolic link is replaced."""
         assert self._file is not None
         try:

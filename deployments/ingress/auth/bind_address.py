@@ -19,7 +19,7 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
-def refused_to_strangers(auth: AuthConfig, host: str | None) -> str | None:
+def bind_refusal(auth: AuthConfig, host: str | None) -> str | None:
     """Returns why a server with this configuration must not listen on `host`, None if it may."""
     has_keys = auth.api_keys_file is not None or auth.api_keys_env is not None
     if has_keys or auth.mode != "auto" or is_loopback(host):

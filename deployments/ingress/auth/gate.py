@@ -24,7 +24,7 @@ from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.auth.api_keys import ApiKeys
-from deployments.ingress.auth.bind_address import is_loopback, refused_to_strangers
+from deployments.ingress.auth.bind_address import bind_refusal, is_loopback
 from deployments.ingress.http.routes import CLUSTER, PAGE_FILES
 
 logger = logging.getLogger("ray.serve")
@@ -37,10 +37,10 @@ EXPIRE_EVERY_S = 5.0
 PROBES = ("/health", "/ping")
 """Health checks of load balancers. They report only whether the server can answer."""
 
-WITHOUT_A_KEY = (*PROBES, *PAGE_FILES)
+PATHS_WITHOUT_KEY = (*PROBES, *PAGE_FILES)
 """Paths that need no API key. The web page is the same for all users and asks for a key."""
 
-NOT_COUNTED = (*PROBES, *PAGE_FILES, CLUSTER)
+PATHS_WITHOUT_RATE_LIMIT = (*PROBES, *PAGE_FILES, CLUSTER)
 """Paths without a rate limit: health checks and what an open web page polls. They cost almost nothing."""
 
 
@@ -79,7 +79,7 @@ class AccessControl:
         self._keys: ApiKeys | None = None
         if auth.api_keys_file is not None or auth.api_keys_env is not None:
             self._keys = ApiKeys(file=auth.api_keys_file, variable=auth.api_keys_env)
-        if refusal := refused_to_strangers(auth, host):
+        if refusal := bind_refusal(auth, host):
             raise UnprotectedServerError(refusal)
         if not self._on_loopback and os.environ.get(proxy_bounds.VARIABLE) != proxy_bounds.IMPORT_PATH:
             logger.warning(
@@ -91,9 +91,9 @@ class AccessControl:
         self._limiter = SlidingWindowCounterRateLimiter(self._counters)
 
     @property
-    def management_is_open(self) -> bool:
-        wanted = self._auth.management_routes
-        return wanted == "open" or (wanted == "auto" and self._on_loopback)
+    def is_management_open(self) -> bool:
+        setting = self._auth.management_routes
+        return setting == "open" or (setting == "auto" and self._on_loopback)
 
     async def admit(self, request: Request, path: str) -> Client:
         """Returns the client of a request, after its headers, key and rate limit are checked.
@@ -108,13 +108,13 @@ class AccessControl:
         named = [part for part in (key, tenant) if part is not None]
         address = request.client.host if request.client is not None else ""
         client = Client("/".join(named) or address, _salt(key, tenant) if named else None)
-        if path not in NOT_COUNTED:
-            await self._count("requests", self._rate_limit.requests_per_minute, client, 1)
+        if path not in PATHS_WITHOUT_RATE_LIMIT:
+            await self._charge("requests", self._rate_limit.requests_per_minute, client, 1)
         return client
 
-    async def charge_visual_tokens(self, client: Client, number: int) -> None:
-        """Counts `number` visual tokens. Raises ApiError 429 if they exceed the client's rate limit."""
-        await self._count("visual tokens", self._rate_limit.visual_tokens_per_minute, client, number)
+    async def charge_visual_tokens(self, client: Client, num_tokens: int) -> None:
+        """Counts `num_tokens` visual tokens. Raises ApiError 429 if they exceed the client's rate limit."""
+        await self._charge("visual tokens", self._rate_limit.visual_tokens_per_minute, client, num_tokens)
 
     def _check_headers(self, request: Request) -> None:
         headers = request.scope["headers"]
@@ -122,18 +122,18 @@ class AccessControl:
         num_bytes += len(request.scope["path"]) + len(request.scope["query_string"])
         limit = self._max_header_bytes
         if num_bytes > limit or len(headers) > MAX_HEADERS:
-            told = f"the request has {len(headers)} headers of {num_bytes} bytes"
-            raise ApiError(431, f"{told}, the limits are {MAX_HEADERS} and {limit}", code="headers_too_large")
+            found = f"the request has {len(headers)} headers of {num_bytes} bytes"
+            raise ApiError(431, f"{found}, the limits are {MAX_HEADERS} and {limit}", code="headers_too_large")
 
     def _key_name(self, request: Request, path: str) -> str | None:
         if self._keys is None:
             if self._auth.mode == "auto":
                 _refuse_web_pages(request)
             return None
-        if path in WITHOUT_A_KEY:
+        if path in PATHS_WITHOUT_KEY:
             return None
-        given = request.headers.getlist("authorization")
-        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        values = request.headers.getlist("authorization")
+        scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         name = self._keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
         if name is None:
             raise ApiError(401, "no valid API key: send one as Authorization: Bearer KEY", code="invalid_api_key")
@@ -142,20 +142,20 @@ class AccessControl:
     def _tenant(self, request: Request) -> str | None:
         if self._auth.tenant_header is None:
             return None
-        given = request.headers.getlist(self._auth.tenant_header)
-        if not given:
+        values = request.headers.getlist(self._auth.tenant_header)
+        if not values:
             return None
-        if len(given) > 1 or len(given[0]) > MAX_TENANT_CHARACTERS:
+        if len(values) > 1 or len(values[0]) > MAX_TENANT_CHARACTERS:
             limit = f"one value of at most {MAX_TENANT_CHARACTERS} characters"
             raise ApiError(400, f"header {self._auth.tenant_header} must have {limit}")
-        return given[0]
+        return values[0]
 
-    async def _count(self, what: str, per_minute: int | None, client: Client, number: int) -> None:
+    async def _charge(self, what: str, per_minute: int | None, client: Client, number: int) -> None:
         if per_minute is None or number == 0:
             return
         quota = RateLimitItemPerMinute(per_minute, namespace=what)
         admitted = await self._limiter.hit(quota, client.name, cost=number)
-        self._rest_after_expiry()
+        self._delay_next_expiry()
         if admitted:
             return
         if number > per_minute:
@@ -170,14 +170,14 @@ class AccessControl:
             retry_after_s=_seconds_until(left_s),
         )
 
-    def _rest_after_expiry(self) -> None:
+    def _delay_next_expiry(self) -> None:
         """Delays the storage's next removal of expired counters: it starts one at a request unless one still runs."""
         running = self._counters.timer
         if running is not None and running is not self._expiry:
-            self._expiry = self._counters.timer = asyncio.create_task(_and_rest(running))
+            self._expiry = self._counters.timer = asyncio.create_task(_pause_after(running))
 
 
-async def _and_rest(expiry: asyncio.Task[None]) -> None:
+async def _pause_after(expiry: asyncio.Task[None]) -> None:
     await expiry
     await asyncio.sleep(EXPIRE_EVERY_S)
 

@@ -24,9 +24,9 @@ from deployments.common.replica_status import REPLICA, Report
 
 logger = logging.getLogger("ray.serve")
 
-FRESH_S = 1.0
+MAX_AGE_S = 1.0
 """Maximum age of an answer."""
-PATIENCE_S = 2.0
+REPORT_TIMEOUT_S = 2.0
 """Timeout of the replicas' reports."""
 MAX_MESSAGE_CHARACTERS = 300
 
@@ -38,7 +38,7 @@ Details = Mapping[str, Any]
 class IngressLoad:
     """Requests of one ingress replica that no language model has accepted yet."""
 
-    line_tokens: float = 0.0
+    queued_tokens: float = 0.0
     """Visual tokens of the requests in the admission queue."""
     in_flight_tokens: float = 0.0
     """Visual tokens of the admitted requests."""
@@ -69,28 +69,28 @@ class ClusterView:
         self._details = details or application_details
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._made: dict[str, JsonValue] = {}
-        self._made_at = float("-inf")
+        self._view: dict[str, JsonValue] = {}
+        self._built_at = float("-inf")
 
-    async def now(self) -> dict[str, JsonValue]:
-        """Returns the view, at most FRESH_S old."""
+    async def get(self) -> dict[str, JsonValue]:
+        """Returns the view, at most MAX_AGE_S old."""
         async with self._lock:
-            if self._clock() - self._made_at >= FRESH_S:
-                self._made = await self._make()
-                self._made_at = self._clock()
-            return self._made
+            if self._clock() - self._built_at >= MAX_AGE_S:
+                self._view = await self._build()
+                self._built_at = self._clock()
+            return self._view
 
-    async def _make(self) -> dict[str, JsonValue]:
+    async def _build(self) -> dict[str, JsonValue]:
         details, encoders, llms = await asyncio.gather(
             asyncio.to_thread(self._details), self._reports(names.ENCODER), self._reports(names.LLM)
         )
         return view(details or {}, {names.ENCODER: encoders, names.LLM: llms}, self._load())
 
     async def _reports(self, deployment: str) -> list[Report]:
-        """Returns the reports of the replicas that answer within PATIENCE_S; empty if no replica is running."""
+        """Returns the reports of the replicas that answer within REPORT_TIMEOUT_S; empty if no replica is running."""
         try:
             response = self._handles[deployment].broadcast("report")
-            answers = await response.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
+            answers = await response.results_async(timeout_s=REPORT_TIMEOUT_S, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError):
             logger.debug("%s: no reports", deployment, exc_info=True)
             return []
@@ -116,7 +116,7 @@ def view(details: Details, reports: Mapping[str, Sequence[Report]], ingress: Ing
         ],
         "queue": {
             "unaccepted_requests": ingress.unaccepted_requests,
-            "line_tokens": ingress.line_tokens,
+            "line_tokens": ingress.queued_tokens,
             "in_flight_tokens": ingress.in_flight_tokens,
             "encoder_tokens": _total(reports.get(names.ENCODER, ()), "backlog_tokens"),
         },
@@ -130,8 +130,8 @@ def _deployment(name: str, found: Details, reports: Sequence[Report]) -> dict[st
     running = sum(replica["state"] == "RUNNING" for replica in replicas)
     autoscaling = config.get("autoscaling_config")
     target = int(found["target_num_replicas"])
-    least = int(autoscaling.get("min_replicas", 1)) if autoscaling else target
-    most = max(least, int(autoscaling.get("max_replicas", least))) if autoscaling else target
+    min_replicas = int(autoscaling.get("min_replicas", 1)) if autoscaling else target
+    max_replicas = max(min_replicas, int(autoscaling.get("max_replicas", min_replicas))) if autoscaling else target
     by_name = {report[REPLICA]: report for report in reports}
     return {
         "name": name,
@@ -139,8 +139,8 @@ def _deployment(name: str, found: Details, reports: Sequence[Report]) -> dict[st
         "message": _first_line(found.get("message")),
         "running": running,
         "target": target,
-        "min_replicas": least,
-        "max_replicas": most,
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
         "autoscaling": bool(autoscaling),
         "replicas": [
             {

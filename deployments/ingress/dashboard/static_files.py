@@ -57,15 +57,15 @@ class File:
 class Page:
     """The page's files in memory."""
 
-    def __init__(self, *, there: bool) -> None:
-        """`there`: whether the page is served."""
+    def __init__(self, *, enabled: bool) -> None:
+        """`enabled`: whether the page is served."""
         folder = resources.files(__package__) / "page"
         self._files = {
             path: File(MEDIA_TYPES[name.rpartition(".")[2]], (folder / name).read_bytes())
-            for path, name in (PAGE_FILES if there else {}).items()
+            for path, name in (PAGE_FILES if enabled else {}).items()
         }
 
-    def answer(self, path: str, *, root_path: str) -> tuple[ResponseHead, bytes]:
+    def response(self, path: str, *, root_path: str) -> tuple[ResponseHead, bytes]:
         """Returns the file at `path`, which is empty if the URL ends with the route prefix: then it redirects to the
         prefix with a slash, since the page's URLs are relative. Raises ApiError 404 if there is no such file."""
         file = self._files.get(path or "/")

@@ -26,11 +26,11 @@ MAX_URL_CHARACTERS = 8192
 KEEP_ALIVE_S = 5.0
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # One-byte chunks cost a thousand times the work of kilobyte chunks, on the event loop that all requests share.
-FREE_PIECES = 1000
-BYTES_A_PIECE = 512
+NUM_FREE_CHUNKS = 1000
+MIN_BYTES_PER_CHUNK = 512
 
 
-def uncounted(_num_bytes: int) -> None:
+def ignore_bytes(_num_bytes: int) -> None:
     """Ignores the bytes; the default of `count`."""
 
 
@@ -56,7 +56,7 @@ class MediaFetcher:
         self._config = config
         self._max_bytes = max_bytes
         self._slots = asyncio.Semaphore(config.max_concurrent)
-        self._slots_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._client_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._network = PinnedNetwork(
             allow_private=config.allow_private_addresses,
             timeout_s=config.timeout_s,
@@ -71,7 +71,7 @@ class MediaFetcher:
             network_backend=self._network,
         )
 
-    async def fetch(self, url: str, *, client: str = "", count: Callable[[int], None] = uncounted) -> bytes:
+    async def fetch(self, url: str, *, client: str = "", count: Callable[[int], None] = ignore_bytes) -> bytes:
         """Returns the file of a `data:`, `http:` or `https:` URL, fetched in a slot of `client`.
 
         `count` is called with the size of each received chunk, and its exceptions are passed on.
@@ -106,9 +106,9 @@ class MediaFetcher:
     @asynccontextmanager
     async def _slot(self, client: str) -> AsyncIterator[None]:
         """Acquires a slot of the client, then a shared one: a client at its own limit does not block others."""
-        own = self._slots_of.get(client)
+        own = self._client_slots.get(client)
         if own is None:
-            self._slots_of[client] = own = asyncio.Semaphore(self._config.max_concurrent_per_client)
+            self._client_slots[client] = own = asyncio.Semaphore(self._config.max_concurrent_per_client)
         held: list[asyncio.Semaphore] = []
         try:
             try:
@@ -124,9 +124,9 @@ class MediaFetcher:
                 slots.release()
 
     async def _fetch_http(self, url: str, count: Callable[[int], None]) -> bytes:
-        target = _parsed(url)
+        target = _parse_url(url)
         for _ in range(self._config.max_redirects + 1):
-            host, port = self._checked(target)
+            host, port = self._check_url(target)
             address = httpcore.URL(
                 scheme=target.scheme.encode("ascii"), host=host.encode("ascii"), port=port, target=target.raw_path
             )
@@ -138,16 +138,16 @@ class MediaFetcher:
                 (b"User-Agent", b"vitray"),
             ]
             async with self._pool.stream("GET", address, headers=headers) as response:
-                locations = _values(response, b"location")
+                locations = _header_values(response, b"location")
                 if response.status in REDIRECTS and len(locations) == 1:
-                    target = target.join(_parsed(locations[0]))
+                    target = target.join(_parse_url(locations[0]))
                     continue
                 if response.status != 200:
                     raise MediaError(f"fetching the image gave status {response.status}")
-                return await self._read(response, count)
+                return await self._read_body(response, count)
         raise MediaError(f"the image URL redirects more than {self._config.max_redirects} times")
 
-    def _checked(self, url: httpx.URL) -> tuple[str, int]:
+    def _check_url(self, url: httpx.URL) -> tuple[str, int]:
         """Returns host and port of an allowed URL. The host's addresses are checked later, by PinnedNetwork.
 
         Raises MediaError for a URL that is not allowed.
@@ -165,8 +165,8 @@ class MediaFetcher:
             raise MediaError(f"the image URL's port is {port}; it must be from 1 to 65535")
         return host, port
 
-    async def _read(self, response: httpcore.Response, count: Callable[[int], None]) -> bytes:
-        if any(value.lower() != "identity" for value in _values(response, b"content-encoding")):
+    async def _read_body(self, response: httpcore.Response, count: Callable[[int], None]) -> bytes:
+        if any(value.lower() != "identity" for value in _header_values(response, b"content-encoding")):
             raise MediaError("the image was sent with a content encoding, which was not asked for")
         body, num_pieces = bytearray(), 0
         async for piece in response.aiter_stream():
@@ -175,12 +175,12 @@ class MediaFetcher:
             num_pieces += 1
             if len(body) > self._max_bytes:
                 raise MediaTooLargeError(f"the image has more than {self._max_bytes} bytes, the limit")
-            if num_pieces > FREE_PIECES + len(body) // BYTES_A_PIECE:
+            if num_pieces > NUM_FREE_CHUNKS + len(body) // MIN_BYTES_PER_CHUNK:
                 raise MediaError("the image was sent in too small pieces")
         return bytes(body)
 
 
-def _parsed(url: str) -> httpx.URL:
+def _parse_url(url: str) -> httpx.URL:
     """Parses `url`. Raises httpx.InvalidURL, or MediaError for characters on which parsers disagree."""
     if len(url) > MAX_URL_CHARACTERS:
         raise MediaError(f"the image URL has {len(url)} characters, the limit is {MAX_URL_CHARACTERS}")
@@ -189,6 +189,6 @@ def _parsed(url: str) -> httpx.URL:
     return httpx.URL(url)
 
 
-def _values(response: httpcore.Response, name: bytes) -> list[str]:
+def _header_values(response: httpcore.Response, name: bytes) -> list[str]:
     """Returns all values of a header. Raises UnicodeError for values that are not UTF-8."""
     return [value.decode() for key, value in response.headers if key.lower() == name]

@@ -80,7 +80,7 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
             httpcore.ConnectError, httpcore.ConnectTimeout: no address accepts.
             OSError, UnicodeError: the name cannot be resolved.
         """
-        addresses = await self._checked_addresses(host, port)
+        addresses = await self._resolve_and_check(host, port)
         each_s = self._timeout_s / len(addresses)
         for address in addresses[:-1]:
             try:
@@ -89,18 +89,18 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
                 continue
         return await self._network.connect_tcp(addresses[-1], port, each_s, local_address, socket_options)
 
-    async def _checked_addresses(self, host: str, port: int) -> list[str]:
+    async def _resolve_and_check(self, host: str, port: int) -> list[str]:
         """Resolves `host`. A single address that is not allowed refuses the host: a mix suggests an attempt to bypass
         the guard."""
         found = await asyncio.get_running_loop().run_in_executor(self._lookups, self._resolve, host, port)
         addresses = list(dict.fromkeys(map(ipaddress.ip_address, found)))
         if not addresses:
             raise MediaError("the image URL's host has no address")
-        if not all(self._allowed(address) for address in addresses):
+        if not all(self._is_allowed(address) for address in addresses):
             raise MediaError("the image URL leads to an address that is not public")
         return [str(address) for address in addresses[:MAX_ADDRESSES]]
 
-    def _allowed(self, address: IpAddress) -> bool:
+    def _is_allowed(self, address: IpAddress) -> bool:
         return not is_never_allowed(address) if self._allow_private else is_public(address)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
 
 def is_public(address: IpAddress) -> bool:
     """Whether an address is reachable on the public internet."""
-    inner = inner_ipv4(address)
+    inner = embedded_ipv4(address)
     if inner is not None:
         return is_public(inner)
     if address.version == 6 and address not in _GLOBAL_UNICAST:
@@ -124,7 +124,7 @@ def is_never_allowed(address: IpAddress) -> bool:
 
     These are link-local addresses, cloud metadata services, multicast, broadcast, unspecified and reserved ranges.
     """
-    inner = inner_ipv4(address)
+    inner = embedded_ipv4(address)
     if inner is not None:
         return is_never_allowed(inner)
     if address.is_loopback:  # ::1 lies in a reserved range
@@ -135,7 +135,7 @@ def is_never_allowed(address: IpAddress) -> bool:
     return named or address.is_link_local or address.is_multicast or address.is_reserved or address.is_unspecified
 
 
-def inner_ipv4(address: IpAddress) -> ipaddress.IPv4Address | None:
+def embedded_ipv4(address: IpAddress) -> ipaddress.IPv4Address | None:
     """Returns the IPv4 address embedded in an IPv6 address, None if there is none."""
     if isinstance(address, ipaddress.IPv4Address):
         return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import ImageReference
-from deployments.ingress.http.data_url import decode_base64, decode_data_url, is_data_url, refusals
+from deployments.ingress.http.data_url import decode_base64, decode_data_url, is_data_url, raise_as_api_error
 from deployments.ingress.http.request_body import LARGE_BYTES, Body, parse_body
 from encoder.images.size import PixelBounds
 
@@ -49,7 +49,7 @@ class ImagePart:
     """An image part of a message."""
 
     part: Body
-    """The part's JSON object, which `put_key` changes in place."""
+    """The part's JSON object, which `replace_by_key` changes in place."""
     url: str
     """Its URL; empty once a `data:` URL is decoded."""
     detail: str
@@ -65,7 +65,7 @@ class ChatRequest:
     """A parsed and checked request body, without the image files, which `images` hold.
 
     chat = ChatRequest.parse(chunks, limits, takes_images=True, salt=None)
-    body, conversation = chat.write(places, digests)
+    body, conversation = chat.to_json(references, digests)
     """
 
     images: list[ImagePart]
@@ -94,28 +94,30 @@ class ChatRequest:
             body, files = parse_body(data, max_answers=limits.max_completions_per_request, cut=False)
             images = image_parts(body)
         refuse_fields(body)
-        bounds = pop_bounds(body if images else dict(body))
+        bounds = pop_pixel_bounds(body if images else dict(body))
         if salt is not None:
-            put_salt(body, salt)
-        if not takes_images and holds_media([body.get("input"), body.get("messages")]):
+            set_cache_salt(body, salt)
+        if not takes_images and has_media([body.get("input"), body.get("messages")]):
             unsupported = "only text is supported on this route; send images to /v1/chat/completions"
             raise ApiError(501, unsupported, code="images_not_supported")
-        if len(images) > (most := limits.max_images_per_request):
-            raise ApiError(400, f"the request has {len(images)} images, the limit is {most}", param="messages")
-        decoded = [_decoded(image, files, limits.max_image_bytes) for image in images]
+        if len(images) > (max_images := limits.max_images_per_request):
+            raise ApiError(400, f"the request has {len(images)} images, the limit is {max_images}", param="messages")
+        decoded = [_decode(image, files, limits.max_image_bytes) for image in images]
         file_bytes = sum(len(image.file) for image in decoded if image.file is not None)
         return cls(decoded, bounds, max(len(data) - file_bytes // 3, file_bytes), body)
 
-    def write(self, places: Sequence[ImageReference] = (), digests: Sequence[str] = ()) -> tuple[bytes, str | None]:
+    def to_json(
+        self, references: Sequence[ImageReference] = (), digests: Sequence[str] = ()
+    ) -> tuple[bytes, str | None]:
         """Returns the body for the language model, with keys instead of images, and its `conversation`.
 
         The parsed body is written, since another parser could read duplicate names of the original differently.
         `digests` has one entry per image. Raises ApiError 400 for a body that is nested too deeply.
         """
-        for image, place, digest in zip(self.images, places, digests, strict=True):
-            put_key(image, place, digest)
+        for image, reference, digest in zip(self.images, references, digests, strict=True):
+            replace_by_key(image, reference, digest)
         key = conversation(self._body)
-        return written(self._body, self.num_bytes), key
+        return body_to_json(self._body, self.num_bytes), key
 
 
 def image_parts(body: Body) -> list[ImagePart]:
@@ -129,7 +131,7 @@ def image_parts(body: Body) -> list[ImagePart]:
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         content = message.get("content") if isinstance(message, dict) else None
         for position, part in enumerate(content if isinstance(content, list) else []):
-            image = _image_of(part, f"messages[{number}].content[{position}]")
+            image = _parse_image_part(part, f"messages[{number}].content[{position}]")
             if image is not None:
                 found.append((part, *image))
     total = len(found)
@@ -151,7 +153,7 @@ def _images(body: Body, files: Mapping[str, memoryview]) -> list[ImagePart] | No
     return images if sum(image.url in files for image in images) == len(files) else None
 
 
-def holds_media(value: object) -> bool:
+def has_media(value: object) -> bool:
     """Whether `value` holds media at any depth. Used for text-only routes."""
     waiting = [value]  # not recursive: the JSON parser accepts deeper nesting than Python's recursion limit
     while waiting:
@@ -173,7 +175,7 @@ def refuse_fields(body: Body) -> None:
             raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_field")
 
 
-def put_salt(body: Body, salt: str) -> None:
+def set_cache_salt(body: Body, salt: str) -> None:
     """Sets `cache_salt`, which separates tenants in vLLM's prefix cache. The client's own salt only separates further.
 
     Raises:
@@ -213,28 +215,28 @@ def _by_digest(messages: Sequence[object]) -> list[object]:
     ]
 
 
-def put_key(image: ImagePart, place: ImageReference, digest: str) -> None:
+def replace_by_key(image: ImagePart, reference: ImageReference, digest: str) -> None:
     """Replaces the image part by one that names an embedding by its keys."""
     image.part.clear()
     image.part.update(
         type="image_embeds",
-        image_embeds={"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key},
+        image_embeds={"image_embeds": reference.tokens_key, "image_grid_thw": reference.grid_key},
         uuid=digest,
     )
 
 
-def pop_bounds(body: Body) -> PixelBounds | None:
+def pop_pixel_bounds(body: Body) -> PixelBounds | None:
     """Removes `mm_processor_kwargs` and returns its pixel bounds. vLLM gets no pixels to apply them to.
 
     Raises:
         ApiError: 400 for other keys or invalid values.
     """
-    asked = body.pop("mm_processor_kwargs", None)
-    if asked is None:
+    kwargs = body.pop("mm_processor_kwargs", None)
+    if kwargs is None:
         return None
-    if not isinstance(asked, dict):
+    if not isinstance(kwargs, dict):
         raise ApiError(400, "mm_processor_kwargs must be an object", param="mm_processor_kwargs")
-    for key, value in asked.items():
+    for key, value in kwargs.items():
         if key not in ("min_pixels", "max_pixels"):
             raise ApiError(
                 400,
@@ -252,12 +254,12 @@ def pop_bounds(body: Body) -> PixelBounds | None:
                 param="mm_processor_kwargs",
             )
     try:
-        return PixelBounds(asked.get("min_pixels"), asked.get("max_pixels"))
+        return PixelBounds(kwargs.get("min_pixels"), kwargs.get("max_pixels"))
     except ValueError as error:
         raise ApiError(400, f"mm_processor_kwargs: {error}", param="mm_processor_kwargs") from error
 
 
-def _image_of(part: object, where: str) -> tuple[str, str] | None:
+def _parse_image_part(part: object, where: str) -> tuple[str, str] | None:
     """Returns URL and detail of an image part, None for text. Raises ApiError 400 as `image_parts` does."""
     if isinstance(part, str):
         return None
@@ -293,20 +295,20 @@ def _image_of(part: object, where: str) -> tuple[str, str] | None:
     return url, detail
 
 
-def _decoded(image: ImagePart, files: Mapping[str, memoryview], max_bytes: int) -> ImagePart:
+def _decode(image: ImagePart, files: Mapping[str, memoryview], max_bytes: int) -> ImagePart:
     """Returns the image with the file of its `data:` URL decoded and the URL's text dropped. Other URLs are kept."""
-    with refusals(image.label):
+    with raise_as_api_error(image.label):
         if image.url in files:
             file = decode_base64(files[image.url], max_bytes=max_bytes)
         elif is_data_url(image.url):
             file = decode_data_url(image.url, max_bytes=max_bytes)
         else:
             return image
-    image.part.clear()  # frees the URL's text; `put_key` fills the part before it is read
+    image.part.clear()  # frees the URL's text; `replace_by_key` fills the part before it is read
     return dataclasses.replace(image, url="", file=file)
 
 
-def written(body: Body, num_bytes: int = 0) -> bytes:
+def body_to_json(body: Body, num_bytes: int = 0) -> bytes:
     """Returns `body` as JSON, of about `num_bytes`. Raises ApiError 400 for a body that is nested too deeply."""
     try:
         if num_bytes < LARGE_BYTES:

@@ -24,7 +24,7 @@ class MediaTooLargeError(MediaError):
 
 
 @contextmanager
-def refusals(label: str) -> Iterator[None]:
+def raise_as_api_error(label: str) -> Iterator[None]:
     """Turns a MediaError into an ApiError that names the image: 413 for MediaTooLargeError, else 400."""
     try:
         yield
@@ -64,7 +64,7 @@ def decode_data_url(url: str, *, max_bytes: int) -> bytes:
     data = unquote_to_bytes(payload) if num_escapes else payload
     if in_base64:
         return decode_base64(data, max_bytes=max_bytes)
-    return _checked(data, max_bytes)
+    return _check_size(data, max_bytes)
 
 
 def decode_base64(payload: bytes | memoryview, *, max_bytes: int) -> bytes:
@@ -77,10 +77,10 @@ def decode_base64(payload: bytes | memoryview, *, max_bytes: int) -> bytes:
         data = pybase64.b64decode(bytes(payload) + b"=" * missing if missing else payload, validate=True)
     except binascii.Error as error:
         raise MediaError("the data: URL is not valid base64") from error
-    return _checked(data, max_bytes)
+    return _check_size(data, max_bytes)
 
 
-def _checked(data: bytes, max_bytes: int) -> bytes:
+def _check_size(data: bytes, max_bytes: int) -> bytes:
     """Returns `data`. Raises MediaError if it is empty, MediaTooLargeError over `max_bytes`."""
     if len(data) > max_bytes:
         raise MediaTooLargeError(f"the image has {len(data)} bytes, the limit is {max_bytes}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deployments.common.api_error import ApiError
 
 TIMEOUT_HEADER = "x-request-timeout-s"
-EARLY_S = 0.001
+TIMER_TOLERANCE_S = 0.001
 """Seconds by which an event loop's timer may fire too early."""
 
 
@@ -22,20 +22,20 @@ class Deadline:
     """Seconds from the request's arrival to the deadline."""
 
     @classmethod
-    def of(cls, asked: str | None, *, arrived: float, most_s: float) -> Deadline:
-        """Returns the deadline of a request that arrived at `arrived` (event-loop seconds), at most `most_s` later.
+    def from_header(cls, header: str | None, *, arrived: float, max_s: float) -> Deadline:
+        """Returns the deadline of a request that arrived at `arrived` (event-loop seconds), at most `max_s` later.
 
-        `asked` is the value of TIMEOUT_HEADER, None if it is absent. Raises ApiError 400 if it is not a number over 0.
+        `header` is the value of TIMEOUT_HEADER, None if it is absent. Raises ApiError 400 if it is not a number over 0.
         """
-        limit_s = most_s
-        if asked is not None:
+        limit_s = max_s
+        if header is not None:
             try:
-                limit_s = float(asked)
+                limit_s = float(header)
             except ValueError:
                 limit_s = math.nan
             if not (limit_s > 0 and math.isfinite(limit_s)):
-                raise ApiError(400, f"header {TIMEOUT_HEADER} is {asked!r}; it must be a number of seconds over 0")
-        limit_s = min(limit_s, most_s)
+                raise ApiError(400, f"header {TIMEOUT_HEADER} is {header!r}; it must be a number of seconds over 0")
+        limit_s = min(limit_s, max_s)
         return cls(arrived + limit_s, limit_s)
 
     @property
@@ -43,8 +43,8 @@ class Deadline:
         """Arrival of the request, in seconds of the event loop's clock."""
         return self.at - self.limit_s
 
-    def passed(self, now: float) -> bool:
-        return now >= self.at - EARLY_S
+    def has_passed(self, now: float) -> bool:
+        return now >= self.at - TIMER_TOLERANCE_S
 
     def error(self) -> ApiError:
         """Returns the error for a request that missed its deadline."""

@@ -22,11 +22,11 @@ class HeldBytes:
 
     with held_bytes.request() as held:
         held.add(len(chunk))      # for each chunk of the body or of a fetched file
-        held.become(num_bytes)    # once the body is parsed
+        held.resize(num_bytes)    # once the body is parsed
     """
 
-    def __init__(self, most: int, events: Events, *, retry_after_s: Callable[[], int]) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int, events: Events, *, retry_after_s: Callable[[], int]) -> None:
+        self._max_bytes = max_bytes
         self._events = events
         self._retry_after_s = retry_after_s
         self.num_bytes = 0
@@ -38,14 +38,14 @@ class HeldBytes:
         try:
             yield held
         finally:
-            held.become(0)
+            held.resize(0)
 
-    def change(self, difference: int) -> None:
+    def add(self, difference: int) -> None:
         """Adds `difference` bytes, which may be negative. Raises OverloadedError if the sum would exceed the bound."""
-        if difference > 0 and self.num_bytes + difference > self._most:
+        if difference > 0 and self.num_bytes + difference > self._max_bytes:
             self._events.shed(Shed.BYTES, 0)
-            told = f"requests hold {self.num_bytes} bytes, {difference} more would pass {self._most}; try again"
-            raise OverloadedError(told, retry_after_s=self._retry_after_s())
+            message = f"requests hold {self.num_bytes} bytes, {difference} more would pass {self._max_bytes}; try again"
+            raise OverloadedError(message, retry_after_s=self._retry_after_s())
         self.num_bytes += difference
         self._events.bytes_held(self.num_bytes)
 
@@ -59,9 +59,9 @@ class Held:
 
     def add(self, num_bytes: int) -> None:
         """Adds to the count. Raises OverloadedError if the bound would be exceeded; the count is then unchanged."""
-        self._all.change(num_bytes)
+        self._all.add(num_bytes)
         self.num_bytes += num_bytes
 
-    def become(self, num_bytes: int) -> None:
+    def resize(self, num_bytes: int) -> None:
         """Sets the count to `num_bytes`. Raises OverloadedError as `add` does."""
         self.add(num_bytes - self.num_bytes)

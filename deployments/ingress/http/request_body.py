@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 GRACE_S = 30.0
 """Seconds during which a body may arrive at any speed."""
-LEAST_BYTES_PER_S = 16_384
+MIN_BYTES_PER_S = 16_384
 """Minimum average speed after GRACE_S: a request occupies a slot of the ingress while it is sent."""
 MAX_JSON_VALUES = 2**18
 """Values in a body, estimated by its commas and brackets, including those in strings. A parsed value takes many times
@@ -81,7 +81,7 @@ async def read_body(request: Request, *, max_bytes: int, held: Held) -> list[byt
     stream = request.stream()
     try:
         while True:
-            async with asyncio.timeout_at(started + GRACE_S + total / LEAST_BYTES_PER_S):
+            async with asyncio.timeout_at(started + GRACE_S + total / MIN_BYTES_PER_S):
                 chunk = await anext(stream, None)
             if chunk is None:
                 return chunks
@@ -91,7 +91,7 @@ async def read_body(request: Request, *, max_bytes: int, held: Held) -> list[byt
             held.add(len(chunk))
             chunks.append(chunk)
     except TimeoutError as error:
-        pace = f"after {GRACE_S:g} s, {LEAST_BYTES_PER_S} bytes a second are the least"
+        pace = f"after {GRACE_S:g} s, {MIN_BYTES_PER_S} bytes a second are the least"
         raise ApiError(408, f"the request body comes too slowly: {pace}", code="body_too_slow") from error
     except ClientDisconnect as error:
         raise ApiError(400, "the client closed the connection while it was sending") from error
@@ -100,11 +100,11 @@ async def read_body(request: Request, *, max_bytes: int, held: Held) -> list[byt
 def parse_body(data: bytes, *, max_answers: int, cut: bool) -> tuple[Body, dict[str, memoryview]]:
     """Returns the parsed and checked body, and the base64 of its files by name as `cut_files` does, if `cut` is set.
 
-    Raises ApiError as `json_object` and `check` do.
+    Raises ApiError as `json_object` and `check_limits` do.
     """
     rest, files = cut_files(data) if cut else (data, {})
     body = json_object(rest)
-    check(body, max_answers=max_answers)
+    check_limits(body, max_answers=max_answers)
     return body, files
 
 
@@ -141,8 +141,8 @@ def json_object(data: bytes) -> Body:
     for start in range(0, looked_through, COUNTED_BYTES):
         num_values += sum(data.count(mark, start, start + COUNTED_BYTES) for mark in (b",", b"[", b"{"))
         if num_values > MAX_JSON_VALUES:
-            told = f"the request body has {num_values} JSON values or more, the limit is {MAX_JSON_VALUES}"
-            raise ApiError(413, told, code="body_too_large")
+            message = f"the request body has {num_values} JSON values or more, the limit is {MAX_JSON_VALUES}"
+            raise ApiError(413, message, code="body_too_large")
     try:
         if len(data) < LARGE_BYTES:
             body = json.loads(data)
@@ -165,7 +165,7 @@ def _number(text: str) -> float:
     return float(text)
 
 
-def check(body: Mapping[str, Any], *, max_answers: int) -> None:
+def check_limits(body: Mapping[str, Any], *, max_answers: int) -> None:
     """Checks the bounds on fields. Raises ApiError 400 that names the field, its value and the limit."""
     num_answers = _positive(body.get("n")) * _num_prompts(body.get("prompt"))
     if num_answers > max_answers:

@@ -90,7 +90,7 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
-def open_rows(path: str) -> list[Route]:
+def open_routes(path: str) -> list[Route]:
     """Returns the rows that serve `path`, for any method. A path parameter matches any value that is not empty."""
     return [route for route in ROUTES if route.service is not Service.CLOSED and _matches(route.path, path)]
 
@@ -101,7 +101,7 @@ def open_route(method: str, path: str, *, management: bool) -> Route:
     Raises:
         ApiError: 404 for an unknown path, 405 for another method.
     """
-    rows = [row for row in open_rows(path) if management or row.service is not Service.MANAGEMENT]
+    rows = [row for row in open_routes(path) if management or row.service is not Service.MANAGEMENT]
     if not rows:
         raise ApiError(404, f"{path} is not served here", code="not_found")
     for route in rows:
@@ -111,17 +111,17 @@ def open_route(method: str, path: str, *, management: bool) -> Route:
     raise ApiError(405, f"{method} {path}: allowed are {allowed}", code="method_not_allowed")
 
 
-def described(openapi: bytes) -> bytes:
+def filter_openapi(openapi: bytes) -> bytes:
     """Returns vLLM's OpenAPI document (JSON) without the paths that are closed here."""
     document = json.loads(openapi)
-    document["paths"] = {path: operations for path, operations in document["paths"].items() if open_rows(path)}
+    document["paths"] = {path: operations for path, operations in document["paths"].items() if open_routes(path)}
     return json.dumps(document).encode()
 
 
 def _matches(pattern: str, path: str) -> bool:
-    parts, given = pattern.split("/"), path.split("/")
-    return len(parts) == len(given) and all(
-        (part.startswith("{") and value != "") or part == value for part, value in zip(parts, given, strict=True)
+    parts, values = pattern.split("/"), path.split("/")
+    return len(parts) == len(values) and all(
+        (part.startswith("{") and value != "") or part == value for part, value in zip(parts, values, strict=True)
     )
 
 

@@ -37,7 +37,7 @@ class EngineStats:
         """Returns the total load of all engines, with the mean use of their KV caches. `num_excluded`: requests that do
         not count, subtracted from the waiting ones first."""
         loads = [logger.load for logger in self._loggers]
-        running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+        running, waiting = sum(load.running_requests for load in loads), sum(load.waiting_requests for load in loads)
         return EngineLoad(
             max(0, running - max(0, num_excluded - waiting)),
             max(0, waiting - num_excluded),

@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import JsonValue
 
-from configs.schema import unknown_key
+from configs.schema import unknown_key_message
 from deployments.llm.engine import import_shim
 from deployments.llm.engine.link import ADDRESS_KEY, MIN_TOKENS_KEY
 from deployments.llm.engine.media_connector import KeyStore, make_connector_class
@@ -143,7 +143,7 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
                 elsewhere = "server_args" if kind == "engine_args" else "engine_args"
                 raise ValueError(f"llm.{kind}: {key!r} belongs under llm.{elsewhere}")
             if key not in known:
-                raise ValueError(f"llm.{kind}: {unknown_key(key, known)}")
+                raise ValueError(f"llm.{kind}: {unknown_key_message(key, known)}")
     for key, why in _SET_BY_VITRAY.items():
         if key in engine_args:
             raise ValueError(f"llm.engine_args: {key!r} is set by vitray ({why})")

@@ -121,7 +121,7 @@ def test_a_new_ingress_learns_from_what_is_published() -> None:
 
 
 def home(affinity: Affinity, wanted: Image) -> str:
-    return affinity.order(Call(wanted.digest))[0]
+    return affinity.candidates(Call(wanted.digest))[0]
 
 
 def test_the_report_is_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs.encoder_config import EncoderConfig
 from configs.resolve import PRESETS, PROJECT_ROOT, ClusterFacts, load_preset, resolve
-from configs.schema import AppConfig, unknown_key
+from configs.schema import AppConfig, unknown_key_message
 
 DEFAULTS = AppConfig()
 LAPTOP = ClusterFacts(has_gpu=False)
@@ -83,7 +83,7 @@ def test_a_key_near_to_none_is_answered_with_all_of_them(path: tuple[str, ...]) 
 
 
 def test_unknown_key_without_a_near_name_lists_them_sorted() -> None:
-    assert unknown_key("zzz", ["beta", "alpha"]) == "unknown key 'zzz': known keys: alpha, beta"
+    assert unknown_key_message("zzz", ["beta", "alpha"]) == "unknown key 'zzz': known keys: alpha, beta"
 
 
 @pytest.mark.parametrize("path", list(sections()), ids=lambda path: ".".join(path) or "top")

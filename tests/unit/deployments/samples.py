@@ -11,7 +11,7 @@ from PIL import Image
 from configs.schema import IngressConfig
 from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.http.chat_request import ImagePart
-from deployments.ingress.image_jobs import RequestImages, encoder_jobs, fetch_images
+from deployments.ingress.image_jobs import RequestImages, build_encoder_jobs, fetch_images
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageRules, PixelBounds
@@ -63,4 +63,4 @@ async def request_images(
     salt: str | None = None,
 ) -> RequestImages:
     """What the ingress makes of a request's images."""
-    return encoder_jobs(await fetch_images(parts, fetcher, limits), bounds, identity, limits, salt)
+    return build_encoder_jobs(await fetch_images(parts, fetcher, limits), bounds, identity, limits, salt)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from configs.schema import AppConfig
 from deployments.common.messages import Accepted, HttpRequest, ImageJob, ImageReference, ResponseHead
-from deployments.ingress.attempt import MAX_TRIES
+from deployments.ingress.attempt import MAX_ATTEMPTS
 from deployments.ingress.deployment import Ingress
 from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata
@@ -79,7 +79,7 @@ class Pieces:
 
 def always(*pieces: object) -> list[Pieces]:
     """The same answer for as often as a request is tried."""
-    return [Pieces(*pieces) for _ in range(MAX_TRIES)]
+    return [Pieces(*pieces) for _ in range(MAX_ATTEMPTS)]
 
 
 class Method:
@@ -117,7 +117,7 @@ class StandIns:
     def run(self, *encoders: EncoderIdentity, available: bool = True) -> None:
         """The running replicas from now on, and whether there can be any."""
         replicas = {str(at): SimpleNamespace(replica_metadata=encoder_metadata(one)) for at, one in enumerate(encoders)}
-        routers = SimpleNamespace(curr_replicas=replicas, failed=self.failed.append)
+        routers = SimpleNamespace(curr_replicas=replicas, exclude=self.failed.append)
         loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
         asyncio_router = SimpleNamespace(_request_router=routers, _deployment_available=available, _event_loop=loop)
         self._router = SimpleNamespace(_asyncio_router=asyncio_router)

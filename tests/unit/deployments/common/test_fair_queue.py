@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.common.fair_queue import MAX_YIELD_S, FairQueue, place_of
+from deployments.common.fair_queue import MAX_YIELD_S, FairQueue, virtual_arrival_s
 from deployments.encoder_replica.decode.pool import FairSemaphore
 
 SPEED = 1000.0
@@ -23,7 +23,7 @@ class Arrival:
 
     @property
     def place(self) -> float:
-        return place_of(self.at_s, tokens=self.tokens, tokens_before=self.tokens_before, tokens_per_s=SPEED)
+        return virtual_arrival_s(self.at_s, tokens=self.tokens, tokens_before=self.tokens_before, tokens_per_s=SPEED)
 
 
 def request(at_s: float, *tokens: int) -> list[Arrival]:
@@ -66,7 +66,7 @@ def test_small_requests_without_end_starve_no_large_one() -> None:
 
 
 def test_without_a_known_speed_it_goes_by_age() -> None:
-    assert place_of(5.0, tokens=9000, tokens_before=9000, tokens_per_s=0) == 5.0
+    assert virtual_arrival_s(5.0, tokens=9000, tokens_before=9000, tokens_per_s=0) == 5.0
 
 
 @given(

@@ -30,18 +30,18 @@ def test_arrivals_of_a_steady_stream() -> None:
     """One job of 50 tokens every 20 ms is 2500 tokens a second; a few seconds after the last there are next to none."""
     clock = Clock()
     work = InFlightTokens(clock)
-    assert (work.arriving_per_s(), work.tokens_per_job()) == (0, 0)
+    assert (work.arriving_tokens_per_s(), work.tokens_per_job()) == (0, 0)
     for _ in range(2000):
         clock.now += 0.02
         with work.job(50):
             pass
-    assert work.arriving_per_s() == pytest.approx(2500, rel=0.01)
+    assert work.arriving_tokens_per_s() == pytest.approx(2500, rel=0.01)
     assert work.tokens_per_job() == pytest.approx(50)
     clock.now += 10 * ARRIVALS_OVER_S
-    assert work.arriving_per_s() < 1
+    assert work.arriving_tokens_per_s() < 1
     assert work.tokens_per_job() == pytest.approx(50)
     clock.now += 1e5
-    assert (work.arriving_per_s(), work.tokens_per_job()) == (0, 0)
+    assert (work.arriving_tokens_per_s(), work.tokens_per_job()) == (0, 0)
 
 
 def test_speed_counts_busy_time_only() -> None:

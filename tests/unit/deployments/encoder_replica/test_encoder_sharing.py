@@ -85,8 +85,8 @@ class Replica(EncoderReplica):
         if self._remote is not None:
             self._remote.close()
 
-    def answer(self, number: int = 1, *, read_on: str = HERE) -> Any:
-        job = ImageJob(png(), None, digest(number), IDENTITY.fingerprint, (4, 4), 6, read_on=(read_on,))
+    def answer(self, number: int = 1, *, reader_hosts: str = HERE) -> Any:
+        job = ImageJob(png(), None, digest(number), IDENTITY.fingerprint, (4, 4), 6, reader_hosts=(reader_hosts,))
         return asyncio.run(self.encode(job))
 
 
@@ -138,7 +138,7 @@ def test_what_lies_there_is_sent_through_the_object_store_too(replica: Replica) 
     with closing(ShmClient(replica.server.address)) as client:
         acquire(client, replica.answer())
         replica.forget()
-        image = replica.answer(read_on="elsewhere")
+        image = replica.answer(reader_hosts="elsewhere")
         assert isinstance(image, EncodedImage)
         assert image.timings.cached
         assert (image.bits == 1.0).all()

@@ -107,7 +107,7 @@ async def behind_haproxy(
     """The URL of an HAProxy before both, or before the one that there is. `amended`: as `vitray-haproxy` has it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_HAPROXY")}
     environment |= {haproxy.CLIENT_TIMEOUT: str(CLIENT_S), **variables}
-    program = Path(sys.executable).with_name("vitray-haproxy") if amended else Path(haproxy.binary())
+    program = Path(sys.executable).with_name("vitray-haproxy") if amended else Path(haproxy.haproxy_binary())
     config = folder / "running.cfg"
     config.write_text((folder / "haproxy.cfg").read_text())
     async with contextlib.AsyncExitStack() as stack:
@@ -285,7 +285,7 @@ def test_what_strangers_are_not_told(folder: Path, ports: list[int], serves_own:
     assert serves_own.count("bind ") == 3
     errors = folder / "unanswered.http"
     wanted = {haproxy.METRICS_PORT: "9101", haproxy.STATS_PORT: "8404"}
-    assert haproxy.amended(serves_own, errors=errors, variables=wanted).count("bind ") == 3
+    assert haproxy.amend(serves_own, errors=errors, variables=wanted).count("bind ") == 3
 
 
 def test_a_client_cannot_name_its_own_address(folder: Path, ports: list[int]) -> None:
@@ -327,11 +327,11 @@ def test_what_is_no_request(sent: Callable[[Address], bytes], folder: Path, port
 def test_another_configuration_of_serves_is_refused(serves_own: str, tmp_path: Path) -> None:
     """HAProxy does not start, and Serve tells why, when a Ray writes something else: nothing is left open silently."""
     errors = tmp_path / "unanswered.http"
-    good = haproxy.amended(serves_own, errors=errors, variables={})
-    assert haproxy.amended(good, errors=errors, variables={}) == good
+    good = haproxy.amend(serves_own, errors=errors, variables={})
+    assert haproxy.amend(good, errors=errors, variables={}) == good
     for line in ("option abortonclose", "listen stats", "if routes\n"):
         with pytest.raises(haproxy.TemplateError, match="0 lines"):
-            haproxy.amended(serves_own.replace(line, ""), errors=errors, variables={})
+            haproxy.amend(serves_own.replace(line, ""), errors=errors, variables={})
 
 
 def test_paths_of_sockets_are_short_enough() -> None:

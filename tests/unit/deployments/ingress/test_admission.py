@@ -21,7 +21,7 @@ from deployments.common.api_error import OverloadedError, Shed
 from deployments.ingress.admission import MAX_YIELD_S, Admission, AdmissionBounds, Visit, _Stage
 
 BOUNDS = AdmissionBounds(
-    requests=8, tokens_in_flight=100, images_in_flight=10, tokens_waiting=250, least_retry_s=2, most_retry_s=30
+    requests=8, tokens_in_flight=100, images_in_flight=10, tokens_queued=250, min_retry_after_s=2, max_retry_after_s=30
 )
 
 
@@ -61,14 +61,14 @@ class Scene:
 
     def asks(self, tokens: int, images: int = 1) -> Visit:
         visit = self.admission.arrive()
-        visit.ask(tokens, images)
+        visit.request(tokens, images)
         return visit
 
     def does(self, tokens: int, seconds: float) -> None:
         """Has a speed measured."""
         visit = self.asks(tokens)
         self.clock.now += seconds
-        visit.accepted()
+        visit.accept()
 
 
 def begun(*visits: Visit) -> list[bool]:
@@ -80,7 +80,7 @@ def test_what_fits_begins_and_the_rest_waits_its_turn() -> None:
     visits = [scene.asks(40) for _ in range(4)]
     assert begun(*visits) == [True, True, False, False]
     assert scene.seen.level == (4, 80, 80)
-    visits[1].accepted()
+    visits[1].accept()
     assert begun(*visits[2:]) == [True, False]
     visits[0].leave()
     assert begun(*visits[2:]) == [True, True]
@@ -92,7 +92,7 @@ def test_images_are_bounded_where_tokens_are_not() -> None:
     scene = Scene()
     first, second = scene.asks(6, images=6), scene.asks(6, images=6)
     assert begun(first, second) == [True, False]
-    first.accepted()
+    first.accept()
     assert begun(second) == [True]
 
 
@@ -103,7 +103,7 @@ def test_text_counts_as_a_request_and_waits_for_nothing() -> None:
     text = scene.admission.arrive()
     with pytest.raises(OverloadedError, match="3 requests wait for a language model, the limit"):
         scene.admission.arrive()
-    text.accepted()
+    text.accept()
     scene.admission.arrive()
     assert scene.seen.requests_shed == {Shed.REQUESTS: 1}
 
@@ -128,14 +128,14 @@ def test_a_small_request_overtakes_a_large_one_that_came_just_before() -> None:
         large = scene.asks(80)
         scene.clock.now += later_s
         small = scene.asks(30)
-        running.accepted()
+        running.accept()
         assert begun(large, small) == [not overtakes, overtakes]
 
 
 def test_before_a_speed_is_measured_the_line_goes_by_age() -> None:
     scene = Scene()
     running, large, small = scene.asks(100), scene.asks(100), scene.asks(1)
-    running.accepted()
+    running.accept()
     assert begun(large, small) == [True, False]
 
 
@@ -147,7 +147,7 @@ def test_a_standstill_makes_nobody_yield_for_ever() -> None:
     large = scene.asks(100)
     scene.clock.now += MAX_YIELD_S + 0.1
     small = [scene.asks(1) for _ in range(3)]
-    running.accepted()
+    running.accept()
     assert begun(large, *small) == [True, False, False, False]
 
 
@@ -161,19 +161,19 @@ def test_a_flood_of_small_requests_does_not_starve_a_large_one() -> None:
     while not begun(large)[0]:
         running.append(scene.asks(10))
         scene.clock.now += 1
-        running.pop(0).accepted()
+        running.pop(0).accept()
         assert scene.clock.now - asked_at < 2 * MAX_YIELD_S + 10
     assert scene.admission.tokens_in_flight == 100
 
 
 def test_large_requests_do_not_starve_a_small_one() -> None:
     """Twenty that fill everything came just before; it waits for the one under way and no other."""
-    scene = Scene(requests=100, tokens_waiting=10_000)
+    scene = Scene(requests=100, tokens_queued=10_000)
     scene.does(100, 10)
     running, *waiting = [scene.asks(100) for _ in range(20)]
     scene.clock.now += 1
     small = scene.asks(2)
-    running.accepted()
+    running.accept()
     assert begun(small, *waiting) == [True] + [False] * 19
 
 
@@ -206,21 +206,21 @@ def test_a_request_whose_replica_was_lost_comes_back_to_its_old_place() -> None:
     """Nobody takes its turn, and it is not refused: it was let in, and may pass the bounds on what waits."""
 
     async def scenario() -> None:
-        scene = Scene(requests=2, tokens_waiting=60)
+        scene = Scene(requests=2, tokens_queued=60)
         lost = scene.asks(60)
         scene.clock.now += 1
-        lost.accepted()
+        lost.accept()
         running = scene.asks(100)
         other = scene.asks(60)
-        again = asyncio.create_task(lost.again())
+        again = asyncio.create_task(lost.requeue())
         await asyncio.sleep(0)
         assert scene.seen.level == (3, 120, 100)
         with pytest.raises(OverloadedError):
             scene.admission.arrive()
-        running.accepted()
+        running.accept()
         await asyncio.wait_for(again, 1)
         assert begun(lost, other) == [True, False]
-        await lost.again()  # it was not accepted since
+        await lost.requeue()  # it was not accepted since
         assert scene.seen.level == (2, 60, 60)
         lost.leave()
         other.leave()
@@ -235,8 +235,8 @@ def test_text_whose_replica_was_lost_waits_for_no_image() -> None:
         scene.asks(100)
         scene.asks(100)
         text = scene.admission.arrive()
-        text.accepted()
-        await asyncio.wait_for(text.again(), 1)
+        text.accept()
+        await asyncio.wait_for(text.requeue(), 1)
         assert scene.seen.level == (3, 100, 100)
         text.leave()
         assert scene.seen.level == (2, 100, 100)
@@ -247,8 +247,8 @@ def test_text_whose_replica_was_lost_waits_for_no_image() -> None:
 def test_a_visit_that_ends_any_way_gives_its_room_back_once() -> None:
     scene = Scene()
     visit = scene.asks(60)
-    visit.accepted()
-    visit.accepted()
+    visit.accept()
+    visit.accept()
     visit.leave(Shed.CLIENT_GONE)
     assert scene.seen.level == (0, 0, 0)
     assert not scene.seen.requests_shed
@@ -263,8 +263,8 @@ def test_a_request_that_is_cancelled_leaves(in_line: bool, late: bool, reason: S
 
         async def visit() -> None:
             with scene.admission.visit(lambda: late) as own:
-                own.ask(60, 1)
-                await own.turn()
+                own.request(60, 1)
+                await own.wait_until_admitted()
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(visit())
@@ -274,7 +274,7 @@ def test_a_request_that_is_cancelled_leaves(in_line: bool, late: bool, reason: S
         await asyncio.wait([task])
         assert scene.seen.tokens_shed == {reason: 60}
         assert scene.admission.requests == 1
-        running.accepted()
+        running.accept()
         assert scene.seen.level == (0, 0, 0)
 
     asyncio.run(scenario())
@@ -288,13 +288,13 @@ def test_a_turn_that_came_as_its_request_was_cancelled_goes_to_the_next() -> Non
 
         async def visit(number: int) -> None:
             with scene.admission.visit(lambda: False) as own:
-                own.ask(100, 1)
-                await own.turn()
+                own.request(100, 1)
+                await own.wait_until_admitted()
                 began.append(number)
 
         tasks = [asyncio.create_task(visit(number)) for number in range(2)]
         await asyncio.sleep(0)
-        running.accepted()
+        running.accept()
         tasks[0].cancel()
         await asyncio.wait(tasks)
         assert began == [1]
@@ -323,7 +323,7 @@ class Comings(RuleBasedStateMachine):
     @initialize(requests=st.integers(1, 12), tokens=st.integers(1, 100), images=st.integers(1, 10))
     def start(self, requests: int, tokens: int, images: int) -> None:
         self.scene = Scene(
-            requests=requests, tokens_in_flight=tokens, images_in_flight=images, tokens_waiting=2 * tokens
+            requests=requests, tokens_in_flight=tokens, images_in_flight=images, tokens_queued=2 * tokens
         )
         self.visits: list[Visit] = []
         self.most = (tokens, images)
@@ -342,7 +342,7 @@ class Comings(RuleBasedStateMachine):
         new = [visit for visit in self.visits if visit.stage is _Stage.ARRIVED]
         visit = new[choice % len(new)]
         try:
-            visit.ask(round(tokens * self.most[0]), round(images * self.most[1]))
+            visit.request(round(tokens * self.most[0]), round(images * self.most[1]))
         except OverloadedError:
             self.visits.remove(visit)
 
@@ -351,10 +351,10 @@ class Comings(RuleBasedStateMachine):
     def ends(self, choice: int, how: str) -> None:
         visit = self._pick(choice)
         ends: dict[str, list[Callable[[], None]]] = {
-            "accepted": [visit.accepted],
+            "accepted": [visit.accept],
             "left": [visit.leave],
             "shed": [lambda: visit.leave(Shed.CLIENT_GONE)],
-            "twice": [visit.leave, visit.accepted, visit.leave],
+            "twice": [visit.leave, visit.accept, visit.leave],
         }
         for end in ends[how]:
             end()
@@ -369,17 +369,17 @@ class Comings(RuleBasedStateMachine):
             return
         admission, bounds = self.scene.admission, self.scene.admission._bounds
         flying = [visit for visit in self.visits if visit.stage is _Stage.IN_FLIGHT]
-        waiting = [visit for visit in self.visits if visit.stage is _Stage.IN_LINE]
+        waiting = [visit for visit in self.visits if visit.stage is _Stage.QUEUED]
         assert admission.requests == len(self.visits) <= bounds.requests
         assert admission.tokens_in_flight == sum(visit.tokens for visit in flying) <= bounds.tokens_in_flight
         assert admission.images_in_flight == sum(visit.images for visit in flying) <= bounds.images_in_flight
-        assert admission.tokens_waiting == sum(visit.tokens for visit in waiting) <= bounds.tokens_waiting
-        assert self.scene.seen.level == (admission.requests, admission.tokens_waiting, admission.tokens_in_flight)
-        assert BOUNDS.least_retry_s <= admission.retry_after_s() <= BOUNDS.most_retry_s
+        assert admission.tokens_queued == sum(visit.tokens for visit in waiting) <= bounds.tokens_queued
+        assert self.scene.seen.level == (admission.requests, admission.tokens_queued, admission.tokens_in_flight)
+        assert BOUNDS.min_retry_after_s <= admission.retry_after_s() <= BOUNDS.max_retry_after_s
         assert flying or not waiting, "a line without anybody under way would never move"
         if waiting:
-            first = admission._line[0]
-            assert first.place == min(visit.place for visit in waiting)
+            first = admission._queue[0]
+            assert first.virtual_arrival_s == min(visit.virtual_arrival_s for visit in waiting)
             room = (bounds.tokens_in_flight - admission.tokens_in_flight, bounds.images_in_flight)
             assert first.tokens > room[0] or first.images > room[1] - admission.images_in_flight
 
@@ -388,8 +388,8 @@ class Comings(RuleBasedStateMachine):
         if not hasattr(self, "scene"):
             return
         while self.visits:
-            flying = [visit for visit in self.visits if visit.stage is not _Stage.IN_LINE]
-            flying[0].accepted()
+            flying = [visit for visit in self.visits if visit.stage is not _Stage.QUEUED]
+            flying[0].accept()
             self.visits.remove(flying[0])
         assert self.scene.seen.level == (0, 0, 0)
 
@@ -404,7 +404,7 @@ TestComings.settings = settings(max_examples=150, stateful_step_count=40)
     st.floats(0.1, 1000),
 )
 def test_nobody_is_overtaken_by_who_comes_much_later(arrivals: list[tuple[int, float]], speed: float) -> None:
-    scene = Scene(requests=100, tokens_waiting=10_000)
+    scene = Scene(requests=100, tokens_queued=10_000)
     scene.does(100, 100 / speed)
     running = scene.asks(100)
     asked: list[tuple[float, Visit]] = []
@@ -412,11 +412,11 @@ def test_nobody_is_overtaken_by_who_comes_much_later(arrivals: list[tuple[int, f
     for tokens, later_s in arrivals:
         scene.clock.now += later_s
         asked.append((scene.clock.now, scene.asks(tokens)))
-    running.accepted()
+    running.accept()
     while len(order) < len(asked):
         flying = [visit for _, visit in asked if visit.stage is _Stage.IN_FLIGHT]
         order += [visit for visit in flying if visit not in order]
-        flying[0].accepted()
+        flying[0].accept()
     at = {visit: moment for moment, visit in asked}
     for turn, visit in enumerate(order):
         for earlier in order[:turn]:

@@ -11,41 +11,41 @@ def never() -> object:
 
 def test_who_comes_while_it_is_under_way_shares_it() -> None:
     calls: SharedCalls[object] = SharedCalls()
-    first, shared = calls.take("a", object)
+    first, shared = calls.acquire("a", object)
     assert not shared
-    assert calls.take("a", never) == (first, True)
-    other, shared = calls.take("b", object)
+    assert calls.acquire("a", never) == (first, True)
+    other, shared = calls.acquire("b", object)
     assert not shared
     assert other is not first
-    assert (first.wanted_by, len(calls)) == (2, 2)
+    assert (first.num_users, len(calls)) == (2, 2)
 
 
 def test_the_last_to_leave_cancels() -> None:
     calls: SharedCalls[object] = SharedCalls()
-    call, _ = calls.take("a", object)
-    calls.take("a", never)
-    assert not calls.left(call)
-    assert calls.take("a", never) == (call, True)
-    assert not calls.left(call)
-    assert calls.left(call)
+    call, _ = calls.acquire("a", object)
+    calls.acquire("a", never)
+    assert not calls.release(call)
+    assert calls.acquire("a", never) == (call, True)
+    assert not calls.release(call)
+    assert calls.release(call)
     assert len(calls) == 0
 
 
 def test_what_was_used_or_failed_is_asked_for_anew() -> None:
-    for over in (SharedCalls.used, SharedCalls.failed):
+    for over in (SharedCalls.complete, SharedCalls.fail):
         calls: SharedCalls[object] = SharedCalls()
-        call, _ = calls.take("a", object)
-        calls.take("a", never)
+        call, _ = calls.acquire("a", object)
+        calls.acquire("a", never)
         assert not over(calls, call)
-        again, shared = calls.take("a", object)
+        again, shared = calls.acquire("a", object)
         assert not shared
         assert again is not call
-        assert calls.left(call), "the last who wanted it; it may still be under way"
-        assert calls.take("a", never) == (again, True)
+        assert calls.release(call), "the last who wanted it; it may still be under way"
+        assert calls.acquire("a", never) == (again, True)
 
 
 def test_used_by_all_there_is_nothing_to_cancel() -> None:
     calls: SharedCalls[object] = SharedCalls()
-    call: SharedCall[object] = calls.take("a", object)[0]
-    calls.used(call)
-    assert (call.wanted_by, len(calls)) == (0, 0)
+    call: SharedCall[object] = calls.acquire("a", object)[0]
+    calls.complete(call)
+    assert (call.num_users, len(calls)) == (0, 0)

@@ -40,8 +40,8 @@ def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
     assert (found.digest, found.server) == ("a", "somewhere")
     where.put("c", seen("c"))
     assert (where.get("b"), len(where)) == (None, 2)
-    where.forget("a")
-    where.forget("never there")
+    where.discard("a")
+    where.discard("never there")
     assert (where.get("a"), len(where)) == (None, 1)
     where.clear()
     assert len(where) == 0
@@ -78,14 +78,14 @@ class Reads(Accepting):
 
     def accepted(self) -> Accepted:
         host, job = self._hosts[(len(self.requests) - 1) % len(self._hosts)], self.jobs[-1]
-        return Accepted(host, (seen(job.digest) if job.read_on == (host,) else None,))
+        return Accepted(host, (seen(job.digest) if job.reader_hosts == (host,) else None,))
 
 
 def test_no_encoder_is_asked_for_what_a_language_model_has_read_before() -> None:
     """The first answer tells where language models are, the second where the embedding is, and then that is enough."""
     reads = Reads()
     assert in_turn(reads, 5) == [200] * 5
-    assert [job.read_on for job in reads.jobs] == [(), (HOST,)]
+    assert [job.reader_hosts for job in reads.jobs] == [(), (HOST,)]
     assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, *[SharedEmbedding] * 3]
     known = reads.given[-1][0]
     assert isinstance(known, SharedEmbedding)
@@ -111,7 +111,7 @@ def test_a_replica_that_is_lost_is_tried_again_through_encoders() -> None:
     reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(RayActorError()))
     assert in_turn(reads, 3) == [200] * 3
     assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces]
-    assert reads.jobs[-1].read_on == ("this-host",), "the encoder lives"
+    assert reads.jobs[-1].reader_hosts == ("this-host",), "the encoder lives"
 
 
 def test_on_several_hosts_encoders_are_asked() -> None:

@@ -23,7 +23,7 @@ from deployments.common.replica_errors import (
     WorkerEndedError,
 )
 from deployments.ingress import attempt
-from deployments.ingress.attempt import MAX_TRIES
+from deployments.ingress.attempt import MAX_ATTEMPTS
 from deployments.routing.affinity import Call
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import (
@@ -43,7 +43,7 @@ from tests.unit.deployments.stand_ins import (
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is gained here by waiting before a request is tried again."""
-    monkeypatch.setattr(attempt, "FIRST_WAIT_S", 0)
+    monkeypatch.setattr(attempt, "FIRST_RETRY_DELAY_S", 0)
 
 
 @pytest.mark.parametrize("error", [RayActorError(), ActorDiedError()])
@@ -142,7 +142,7 @@ def test_what_a_lost_replica_worked_on_is_done_again() -> None:
 def test_a_request_that_ends_replicas_does_not_end_them_all() -> None:
     stand_ins = StandIns(*always(RayActorError()), *always(RayActorError()))
     assert told(chat(stand_ins, IMAGE), 503)["code"] == "replica_lost"
-    assert len(stand_ins.requests) == len(stand_ins.encodings) == MAX_TRIES
+    assert len(stand_ins.requests) == len(stand_ins.encodings) == MAX_ATTEMPTS
 
 
 def test_a_stream_that_has_begun_is_not_begun_again() -> None:
@@ -217,10 +217,10 @@ def test_what_comes_too_early_for_a_language_model_comes_again_once_it_is_encode
     slow.there = asyncio.Event()
     stand_ins = StandIns(Pieces(TooEarly()), encodings=[slow])
     told(chat(stand_ins, IMAGE, limits={"request_timeout_s": 0.2}), 504)
-    assert ([request.early for request in stand_ins.requests], slow.cancelled) == ([True], True)
+    assert ([request.early_prefill for request in stand_ins.requests], slow.cancelled) == ([True], True)
     stand_ins = StandIns(Pieces(TooEarly()))
     assert chat(stand_ins, IMAGE).status_code == 200
-    assert [request.early for request in stand_ins.requests] == [True, False]
+    assert [request.early_prefill for request in stand_ins.requests] == [True, False]
     assert len(stand_ins.encodings) == 1
 
 

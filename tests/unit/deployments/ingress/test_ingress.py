@@ -286,7 +286,7 @@ def test_the_end_of_an_answer_that_is_whole_is_not_waited_for(
     head: ResponseHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve counts the call until then, so it is read to its end all the same, or given up."""
-    monkeypatch.setattr(replica_client, "END_S", 0.2)
+    monkeypatch.setattr(replica_client, "DRAIN_TIMEOUT_S", 0.2)
     ended = asyncio.Event()
     answer = Pieces(dataclasses.replace(head, body=b"{}", complete=True), ended)
     stand_ins = StandIns(answer)
@@ -300,10 +300,10 @@ def test_the_end_of_an_answer_that_is_whole_is_not_waited_for(
 
         response = await asyncio.wait_for(ingress(Request(scope, receive)), 5)
         assert (response.body, dict(response.headers)["content-length"]) == (b"{}", "2")
-        (ending,) = ingress._replicas._ending
+        (ending,) = ingress._replicas._draining
         assert not ending.done()
         await asyncio.wait_for(ending, 5)
-        assert not ingress._replicas._ending
+        assert not ingress._replicas._draining
 
     asyncio.run(scenario())
     assert answer.cancelled

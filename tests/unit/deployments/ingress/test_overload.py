@@ -62,7 +62,7 @@ class AtWork:
     def waiting(self) -> tuple[int, int, int]:
         """Requests without a language model, tokens in line, tokens in flight."""
         admission = self.ingress._admission
-        return admission.requests, admission.tokens_waiting, admission.tokens_in_flight
+        return admission.requests, admission.tokens_queued, admission.tokens_in_flight
 
 
 async def settled() -> None:
@@ -209,7 +209,7 @@ def test_a_client_that_leaves_the_line_is_dropped_unstarted() -> None:
 @pytest.mark.parametrize("body", [TEXT, PICTURE], ids=["text", "images"])
 def test_a_request_that_is_tried_again_is_counted_again(body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A language model was lost when it had the request; until the next one has it, it waits as before."""
-    monkeypatch.setattr("deployments.ingress.attempt.FIRST_WAIT_S", 0)
+    monkeypatch.setattr("deployments.ingress.attempt.FIRST_RETRY_DELAY_S", 0)
 
     async def scenario() -> None:
         at_work = AtWork(1, max_requests_waiting=1, **ONE_AT_A_TIME)

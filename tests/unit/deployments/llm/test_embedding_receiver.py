@@ -75,7 +75,7 @@ class Setting:
     def offered(self, number: int = 1) -> SharedEmbedding:
         image = encoded(self.store, number)
         assert self.store.offer(image)
-        return image.shared_by(self.server.address)
+        return image.to_shared(self.server.address)
 
     def tensor(self, arrived: ReceivedEmbeddings, number: int) -> torch.Tensor:
         return arrived.tensor(number, width=WIDTH, merge_size=MERGE)
@@ -309,7 +309,7 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             given.server.close()
             await eventually(lambda: not given.receiver._peers[first.server].result().client.is_alive)
             given.receiver.unmap_dead_peers()
-            second_is_encoded.set_result(second.shared_by(other_server.address))
+            second_is_encoded.set_result(second.to_shared(other_server.address))
             await arriving  # the worker maps the second server's memory after it has forgotten the first server's
             assert arrived.engine_loads
             assert given.scheduler is not None

@@ -38,8 +38,8 @@ from deployments.llm import deployment as llm_module
 from deployments.llm.engine import asgi_client, vllm_compat
 from deployments.llm.engine.replica_link import LinkLostError
 from deployments.llm.engine.vllm_compat import AsgiApp
-from deployments.routing.affinity import HELD, Call
-from deployments.routing.prefill_load import RUNNING_TOKENS, WORK
+from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
+from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.samples import at_once
 
@@ -72,7 +72,7 @@ def request(*places: ImageReference, roles: Sequence[str] = (), joined: bool = F
     messages = [{"role": role, "content": [part]} for role, part in zip(roles, parts, strict=bool(roles))]
     body = {"messages": messages or [{"role": "user", "content": parts}], **fields}
     headers = [(b"content-type", b"application/json")]
-    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode(), joined=joined)
+    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode(), body_in_head=joined)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -143,7 +143,7 @@ def test_requests_that_wait_for_encoders_leave_places_to_others() -> None:
     async def scenario() -> None:
         llm, places = replica(), [place(0)]
         llm._requests._max_early_requests = 1
-        early = dataclasses.replace(request(*places), early=True)
+        early = dataclasses.replace(request(*places), early_prefill=True)
         coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         waits = cast(AsyncGenerator[Any, None], llm.handle(early, places, [coming]))
         first = asyncio.ensure_future(anext(waits))
@@ -282,7 +282,7 @@ def test_an_ingress_that_asks_gets_head_and_body_in_one_piece() -> None:
 
     async def scenario() -> None:
         llm = replica()
-        joined = dataclasses.replace(request(), joined=True)
+        joined = dataclasses.replace(request(), body_in_head=True)
         accepted, head = [piece async for piece in llm.handle(joined, [])]
         assert isinstance(accepted, Accepted)
         assert isinstance(head, ResponseHead)
@@ -299,7 +299,7 @@ def test_an_ingress_that_asks_gets_head_and_body_in_one_piece() -> None:
 def test_a_stream_begins_with_its_head() -> None:
     async def scenario() -> None:
         llm = replica()
-        stream = llm.handle(dataclasses.replace(request(stream=True), joined=True), [])
+        stream = llm.handle(dataclasses.replace(request(stream=True), body_in_head=True), [])
         _, head, following = await anext(stream), await anext(stream), await anext(stream)
         assert isinstance(head, ResponseHead)
         assert head.body.startswith(b"data: ")
@@ -490,19 +490,19 @@ def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
         pieces = cast(AsyncGenerator[Any, None], llm.handle(request(place(0)), [place(0)], [coming], call))
         accepted = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
-        assert llm.record_routing_stats() == {WORK: 5000, HELD: b""}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
         coming.set_result(ImageRefused("truncated"))
         await accepted
         assert (await anext(pieces)).status == 400
-        assert llm.record_routing_stats() == {WORK: 5000, HELD: b""}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
         await pieces.aclose()
-        assert llm.record_routing_stats() == {WORK: 0, HELD: b""}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: b""}
         pieces = cast(AsyncGenerator[Any, None], llm.handle(request(stream=True), [], [], call))
         assert isinstance(await anext(pieces), Accepted)
         assert (await anext(pieces)).status == 200
-        assert llm.record_routing_stats() == {WORK: RUNNING_TOKENS, HELD: held}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: RUNNING_TOKENS, PUBLISHED_DIGESTS: held}
         await pieces.aclose()
-        assert llm.record_routing_stats() == {WORK: 0, HELD: held}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: held}
 
     run(scenario())
 
@@ -528,16 +528,19 @@ def test_a_prompt_is_read_at_its_first_token_though_its_answer_is_not_streamed()
         assert isinstance(await anext(pieces), Accepted)
         head = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
-        assert llm.record_routing_stats()[WORK] == 5000
+        assert llm.record_routing_stats()[PENDING_TOKENS] == 5000
         first_token.set()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert llm.record_routing_stats() == {WORK: RUNNING_TOKENS, HELD: bytes.fromhex("ab" * 4)}
+        assert llm.record_routing_stats() == {
+            PENDING_TOKENS: RUNNING_TOKENS,
+            PUBLISHED_DIGESTS: bytes.fromhex("ab" * 4),
+        }
         assert not head.done()
         end.set()
         assert (await head).status == 200
         await pieces.aclose()
-        assert llm.record_routing_stats()[WORK] == 0
+        assert llm.record_routing_stats()[PENDING_TOKENS] == 0
 
     run(scenario())
 

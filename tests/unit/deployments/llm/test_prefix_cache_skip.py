@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 def nowhere(value: float = 1.0) -> SharedEmbedding:
     """An embedding that an engine has had."""
-    return encoded(value).shared_by(PREFIX_CACHE_ONLY)
+    return encoded(value).to_shared(PREFIX_CACHE_ONLY)
 
 
 class Engine:
@@ -183,7 +183,7 @@ def test_what_came_with_a_request_may_be_spared_the_next_one() -> None:
         engine = Engine()
         first = (await engine.answer(*at_once(encoded())))[0]
         assert isinstance(first, Accepted)
-        assert first.read_from == (nowhere(),)
+        assert first.locations == (nowhere(),)
         engine.receiver.has_prefix_cache = False
         assert (await engine.answer(*at_once(encoded())))[0] == Accepted(engine.llm._requests.shm_host, (None,))
 

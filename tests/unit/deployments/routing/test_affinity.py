@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.routing.affinity import MAX_PUBLISHED, PREFIX_BYTES, ActiveCall, Affinity, Call, Work, published
+from deployments.routing.affinity import (
+    MAX_PUBLISHED,
+    PREFIX_BYTES,
+    ActiveCall,
+    Affinity,
+    Call,
+    Work,
+    concatenate_prefixes,
+)
 
 NAMES = st.sets(st.text(st.characters(codec="ascii"), min_size=1, max_size=8), min_size=1, max_size=12)
 KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(400)]
@@ -29,7 +37,7 @@ def begun(affinity: Affinity, name: str, call: Call) -> ActiveCall:
 
 
 def homes(affinity: Affinity) -> dict[str, str]:
-    return {key: affinity.order(Call(key))[0] for key in KEYS}
+    return {key: affinity.candidates(Call(key))[0] for key in KEYS}
 
 
 @given(NAMES, st.text(st.characters(codec="ascii"), min_size=9, max_size=10))
@@ -45,7 +53,7 @@ def test_a_replica_that_leaves_moves_its_own_keys_alone(names: set[str]) -> None
     gone = max(names)
     before, after = affinity_of(*names), affinity_of(*(names - {gone}))
     for key in KEYS:
-        assert after.order(Call(key)) == [name for name in before.order(Call(key)) if name != gone]
+        assert after.candidates(Call(key)) == [name for name in before.candidates(Call(key)) if name != gone]
 
 
 @given(NAMES)
@@ -93,7 +101,7 @@ class Followed:
         return takes if takes - failed or not names - failed else names - failed
 
     def send(self, call: Call) -> None:
-        found = self.affinity.order(call)
+        found = self.affinity.candidates(call)
         names = self.loads[Work.COMPUTE]
         assert found
         assert set(found) == self.taking(call)
@@ -126,7 +134,7 @@ class Followed:
     def publish(self, name: str, keys: list[str]) -> None:
         self.held[name] = set(keys)
         self.reports[name] = self.reports.get(name, 0) + 1
-        self.affinity.publish(name, published(keys))
+        self.affinity.set_cached_keys(name, concatenate_prefixes(keys))
 
 
 @given(
@@ -166,7 +174,7 @@ def test_replicas_that_return_have_what_is_under_way_there() -> None:
     """Calls of before took their weight from a load that began anew at none. With less than nothing under way
     everywhere, the bound kept every call from every replica."""
     affinity = affinity_of("a", "b")
-    calls = [begun(affinity, affinity.order(Call(key))[0], Call(key)) for key in KEYS[:40]]
+    calls = [begun(affinity, affinity.candidates(Call(key))[0], Call(key)) for key in KEYS[:40]]
     affinity.set_replicas([])
     affinity.end(calls.pop())
     affinity.set_replicas("ab")
@@ -174,7 +182,7 @@ def test_replicas_that_return_have_what_is_under_way_there() -> None:
     for call in calls:
         affinity.end(call)
     assert (affinity.load("a"), affinity.load("b")) == (0, 0)
-    assert affinity.order(Call(KEYS[0])) != []
+    assert affinity.candidates(Call(KEYS[0])) != []
 
 
 def test_a_call_goes_to_replicas_of_its_identity_alone_and_the_bound_is_theirs() -> None:
@@ -184,107 +192,107 @@ def test_a_call_goes_to_replicas_of_its_identity_alone_and_the_bound_is_theirs()
     loads = dict.fromkeys("abcd", 0)
     for key in KEYS:
         call = Call(key, identity="old")
-        name = affinity.order(call)[0]
-        assert set(affinity.ranked(call)) == set("ab")
+        name = affinity.candidates(call)[0]
+        assert set(affinity.rank(call)) == set("ab")
         assert affinity.begin("c", call, bounded=False) is None
         begun(affinity, name, call)
         loads[name] += 1
     assert max(loads.values()) <= 1.25 * len(KEYS) / 2 + 1
     assert loads["c"] == loads["d"] == 0
-    assert affinity.order(Call(KEYS[0], identity="new")) == ["c"]
-    assert not affinity.serves(Call(KEYS[0], identity="newer"))
-    assert set(affinity.ranked(Call())) == set("abcd")
+    assert affinity.candidates(Call(KEYS[0], identity="new")) == ["c"]
+    assert not affinity.can_serve(Call(KEYS[0], identity="newer"))
+    assert set(affinity.rank(Call())) == set("abcd")
 
 
 def test_what_a_replica_holds_it_gives_beside_its_work() -> None:
     """At the bound of what a replica has to do it still gives; at that of what it has to give, others do the work."""
     affinity = Affinity(separate_cache_hits=True)
     affinity.set_replicas("abcd")
-    home, second, *_ = affinity.order(Call(KEYS[0]))
+    home, second, *_ = affinity.candidates(Call(KEYS[0]))
     affinity.begin(home, Call(KEYS[0], 1000))
     joins = affinity.begin(home, Call(KEYS[0], 10))
     assert joins == ActiveCall(home, 10, Work.SERVE_CACHED)
-    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it has 10 to give, others nothing"
+    assert affinity.candidates(Call(KEYS[0], 10))[0] == second, "it has 10 to give, others nothing"
     affinity.end(joins)
-    assert affinity.order(Call(KEYS[0], 10))[0] == home
-    affinity.publish(second, published([KEYS[0]]))
-    assert affinity.order(Call(KEYS[0], 10))[:2] == [second, home]
+    assert affinity.candidates(Call(KEYS[0], 10))[0] == home
+    affinity.set_cached_keys(second, concatenate_prefixes([KEYS[0]]))
+    assert affinity.candidates(Call(KEYS[0], 10))[:2] == [second, home]
 
 
 def test_a_call_goes_where_its_key_is_held() -> None:
     affinity = affinity_of(*"abcd")
-    home, *others = affinity.order(Call(KEYS[0]))
-    affinity.publish(others[-1], published([KEYS[1], KEYS[0]]))
-    assert affinity.order(Call(KEYS[0])) == [others[-1], home, *others[:-1]]
-    assert not affinity.passes_by(others[-1], Call(KEYS[0]))
-    affinity.publish(others[-1], published([KEYS[1]]))
-    assert affinity.order(Call(KEYS[0])) == [home, *others]
+    home, *others = affinity.candidates(Call(KEYS[0]))
+    affinity.set_cached_keys(others[-1], concatenate_prefixes([KEYS[1], KEYS[0]]))
+    assert affinity.candidates(Call(KEYS[0])) == [others[-1], home, *others[:-1]]
+    assert not affinity.is_spill(others[-1], Call(KEYS[0]))
+    affinity.set_cached_keys(others[-1], concatenate_prefixes([KEYS[1]]))
+    assert affinity.candidates(Call(KEYS[0])) == [home, *others]
 
 
 def test_a_holder_over_the_bound_is_passed_by_and_the_next_holds_it_then() -> None:
     affinity = affinity_of(*"abcd")
-    home, second, *_ = affinity.order(Call(KEYS[0]))
-    affinity.publish(home, published([KEYS[0]]))
+    home, second, *_ = affinity.candidates(Call(KEYS[0]))
+    affinity.set_cached_keys(home, concatenate_prefixes([KEYS[0]]))
     busy = begun(affinity, home, Call(KEYS[1], 100))
-    assert affinity.order(Call(KEYS[0], 10))[0] == second
-    assert affinity.passes_by(second, Call(KEYS[0], 10))
+    assert affinity.candidates(Call(KEYS[0], 10))[0] == second
+    assert affinity.is_spill(second, Call(KEYS[0], 10))
     spilled = begun(affinity, second, Call(KEYS[0], 10))
-    affinity.publish(home, b"")
+    affinity.set_cached_keys(home, b"")
     affinity.end(busy)
     affinity.end(spilled)
-    assert affinity.order(Call(KEYS[0], 10))[0] == second, "it was sent there last"
-    affinity.publish(home, published([KEYS[0]]))
-    assert affinity.order(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
+    assert affinity.candidates(Call(KEYS[0], 10))[0] == second, "it was sent there last"
+    affinity.set_cached_keys(home, concatenate_prefixes([KEYS[0]]))
+    assert affinity.candidates(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
 
 
 def test_what_is_in_no_report_for_long_is_not_there() -> None:
     """The first report after a call may be from before its end. A full one says nothing of what it leaves out."""
     affinity = affinity_of(*"abcd")
-    home, second, *_ = affinity.order(Call(KEYS[0]))
+    home, second, *_ = affinity.candidates(Call(KEYS[0]))
     affinity.end(begun(affinity, second, Call(KEYS[0])))
-    affinity.publish(second, published([KEYS[1]]))
-    assert affinity.order(Call(KEYS[0]))[0] == second
-    affinity.publish(second, published(f"{number:08x}" for number in range(MAX_PUBLISHED)))
-    assert affinity.order(Call(KEYS[0]))[0] == second
-    affinity.publish(second, published([KEYS[1]]))
-    assert affinity.order(Call(KEYS[0]))[0] == home
+    affinity.set_cached_keys(second, concatenate_prefixes([KEYS[1]]))
+    assert affinity.candidates(Call(KEYS[0]))[0] == second
+    affinity.set_cached_keys(second, concatenate_prefixes(f"{number:08x}" for number in range(MAX_PUBLISHED)))
+    assert affinity.candidates(Call(KEYS[0]))[0] == second
+    affinity.set_cached_keys(second, concatenate_prefixes([KEYS[1]]))
+    assert affinity.candidates(Call(KEYS[0]))[0] == home
 
 
 def test_what_left_holds_nothing_any_more() -> None:
     affinity = affinity_of(*"abcd")
-    home, *others = affinity.order(Call(KEYS[0]))
-    affinity.publish(others[0], published([KEYS[0]]))
+    home, *others = affinity.candidates(Call(KEYS[0]))
+    affinity.set_cached_keys(others[0], concatenate_prefixes([KEYS[0]]))
     call = begun(affinity, others[0], Call(KEYS[0]))
     affinity.set_replicas([home, *others[1:]])
     affinity.end(call)
-    assert affinity.order(Call(KEYS[0])) == [home, *others[1:]]
+    assert affinity.candidates(Call(KEYS[0])) == [home, *others[1:]]
     affinity.set_replicas([home, *others])
-    assert affinity.order(Call(KEYS[0]))[0] == others[0], "back again, and it went there last"
+    assert affinity.candidates(Call(KEYS[0]))[0] == others[0], "back again, and it went there last"
     assert affinity.load(others[0]) == 0
 
 
 @pytest.mark.parametrize("separate_cache_hits", [True, False])
 def test_another_try_goes_elsewhere(separate_cache_hits: bool) -> None:
     affinity = affinity_of(*"abc", separate_cache_hits=separate_cache_hits)
-    first = affinity.order(Call(KEYS[0]))[0]
+    first = affinity.candidates(Call(KEYS[0]))[0]
     affinity.end(begun(affinity, first, Call(KEYS[0])))
-    assert affinity.order(Call(KEYS[0]))[0] == first
-    assert affinity.order(Call(KEYS[0], attempt=1))[-1] == first
-    affinity.publish(first, published([KEYS[0]]))
-    at = affinity.order(Call(KEYS[0], attempt=1)).index(first)
+    assert affinity.candidates(Call(KEYS[0]))[0] == first
+    assert affinity.candidates(Call(KEYS[0], attempt=1))[-1] == first
+    affinity.set_cached_keys(first, concatenate_prefixes([KEYS[0]]))
+    at = affinity.candidates(Call(KEYS[0], attempt=1)).index(first)
     assert at == (0 if separate_cache_hits else 2), "it only has to give what it has; an answer is work anywhere"
     affinity.set_replicas([first])
-    assert affinity.order(Call(KEYS[0], attempt=1)) == [first], "where there is no other"
+    assert affinity.candidates(Call(KEYS[0], attempt=1)) == [first], "where there is no other"
 
 
 def test_what_one_replica_failed_does_not_go_back_there_for_its_being_free() -> None:
     """One with a broken GPU fails at once and has nothing to do: the bound sent it all that it had failed, again."""
     affinity = affinity_of(*"ab")
-    key = next(key for key in KEYS if affinity.order(Call(key))[0] == "a")
+    key = next(key for key in KEYS if affinity.candidates(Call(key))[0] == "a")
     affinity.end(begun(affinity, "a", Call(key)))
     begun(affinity, "b", Call(weight=9))
-    assert affinity.order(Call(key)) == ["a"]
-    assert affinity.order(Call(key, attempt=1)) == ["b"]
+    assert affinity.candidates(Call(key)) == ["a"]
+    assert affinity.candidates(Call(key, attempt=1)) == ["b"]
     begun(affinity, "b", Call(key, attempt=1))
     assert affinity.load("b") == 10
 
@@ -293,28 +301,28 @@ def test_without_a_key_the_least_loaded_goes_first() -> None:
     affinity = affinity_of(*"abc", load_factor=3)
     affinity.begin("a", Call(weight=5))
     affinity.begin("b", Call(weight=2))
-    assert affinity.order(Call(weight=9)) == ["c", "b", "a"]
-    assert {affinity_of(*"abc").order(Call())[0] for _ in range(100)} == set("abc")
+    assert affinity.candidates(Call(weight=9)) == ["c", "b", "a"]
+    assert {affinity_of(*"abc").candidates(Call())[0] for _ in range(100)} == set("abc")
 
 
 def test_nobody_is_nobody() -> None:
-    assert Affinity().order(Call(KEYS[0])) == []
-    assert Affinity().order(Call()) == []
+    assert Affinity().candidates(Call(KEYS[0])) == []
+    assert Affinity().candidates(Call()) == []
     assert Affinity().begin("a", Call()) is None
-    assert not Affinity().passes_by("a", Call())
+    assert not Affinity().is_spill("a", Call())
 
 
 def test_what_is_published_is_bounded_and_the_newest() -> None:
-    found = published(KEYS, 3)
+    found = concatenate_prefixes(KEYS, 3)
     assert found == b"".join(bytes.fromhex(key[:8]) for key in KEYS[-3:])
-    assert published(KEYS, 0) == published([]) == b""
+    assert concatenate_prefixes(KEYS, 0) == concatenate_prefixes([]) == b""
     many = [f"{number:064x}" for number in range(2 * MAX_PUBLISHED)]
-    assert len(published(many)) == PREFIX_BYTES * MAX_PUBLISHED
+    assert len(concatenate_prefixes(many)) == PREFIX_BYTES * MAX_PUBLISHED
 
 
 def test_half_a_prefix_is_refused() -> None:
     with pytest.raises(ValueError, match="5 bytes are published; they must be a multiple of 4"):
-        affinity_of("a").publish("a", b"12345")
+        affinity_of("a").set_cached_keys("a", b"12345")
 
 
 @pytest.mark.parametrize("bound", [0.99, 0, -1, float("nan")])

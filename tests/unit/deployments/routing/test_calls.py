@@ -61,7 +61,7 @@ def replica(queue_len: Callable[[], Awaitable[int]]) -> RunningReplica:
 
 def begun(calls: GrpcCalls) -> Call:
     call = Call()
-    calls.begun(NAME, cast(ReplicaResult, call))
+    calls.track(NAME, cast(ReplicaResult, call))
     return call
 
 
@@ -70,9 +70,9 @@ def test_calls_of_a_replica_that_has_died_are_ended() -> None:
         async def died() -> int:
             raise ActorDiedError
 
-        calls = GrpcCalls(look_s=LOOK_S)
+        calls = GrpcCalls(poll_s=LOOK_S)
         under_way = [begun(calls), begun(calls)]
-        calls.taken_away([replica(died)])
+        calls.watch_removed([replica(died)])
         await eventually(lambda: len(calls) == 0)
         assert [call.cancelled for call in under_way] == [True, True]
 
@@ -92,10 +92,10 @@ def test_calls_of_a_replica_that_finishes_its_work_are_left() -> None:
             await asyncio.sleep(60 if len(asked) == 2 else 0)
             return 1
 
-        calls = GrpcCalls(look_s=LOOK_S)
+        calls = GrpcCalls(poll_s=LOOK_S)
         call = begun(calls)
-        calls.taken_away([replica(slow)])
-        calls.taken_away([replica(slow)])
+        calls.watch_removed([replica(slow)])
+        calls.watch_removed([replica(slow)])
         await eventually(lambda: len(asked) >= 5)
         assert not call.cancelled
         call.end()
@@ -113,9 +113,9 @@ def test_nothing_is_asked_of_a_replica_without_calls() -> None:
         async def asked() -> int:
             raise AssertionError
 
-        calls = GrpcCalls(look_s=LOOK_S)
+        calls = GrpcCalls(poll_s=LOOK_S)
         begun(calls).end()
-        calls.taken_away([replica(asked)])
+        calls.watch_removed([replica(asked)])
         await asyncio.sleep(3 * LOOK_S)
 
     run(scenario)

@@ -27,7 +27,7 @@ OTHER_TOWER = dataclasses.replace(IDENTITY, weights="others")
 def fleet_of(encoders: StandIns, llms: StandIns | None = None) -> FleetIdentity:
     failures = Failures(Counters(), retry_after_s=1, overloaded_retry_s=lambda: 1)
     return FleetIdentity(
-        cast(DeploymentHandle[Any], encoders), cast(DeploymentHandle[Any], llms or encoders), failures.explained
+        cast(DeploymentHandle[Any], encoders), cast(DeploymentHandle[Any], llms or encoders), failures.to_client_error
     )
 
 
@@ -103,10 +103,10 @@ def test_new_encoders_join_as_their_language_models_do(
     handle_of = lambda name, app: handles[name]  # noqa: E731
     stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
     monkeypatch.setattr(replica_identity, "serve", stand_in)
-    monkeypatch.setattr(replica_identity, "FIRST_NEWS_S", 0)
+    monkeypatch.setattr(replica_identity, "FIRST_UPDATE_S", 0)
 
     async def joined() -> bool:
-        turn = asyncio.create_task(replica_identity.rollout_turn(OTHER_TOWER.tower))
+        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn(OTHER_TOWER.tower))
         await asyncio.wait([turn], timeout=5 if joins else 3 * POLL_S)
         return turn.done()
 

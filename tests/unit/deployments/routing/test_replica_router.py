@@ -104,10 +104,10 @@ def test_without_affinity_replicas_are_watched_all_the_same(monkeypatch: pytest.
         lost = SimpleNamespace(replica_id=NAME, get_queue_len=died, routing_stats={}, replica_metadata={})
         by_grpc, by_ray = Call(accepts=True), Call(accepts=True)
         watching = router()
-        watching._use([cast(RunningReplica, lost)])
+        watching._set_routable([cast(RunningReplica, lost)])
         watching.on_request_routed(pending(), NAME, cast(ReplicaResult, by_grpc))
         watching.on_request_routed(pending(by_reference=True), NAME, cast(ReplicaResult, by_ray))
-        watching._use([])
+        watching._set_routable([])
         while not by_grpc.cancelled:  # noqa: ASYNC110 - nothing that tells of it
             await asyncio.sleep(0.01)
         assert not by_ray.cancelled, "of those Ray reports it"

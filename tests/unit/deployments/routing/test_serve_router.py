@@ -13,8 +13,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Requ
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments.common.replica_errors import EngineDeadError, IdentityGoneError
-from deployments.routing.affinity import HELD, Call, published
-from deployments.routing.prefill_load import WORK
+from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
+from deployments.routing.prefill_load import PENDING_TOKENS
 from deployments.routing.replica_identity import IDENTITY
 from deployments.routing.serve_router import AffinityRouter
 from deployments.telemetry.metrics import Counter, Counters
@@ -59,7 +59,7 @@ class Fleet:
             _actor_handle=SimpleNamespace(record_routing_stats=SimpleNamespace(remote=routing_stats)),
             replica_id=ReplicaID(name, ENCODER),
             max_ongoing_requests=10,
-            routing_stats={HELD: self.held[name]} if name in self.held else {},
+            routing_stats={PUBLISHED_DIGESTS: self.held[name]} if name in self.held else {},
             replica_metadata={IDENTITY: self.identities[name]} if name in self.identities else {},
             get_queue_len=queue_len,
         )
@@ -105,7 +105,7 @@ def test_calls_of_one_request_each_get_their_own_replica() -> None:
         for name in found:
             fleet.end(name)
         assert fleet.load("abc") == [0, 0, 0]
-        assert not fleet.router._under_way
+        assert not fleet.router._active
 
     run(scenario)
 
@@ -128,7 +128,7 @@ def test_it_follows_what_replicas_report() -> None:
         home = await fleet.chosen(Call(KEYS[0]))
         fleet.end(home)
         other = min(set("abc") - {home})
-        fleet.held[other] = published([KEYS[0]])
+        fleet.held[other] = concatenate_prefixes([KEYS[0]])
         fleet.use("abc")
         assert await fleet.chosen(Call(KEYS[0]), "another") == other
 
@@ -161,13 +161,13 @@ def test_a_replica_that_has_failed_gets_no_more_calls() -> None:
         home = await fleet.chosen(Call(KEYS[0]))
         fleet.end(home)
         (other,) = set("ab") - {home}
-        fleet.router.failed(home)
-        fleet.router.failed("a stranger")
+        fleet.router.exclude(home)
+        fleet.router.exclude("a stranger")
         for _ in range(2):
             assert await fleet.chosen(Call(KEYS[0])) == other
             fleet.use("ab")
         fleet.use(other)
-        assert fleet.router._failed == set()
+        assert fleet.router._excluded == set()
 
     run(scenario)
 
@@ -195,7 +195,7 @@ def test_a_replica_whose_engine_is_dead_when_asked_gets_no_more_calls() -> None:
         fleet = Fleet("ab", probe_min_cost=1000)
         fleet.told = {"a": busy(500), "b": EngineDeadError("b", False)}
         assert await fleet.chosen(Call(KEYS[0], cost=1000), "1") == "a"
-        assert fleet.router._failed == {ReplicaID("b", ENCODER)}
+        assert fleet.router._excluded == {ReplicaID("b", ENCODER)}
 
     run(scenario)
 
@@ -256,7 +256,7 @@ def test_what_names_no_call_goes_to_any_replica() -> None:
 
 
 def busy(tokens: int, *keys: str) -> dict[str, Any]:
-    return {WORK: tokens, HELD: published(keys)}
+    return {PENDING_TOKENS: tokens, PUBLISHED_DIGESTS: concatenate_prefixes(keys)}
 
 
 def test_a_long_prompt_goes_where_it_is_read_first_whoever_sent_the_rest() -> None:

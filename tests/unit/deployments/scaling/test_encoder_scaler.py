@@ -20,8 +20,8 @@ AMOUNTS = st.floats(0, 1e9)
 
 IDLE = VisualLoad(
     now_s=0.0,
-    running=4,
-    asked_for=4,
+    running_replicas=4,
+    target_replicas=4,
     backlog_tokens=0.0,
     waiting_images=0.0,
     arriving_tokens_per_s=0.0,
@@ -35,7 +35,9 @@ def load(**changes: Any) -> VisualLoad:
 
 
 def needed(found: VisualLoad, *, most: int = 1000, **targets: float) -> int:
-    return VisualScaler(ScalingTargets(**{"max_scale_up_factor": 1e6, **targets})).needed(found, least=0, most=most)
+    return VisualScaler(ScalingTargets(**{"max_scale_up_factor": 1e6, **targets})).compute_need(
+        found, min_replicas=0, max_replicas=most
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,17 +77,24 @@ def test_within_bounds(
         waiting_images=waiting,
         arriving_tokens_per_s=arriving,
         tokens_per_s=speed,
-        running=running,
-        asked_for=running,
+        running_replicas=running,
+        target_replicas=running,
     )
-    assert least <= VisualScaler(ScalingTargets()).replicas(found, least=least, most=least + more) <= least + more
+    assert (
+        least
+        <= VisualScaler(ScalingTargets()).choose_replicas(found, min_replicas=least, max_replicas=least + more)
+        <= least + more
+    )
 
 
 @given(AMOUNTS, AMOUNTS, AMOUNTS)
 def test_more_backlog_never_asks_for_fewer(backlog: float, more: float, arriving: float) -> None:
     found = load(backlog_tokens=backlog, arriving_tokens_per_s=arriving)
     larger = dataclasses.replace(found, backlog_tokens=backlog + more)
-    replicas = [VisualScaler(ScalingTargets()).replicas(each, least=0, most=1000) for each in (found, larger)]
+    replicas = [
+        VisualScaler(ScalingTargets()).choose_replicas(each, min_replicas=0, max_replicas=1000)
+        for each in (found, larger)
+    ]
     assert replicas[0] <= replicas[1]
 
 
@@ -98,10 +107,10 @@ def test_constant_load_never_flaps(arriving: float, backlog: float, start: int) 
             now_s=now_s,
             arriving_tokens_per_s=arriving,
             backlog_tokens=backlog,
-            running=replicas,
-            asked_for=replicas,
+            running_replicas=replicas,
+            target_replicas=replicas,
         )
-        replicas = scaler.replicas(found, least=0, most=500)
+        replicas = scaler.choose_replicas(found, min_replicas=0, max_replicas=500)
         seen.append(replicas)
     turns = [b - a for a, b in itertools.pairwise(seen) if a != b]
     falls = [turn for turn in turns if turn < 0]
@@ -116,16 +125,18 @@ def test_goes_down_only_to_the_most_of_the_hold_time() -> None:
     )
     seen, replicas = [], 10
     for now_s, arriving in ((0, 10_000.0), (30, 2_000.0), (59, 6_000.0), (61, 2_000.0), (118, 2_000.0), (120, 2_000.0)):
-        found = load(now_s=now_s, arriving_tokens_per_s=arriving, running=replicas, asked_for=replicas)
-        replicas = scaler.replicas(found, least=0, most=100)
+        found = load(now_s=now_s, arriving_tokens_per_s=arriving, running_replicas=replicas, target_replicas=replicas)
+        replicas = scaler.choose_replicas(found, min_replicas=0, max_replicas=100)
         seen.append(replicas)
     assert seen == [10, 10, 10, 6, 6, 2]
 
 
 def test_a_small_spare_is_not_taken_away() -> None:
     scaler = VisualScaler(ScalingTargets(scale_down_stabilization_s=0, target_utilization=1, tolerance=0.1))
-    ask = lambda now_s, arriving: scaler.replicas(  # noqa: E731
-        load(now_s=now_s, arriving_tokens_per_s=arriving, running=100, asked_for=100), least=0, most=200
+    ask = lambda now_s, arriving: scaler.choose_replicas(  # noqa: E731
+        load(now_s=now_s, arriving_tokens_per_s=arriving, running_replicas=100, target_replicas=100),
+        min_replicas=0,
+        max_replicas=200,
     )
     assert (ask(1, 95_000.0), ask(2, 90_000.0)) == (100, 90)
 
@@ -134,7 +145,11 @@ def test_grows_by_steps() -> None:
     """Of what runs, not of what was asked for: until replicas have started, no more are asked for."""
     scaler = VisualScaler(ScalingTargets(max_scale_up_factor=2))
     asked = [
-        scaler.replicas(load(backlog_tokens=1e6, running=running, asked_for=asked_for), least=0, most=1000)
+        scaler.choose_replicas(
+            load(backlog_tokens=1e6, running_replicas=running, target_replicas=asked_for),
+            min_replicas=0,
+            max_replicas=1000,
+        )
         for running, asked_for in ((4, 4), (4, 8), (8, 8), (16, 16))
     ]
     assert asked == [8, 8, 16, 32]
@@ -143,36 +158,44 @@ def test_grows_by_steps() -> None:
 def test_to_zero_and_back() -> None:
     """What it has learnt stays while there is no replica to measure anything."""
     scaler = VisualScaler(ScalingTargets(target_utilization=0.8, scale_down_stabilization_s=30))
-    busy = load(arriving_tokens_per_s=1600.0, running=2, asked_for=2)
-    assert scaler.replicas(busy, least=0, most=10) == 2
-    idle = load(running=2, asked_for=2, tokens_per_s=None, tokens_per_image=None)
-    assert scaler.replicas(dataclasses.replace(idle, now_s=29), least=0, most=10) == 2
-    assert scaler.replicas(dataclasses.replace(idle, now_s=31), least=0, most=10) == 0
-    nobody = dataclasses.replace(idle, now_s=40, running=0, asked_for=0)
-    assert scaler.replicas(nobody, least=0, most=10) == 0
-    assert scaler.replicas(dataclasses.replace(nobody, now_s=41, waiting_images=15.0), least=0, most=10) == 2
+    busy = load(arriving_tokens_per_s=1600.0, running_replicas=2, target_replicas=2)
+    assert scaler.choose_replicas(busy, min_replicas=0, max_replicas=10) == 2
+    idle = load(running_replicas=2, target_replicas=2, tokens_per_s=None, tokens_per_image=None)
+    assert scaler.choose_replicas(dataclasses.replace(idle, now_s=29), min_replicas=0, max_replicas=10) == 2
+    assert scaler.choose_replicas(dataclasses.replace(idle, now_s=31), min_replicas=0, max_replicas=10) == 0
+    nobody = dataclasses.replace(idle, now_s=40, running_replicas=0, target_replicas=0)
+    assert scaler.choose_replicas(nobody, min_replicas=0, max_replicas=10) == 0
+    assert (
+        scaler.choose_replicas(
+            dataclasses.replace(nobody, now_s=41, waiting_images=15.0), min_replicas=0, max_replicas=10
+        )
+        == 2
+    )
 
 
 def test_the_last_replica_goes_whatever_the_tolerance() -> None:
     scaler = VisualScaler(ScalingTargets(scale_down_stabilization_s=0, tolerance=0.9))
-    assert [scaler.replicas(load(now_s=at, running=1, asked_for=1), least=0, most=10) for at in (1, 2)] == [1, 0]
+    assert [
+        scaler.choose_replicas(load(now_s=at, running_replicas=1, target_replicas=1), min_replicas=0, max_replicas=10)
+        for at in (1, 2)
+    ] == [1, 0]
 
 
 def test_unmeasured_keeps_what_there_is() -> None:
     unknown = load(tokens_per_s=None, tokens_per_image=None, backlog_tokens=1e9)
-    assert VisualScaler(ScalingTargets()).replicas(unknown, least=0, most=100) == 4
-    from_none = dataclasses.replace(unknown, running=0, asked_for=0)
-    assert VisualScaler(ScalingTargets()).replicas(from_none, least=0, most=100) == 1
+    assert VisualScaler(ScalingTargets()).choose_replicas(unknown, min_replicas=0, max_replicas=100) == 4
+    from_none = dataclasses.replace(unknown, running_replicas=0, target_replicas=0)
+    assert VisualScaler(ScalingTargets()).choose_replicas(from_none, min_replicas=0, max_replicas=100) == 1
 
 
 def test_a_new_scaler_takes_nothing_away_at_once() -> None:
     """Serve makes a new one with every change of the configuration, before any replica has reported to it."""
     scaler = VisualScaler(ScalingTargets(target_utilization=0.8, scale_down_stabilization_s=60))
-    silent = load(running=40, asked_for=40, tokens_per_s=None, tokens_per_image=None)
-    assert scaler.replicas(silent, least=1, most=100) == 40
-    told = load(running=40, asked_for=40, now_s=59, arriving_tokens_per_s=800.0)
-    assert scaler.replicas(told, least=1, most=100) == 40
-    assert scaler.replicas(dataclasses.replace(told, now_s=120), least=1, most=100) == 1
+    silent = load(running_replicas=40, target_replicas=40, tokens_per_s=None, tokens_per_image=None)
+    assert scaler.choose_replicas(silent, min_replicas=1, max_replicas=100) == 40
+    told = load(running_replicas=40, target_replicas=40, now_s=59, arriving_tokens_per_s=800.0)
+    assert scaler.choose_replicas(told, min_replicas=1, max_replicas=100) == 40
+    assert scaler.choose_replicas(dataclasses.replace(told, now_s=120), min_replicas=1, max_replicas=100) == 1
 
 
 @pytest.mark.parametrize(
@@ -204,13 +227,13 @@ def test_a_hold_that_is_learnt_keeps_what_arrived_and_not_what_waited() -> None:
         waits = 1e6 if second == 3500 else 0.0
         found = load(
             now_s=float(second),
-            running=asked,
-            asked_for=asked,
+            running_replicas=asked,
+            target_replicas=asked,
             arriving_tokens_per_s=4000.0,
             backlog_tokens=waits,
-            given=samples,
+            received_tokens=samples,
         )
-        asked = scaler.replicas(found, least=1, most=100)
+        asked = scaler.choose_replicas(found, min_replicas=1, max_replicas=100)
         counts.append(asked)
     standing = set(counts[3000:3500])
     assert len(standing) == 1

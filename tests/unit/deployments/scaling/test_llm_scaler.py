@@ -14,11 +14,11 @@ from deployments.scaling.llm_scaler import LLMLoad, LLMScaler, LLMTargets
 
 IDLE = LLMLoad(
     now_s=0.0,
-    running=2,
-    asked_for=2,
+    running_replicas=2,
+    target_replicas=2,
     running_requests=0,
     waiting_requests=0,
-    coming_requests=0,
+    queued_requests=0,
     kv_cache_use=0.0,
 )
 TARGETS = LLMTargets(
@@ -27,7 +27,7 @@ TARGETS = LLMTargets(
 
 
 def needed(least: int = 0, most: int = 100, **load: Any) -> int:
-    return LLMScaler(TARGETS).needed(replace(IDLE, **load), least=least, most=most)
+    return LLMScaler(TARGETS).compute_need(replace(IDLE, **load), min_replicas=least, max_replicas=most)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def needed(least: int = 0, most: int = 100, **load: Any) -> int:
         ({}, 0),
         ({"running_requests": 20}, 2),
         ({"running_requests": 20, "waiting_requests": 1}, 3),
-        ({"running_requests": 10, "waiting_requests": 10, "coming_requests": 15}, 4),
+        ({"running_requests": 10, "waiting_requests": 10, "queued_requests": 15}, 4),
         # Two caches nearly full: ten long requests take 1.8 of them, 3.6 at half.
         ({"running_requests": 10, "kv_cache_use": 1.8}, 4),
         # As many more wait for room, and will take as much again.
         ({"running_requests": 10, "waiting_requests": 10, "kv_cache_use": 1.8}, 8),
-        ({"coming_requests": 1}, 1),
+        ({"queued_requests": 1}, 1),
     ],
 )
 def test_by_requests_and_by_their_cache(load: dict[str, Any], replicas: int) -> None:
@@ -52,29 +52,35 @@ def test_within_bounds_and_no_faster_than_growth() -> None:
     assert needed(least=1) == 1
     assert needed(most=3, running_requests=1000) == 3
     slow = LLMScaler(LLMTargets(target_requests=10, max_scale_up_factor=1.5))
-    assert slow.needed(replace(IDLE, running=4, running_requests=1000), least=0, most=100) == 6
-    assert slow.needed(replace(IDLE, running=0, coming_requests=1000), least=0, most=100) == 2
+    assert (
+        slow.compute_need(replace(IDLE, running_replicas=4, running_requests=1000), min_replicas=0, max_replicas=100)
+        == 6
+    )
+    assert (
+        slow.compute_need(replace(IDLE, running_replicas=0, queued_requests=1000), min_replicas=0, max_replicas=100)
+        == 2
+    )
 
 
 def test_holds_on_to_what_was_needed_of_late() -> None:
     scaler = LLMScaler(TARGETS)
-    busy = replace(IDLE, running=5, asked_for=5, running_requests=50)
-    assert scaler.replicas(busy, least=0, most=100) == 5
+    busy = replace(IDLE, running_replicas=5, target_replicas=5, running_requests=50)
+    assert scaler.choose_replicas(busy, min_replicas=0, max_replicas=100) == 5
     idle = replace(busy, running_requests=0)
-    assert scaler.replicas(replace(idle, now_s=59.0), least=0, most=100) == 5
-    assert scaler.replicas(replace(idle, now_s=61.0), least=0, most=100) == 0
-    assert scaler.replicas(replace(idle, now_s=62.0), least=1, most=100) == 1
+    assert scaler.choose_replicas(replace(idle, now_s=59.0), min_replicas=0, max_replicas=100) == 5
+    assert scaler.choose_replicas(replace(idle, now_s=61.0), min_replicas=0, max_replicas=100) == 0
+    assert scaler.choose_replicas(replace(idle, now_s=62.0), min_replicas=1, max_replicas=100) == 1
 
 
 def test_a_clock_that_is_set_back_starts_the_hold_anew() -> None:
     """By Serve's clock, which is its host's: replicas were kept until it was again as late as it had been."""
     scaler = LLMScaler(TARGETS)
-    busy = replace(IDLE, now_s=7200.0, asked_for=9, running=9, running_requests=90)
-    assert scaler.replicas(busy, least=1, most=100) == 9
+    busy = replace(IDLE, now_s=7200.0, target_replicas=9, running_replicas=9, running_requests=90)
+    assert scaler.choose_replicas(busy, min_replicas=1, max_replicas=100) == 9
     idle = replace(busy, running_requests=0, kv_cache_use=0.0)
-    assert scaler.replicas(replace(idle, now_s=3600.0), least=1, most=100) == 9
-    assert scaler.replicas(replace(idle, now_s=3659.0), least=1, most=100) == 9
-    assert scaler.replicas(replace(idle, now_s=3661.0), least=1, most=100) == 1
+    assert scaler.choose_replicas(replace(idle, now_s=3600.0), min_replicas=1, max_replicas=100) == 9
+    assert scaler.choose_replicas(replace(idle, now_s=3659.0), min_replicas=1, max_replicas=100) == 9
+    assert scaler.choose_replicas(replace(idle, now_s=3661.0), min_replicas=1, max_replicas=100) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,9 +114,9 @@ def test_more_to_do_never_asks_for_less(
     running: int, waiting: int, coming: int, cache: float, replicas: int, more: int
 ) -> None:
     def ask(**load: Any) -> int:
-        base = {"running_requests": running, "waiting_requests": waiting, "coming_requests": coming}
-        return needed(running=replicas, kv_cache_use=cache, **(base | load))
+        base = {"running_requests": running, "waiting_requests": waiting, "queued_requests": coming}
+        return needed(running_replicas=replicas, kv_cache_use=cache, **(base | load))
 
     assert ask(waiting_requests=waiting + more) >= ask()
-    assert ask(coming_requests=coming + more) >= ask()
+    assert ask(queued_requests=coming + more) >= ask()
     assert 0 <= ask() <= 100

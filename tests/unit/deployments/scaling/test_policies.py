@@ -64,7 +64,7 @@ def test_the_newest_reports_of_all_replicas_count() -> None:
         [report(100, 10, 1000), report(300, 30, 3000, 200.0)], total_queued_requests=7.0, target_num_replicas=5
     )
     load = visual_load(ctx)
-    assert (load.now_s, load.running, load.asked_for) == (1000.0, 2, 5)
+    assert (load.now_s, load.running_replicas, load.target_replicas) == (1000.0, 2, 5)
     assert (load.backlog_tokens, load.arriving_tokens_per_s, load.waiting_images) == (400, 40, 7)
     assert (load.tokens_per_s, load.tokens_per_image) == (2000, 150)
 

@@ -33,24 +33,28 @@ class Pulls(Accepting):
         self._pulls = list(pulls)
 
     def accepted(self) -> Accepted:
-        return Accepted(THERE, (None,), pulls=self._pulls.pop(0))
+        return Accepted(THERE, (None,), remote_read=self._pulls.pop(0))
 
 
 def test_encoders_are_told_once_all_language_models_read_from_other_hosts() -> None:
     stand_ins = Pulls(pulls=(True, True, False, True))
     assert in_turn(stand_ins, 4) == [200] * 4
-    assert [job.pulled for job in stand_ins.jobs] == [False, True, True, False]
+    assert [job.remote_read for job in stand_ins.jobs] == [False, True, True, False]
 
 
 def test_what_could_not_be_read_comes_through_the_object_store() -> None:
     failed = Pieces(TransferFailedError("no bytes for an embedding"))
     stand_ins = Pulls(Pieces(JSON_HEAD, b"{}"), failed, Pieces(JSON_HEAD, b"{}"), pulls=(True, True))
     assert in_turn(stand_ins, 2) == [200, 200]
-    assert [(job.pulled, job.read_on) for job in stand_ins.jobs] == [(False, ()), (True, (THERE,)), (False, ())]
+    assert [(job.remote_read, job.reader_hosts) for job in stand_ins.jobs] == [
+        (False, ()),
+        (True, (THERE,)),
+        (False, ()),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("read_on", "pulled", "nixl", "way"),
+    ("reader_hosts", "remote_read", "nixl", "way"),
     [
         ((), False, False, "object store"),
         ((HERE,), False, False, "shared memory"),
@@ -64,7 +68,7 @@ def test_what_could_not_be_read_comes_through_the_object_store() -> None:
     ],
 )
 def test_an_encoder_gives_it_the_way_that_its_readers_take(
-    read_on: tuple[str, ...], pulled: bool, nixl: bool, way: str
+    reader_hosts: tuple[str, ...], remote_read: bool, nixl: bool, way: str
 ) -> None:
     async def given() -> None:
         store = EmbeddingStore(MIB)
@@ -78,7 +82,7 @@ def test_an_encoder_gives_it_the_way_that_its_readers_take(
         server = ShmServer(store)
         vars(replica).update(_get_or_encode=made, _server=server, _remote=remote, _host=HERE, _counts=counts)
         job = ImageJob(png(), None, image.digest, IDENTITY.fingerprint, (4, 4), 6)
-        found = await replica.encode(dataclasses.replace(job, read_on=read_on, pulled=pulled))
+        found = await replica.encode(dataclasses.replace(job, reader_hosts=reader_hosts, remote_read=remote_read))
         if isinstance(found, SharedEmbedding):
             assert way == ("shared memory" if found.remote is None else "remote")
             assert (found.server == server.address) == (found.remote is None)

@@ -11,7 +11,7 @@ import torch
 from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
 from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import WorkerEvents
-from deployments.ingress.attempt import MAX_TRIES
+from deployments.ingress.attempt import MAX_ATTEMPTS
 from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, Owned, image, value_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
@@ -44,7 +44,7 @@ def test_memory_has_to_run_out_again_and_again(error: Exception) -> None:
 
 
 def test_one_request_cannot_make_a_device_sick_by_its_size() -> None:
-    assert MAX_OUT_OF_MEMORY_IN_A_ROW > MAX_TRIES
+    assert MAX_OUT_OF_MEMORY_IN_A_ROW > MAX_ATTEMPTS
 
 
 def test_other_errors_say_nothing_about_the_device() -> None:

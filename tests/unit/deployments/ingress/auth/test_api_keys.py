@@ -149,6 +149,6 @@ def test_a_key_is_looked_up_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None
     """Every hash was compared at every request, on the event loop that streams answers: 10,000 keys took 2.4 ms."""
     monkeypatch.setenv("SOME_KEYS", f"alice {KEY}")
     keys = ApiKeys(file=None, variable="SOME_KEYS")
-    keys._of_environment = LookedUp(keys._of_environment)
+    keys._env_keys = LookedUp(keys._env_keys)
     assert [keys.name_of(KEY), keys.name_of(KEY + "x")] == ["alice", None]
-    assert list(keys._of_environment) == [HASH], "the key itself is not kept"
+    assert list(keys._env_keys) == [HASH], "the key itself is not kept"

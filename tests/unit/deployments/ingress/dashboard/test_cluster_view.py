@@ -118,13 +118,13 @@ def test_many_who_ask_at_once_cost_one_question() -> None:
 
     async def scenario() -> None:
         cluster = ClusterView(encoder, llm, lambda: QUIET, details=details, clock=lambda: time_s[0])
-        views = await asyncio.gather(*(cluster.now() for _ in range(20)))
+        views = await asyncio.gather(*(cluster.get() for _ in range(20)))
         assert len({id(each) for each in views}) == 1
         assert (encoder.calls, llm.calls, len(asked)) == (1, 1, 1)
         time_s[0] += 0.9
-        assert await cluster.now() is views[0]
+        assert await cluster.get() is views[0]
         time_s[0] += 0.2
-        assert await cluster.now() is not views[0]
+        assert await cluster.get() is not views[0]
         assert (encoder.calls, llm.calls, len(asked)) == (2, 2, 2)
 
     asyncio.run(scenario())
@@ -135,6 +135,6 @@ def test_no_replica_is_up() -> None:
 
     async def scenario() -> None:
         cluster = ClusterView(none, none, lambda: QUIET, details=lambda: None)
-        assert (await cluster.now())["deployments"] == []
+        assert (await cluster.get())["deployments"] == []
 
     asyncio.run(scenario())

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from deployments.common.api_error import ApiError
-from deployments.ingress.auth.gate import WITHOUT_A_KEY
+from deployments.ingress.auth.gate import PATHS_WITHOUT_KEY
 from deployments.ingress.dashboard.static_files import POLICY, Page
 from deployments.ingress.http.routes import PAGE_FILES, Service, open_route
 
@@ -21,7 +21,7 @@ def directives() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("path", PAGE_FILES)
 def test_every_file_is_sent_with_the_policy(path: str) -> None:
-    head, body = Page(there=True).answer(path, root_path="")
+    head, body = Page(enabled=True).response(path, root_path="")
     headers = dict(head.headers)
     assert head.status == 200
     assert body == (FOLDER / PAGE_FILES[path]).read_bytes()
@@ -30,7 +30,7 @@ def test_every_file_is_sent_with_the_policy(path: str) -> None:
     assert headers[b"x-frame-options"] == b"DENY"
     assert headers[b"cross-origin-resource-policy"] == b"same-origin"
     assert open_route("GET", path, management=False).service is Service.PAGE
-    assert path in WITHOUT_A_KEY
+    assert path in PATHS_WITHOUT_KEY
 
 
 def test_every_file_of_the_folder_is_served() -> None:
@@ -61,7 +61,7 @@ def test_the_page_is_small() -> None:
 
 
 def test_the_bare_prefix_leads_to_the_page() -> None:
-    head, body = Page(there=True).answer("", root_path="/app")
+    head, body = Page(enabled=True).response("", root_path="/app")
     assert head.status == 307
     assert (b"location", b"/app/") in head.headers
     assert body == b""
@@ -70,11 +70,11 @@ def test_the_bare_prefix_leads_to_the_page() -> None:
 @pytest.mark.parametrize("path", ["/page/", "/page/none.js", "/page/../door.py", "/page/index.html", "//"])
 def test_other_files_are_not_there(path: str) -> None:
     with pytest.raises(ApiError, match="is not served here") as refused:
-        Page(there=True).answer(path, root_path="")
+        Page(enabled=True).response(path, root_path="")
     assert refused.value.status == 404
 
 
 def test_a_page_that_is_switched_off() -> None:
     for path in ("", *PAGE_FILES):
         with pytest.raises(ApiError, match="is not served here"):
-            Page(there=False).answer(path, root_path="/app")
+            Page(enabled=False).response(path, root_path="/app")

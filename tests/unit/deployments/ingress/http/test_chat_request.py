@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from deployments.common.api_error import ApiError
 from deployments.common.messages import ImageReference
 from deployments.ingress.http import chat_request
-from deployments.ingress.http.chat_request import holds_media, image_parts, pop_bounds, put_key, refuse_fields
+from deployments.ingress.http.chat_request import (
+    has_media,
+    image_parts,
+    pop_pixel_bounds,
+    refuse_fields,
+    replace_by_key,
+)
 from encoder.images.size import PixelBounds
 
 URL = "data:image/png;base64,AAAA"
@@ -44,7 +50,7 @@ def test_images_of_all_messages_come_in_order_with_labels() -> None:
     assert [image.label for image in found] == ["image 1 of 3", "image 2 of 3", "image 3 of 3"]
     assert [image.url for image in found] == [URL, URL, URL + "B"]
     assert [image.detail for image in found] == ["auto", "auto", "low"]
-    assert found[2].part is body["messages"][3]["content"][0], "the part itself, for put_key"
+    assert found[2].part is body["messages"][3]["content"][0], "the part itself, for replace_by_key"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def test_the_refusal_tells_where() -> None:
 def test_put_key_leaves_nothing_of_the_clients_part() -> None:
     body = chat({**IMAGE, "extra": "x"})
     (image,) = image_parts(body)
-    put_key(image, ImageReference("vitray:t", "vitray:g", 0, "image 1 of 1"), "d" * 64)
+    replace_by_key(image, ImageReference("vitray:t", "vitray:g", 0, "image 1 of 1"), "d" * 64)
     assert body["messages"][0]["content"] == [
         {
             "type": "image_embeds",
@@ -174,9 +180,9 @@ def test_put_key_leaves_nothing_of_the_clients_part() -> None:
 )
 def test_bounds_are_taken_out_of_the_body(asked: object, bounds: PixelBounds | None) -> None:
     body = {"model": "m", "mm_processor_kwargs": asked}
-    assert pop_bounds(body) == bounds
+    assert pop_pixel_bounds(body) == bounds
     assert body == {"model": "m"}
-    assert pop_bounds(body) is None
+    assert pop_pixel_bounds(body) is None
 
 
 @pytest.mark.parametrize(
@@ -198,7 +204,7 @@ def test_bounds_are_taken_out_of_the_body(asked: object, bounds: PixelBounds | N
 def test_bounds_are_checked(asked: object, told: str) -> None:
     """10**400 overflowed a float in the size arithmetic, which was answered with status 500."""
     with pytest.raises(ApiError) as refused:
-        pop_bounds({"mm_processor_kwargs": asked})
+        pop_pixel_bounds({"mm_processor_kwargs": asked})
     assert (refused.value.status, refused.value.param) == (400, "mm_processor_kwargs")
     assert told in refused.value.message
 
@@ -223,7 +229,7 @@ def test_fields_that_carry_media_are_refused(name: str) -> None:
     ],
 )
 def test_media_are_found_anywhere(value: object) -> None:
-    assert holds_media(value)
+    assert has_media(value)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_media_are_found_anywhere(value: object) -> None:
 )
 def test_text_holds_no_media(value: object) -> None:
     """A type that is no string was looked up in a set, where a list is a TypeError: status 500."""
-    assert not holds_media(value)
+    assert not has_media(value)
 
 
 def test_media_are_found_however_deep() -> None:
@@ -250,7 +256,7 @@ def test_media_are_found_however_deep() -> None:
     deep: object = IMAGE
     for _ in range(100_000):
         deep = [deep]
-    assert holds_media(deep)
+    assert has_media(deep)
 
 
 NAMES = ["messages", "content", "role", "type", "text", "image_url", "url", "detail", "uuid", "mm_processor_kwargs"]
@@ -277,15 +283,15 @@ BODIES = st.fixed_dictionaries(
 @example(chat({"type": "image_url", "image_url": {"url": "\ud800"}}))
 def test_no_body_makes_anything_but_an_answer_or_an_api_error(body: dict[str, Any]) -> None:
     """And what passes holds no medium but the images that were found, once their keys are put."""
-    holds_media(body)
+    has_media(body)
     try:
         refuse_fields(body)
         found = image_parts(body)
-        pop_bounds(body)
+        pop_pixel_bounds(body)
     except ApiError:
         return
     for number, image in enumerate(found):
-        put_key(image, ImageReference(f"t{number}", f"g{number}", number, image.label), "digest")
+        replace_by_key(image, ImageReference(f"t{number}", f"g{number}", number, image.label), "digest")
         image.part.clear()
     for message in body["messages"] if isinstance(body["messages"], list) else []:
         content = message.get("content") if isinstance(message, dict) else None

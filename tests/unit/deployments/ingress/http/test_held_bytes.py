@@ -72,10 +72,10 @@ def test_what_is_counted_is_what_requests_hold(steps: list[tuple[int, str, int]]
             grows = wanted > expected[number]
             if grows and sum(expected.values()) - expected[number] + wanted > 100:
                 with pytest.raises(OverloadedError):
-                    requests[number].become(wanted)
+                    requests[number].resize(wanted)
                 refused += 1
             else:
-                requests[number].become(wanted)
+                requests[number].resize(wanted)
                 expected[number] = wanted
             assert all_held.num_bytes == events.num_bytes == sum(expected.values()) <= 100
     assert all_held.num_bytes == events.num_bytes == 0
@@ -146,7 +146,7 @@ def test_files_count_while_a_request_may_be_tried_again(head: ResponseHead) -> N
 @pytest.mark.parametrize("lost_at", [0, 1], ids=["before its head", "in its body"])
 def test_files_are_encoded_again_for_another_attempt(monkeypatch: pytest.MonkeyPatch, lost_at: int) -> None:
     """Its language model is lost after it has accepted the request, and the embeddings with it."""
-    monkeypatch.setattr("deployments.ingress.attempt.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("deployments.ingress.attempt.FIRST_RETRY_DELAY_S", 0.0)
     lost: list[object] = [Accepted(), JSON_HEAD, b"{"]
 
     async def scenario() -> list[object]:
@@ -230,7 +230,7 @@ def test_nothing_stays_counted(body: bytes, pieces: list[Any]) -> None:
         assert ingress._held_bytes.num_bytes == 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deployments.ingress.attempt.FIRST_WAIT_S", 0.0)
+        patch.setattr("deployments.ingress.attempt.FIRST_RETRY_DELAY_S", 0.0)
         asyncio.run(scenario())
 
 

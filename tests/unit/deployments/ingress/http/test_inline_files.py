@@ -69,7 +69,12 @@ def test_a_url_that_is_no_image_is_passed_on_as_it_came(message: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("json_object", request_body), ("cut_files", request_body), ("written", chat_request), ("header", image_jobs)],
+    [
+        ("json_object", request_body),
+        ("cut_files", request_body),
+        ("body_to_json", chat_request),
+        ("read_header", image_jobs),
+    ],
 )
 def test_a_large_body_is_worked_on_beside_the_event_loop(
     name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.common.api_error import ApiError
-from deployments.ingress.http.request_body import MAX_GRAMMAR_CHARACTERS, MAX_ITEMS, check
+from deployments.ingress.http.request_body import MAX_GRAMMAR_CHARACTERS, MAX_ITEMS, check_limits
 
 MOST = 128
 
@@ -28,7 +28,7 @@ MOST = 128
     ],
 )
 def test_what_passes(body: dict[str, Any]) -> None:
-    check(body, max_answers=MOST)
+    check_limits(body, max_answers=MOST)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_passes(body: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_what_does_not(body: dict[str, Any], told: str) -> None:
     with pytest.raises(ApiError, match=told) as refused:
-        check(body, max_answers=MOST)
+        check_limits(body, max_answers=MOST)
     assert refused.value.status == 400
 
 
@@ -75,7 +75,7 @@ def tool(name: str, *, nested: bool = True, length: int = MAX_GRAMMAR_CHARACTERS
 def test_schemas_of_tools_that_become_grammars(choice: object, tools: list[object]) -> None:
     """Where a call is required, named or strict, vLLM compiles the schemas of tools; 128 of any length passed."""
     with pytest.raises(ApiError, match=r"tools has \d+ characters, the limit is 65536"):
-        check({"tools": tools, "tool_choice": choice}, max_answers=MOST)
+        check_limits({"tools": tools, "tool_choice": choice}, max_answers=MOST)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_schemas_of_tools_that_become_grammars(choice: object, tools: list[objec
     ],
 )
 def test_schemas_of_tools_that_do_not(choice: object, tools: object) -> None:
-    check({"tools": tools, "tool_choice": choice}, max_answers=MOST)
+    check_limits({"tools": tools, "tool_choice": choice}, max_answers=MOST)
 
 
 def test_what_cannot_be_written_is_over_the_limit() -> None:
@@ -100,4 +100,4 @@ def test_what_cannot_be_written_is_over_the_limit() -> None:
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(ApiError, match="the limit is"):
-        check({"response_format": {"schema": deep}}, max_answers=MOST)
+        check_limits({"response_format": {"schema": deep}}, max_answers=MOST)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_rows, table
+from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_routes, table
 from deployments.llm.engine import vllm_compat
 
 OPEN = [route for route in ROUTES if route.service is not Service.CLOSED]
@@ -55,7 +55,7 @@ def test_no_route_of_vllms_outside_the_table_can_be_reached(vllm_routes: set[tup
     """Several would fetch a URL by themselves or administrate the engine."""
     open_here = {(method, template(route.path)) for route in OPEN for method in route.methods}
     for method, path in vllm_routes - open_here:
-        rows = open_rows(path.replace("{}", "value"))
+        rows = open_routes(path.replace("{}", "value"))
         assert not any(method in row.methods for row in rows), f"{method} {path} is open by {rows}"
 
 
@@ -77,7 +77,7 @@ def test_vllm_reads_the_salt_on_every_open_route_that_generates(vllm_app: FastAP
     without_salt = {
         route.path
         for route in vllm_app.routes
-        if isinstance(route, APIRoute) and route.body_field is not None and open_rows(route.path)
+        if isinstance(route, APIRoute) and route.body_field is not None and open_routes(route.path)
         for model in body_models(route.body_field.field_info.annotation)
         if "cache_salt" not in model.model_fields
     }
@@ -87,7 +87,7 @@ def test_vllm_reads_the_salt_on_every_open_route_that_generates(vllm_app: FastAP
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 def test_rows_are_open_or_closed_as_they_say(route: Route) -> None:
     path = route.path.replace("{id}", "resp_1").replace("{file}", "main.js")
-    assert (route in open_rows(path)) == (route.service is not Service.CLOSED)
+    assert (route in open_routes(path)) == (route.service is not Service.CLOSED)
 
 
 def test_no_path_is_both_open_and_closed() -> None:
@@ -119,18 +119,18 @@ def test_no_path_is_both_open_and_closed() -> None:
     ],
 )
 def test_near_misses_are_closed(path: str) -> None:
-    assert open_rows(path) == []
+    assert open_routes(path) == []
 
 
 def test_a_parameter_is_one_part_of_the_path() -> None:
-    assert [row.path for row in open_rows("/v1/responses/resp_1")] == ["/v1/responses/{id}"]
-    assert [row.path for row in open_rows("/v1/responses/resp_1/cancel")] == ["/v1/responses/{id}/cancel"]
+    assert [row.path for row in open_routes("/v1/responses/resp_1")] == ["/v1/responses/{id}"]
+    assert [row.path for row in open_routes("/v1/responses/resp_1/cancel")] == ["/v1/responses/{id}/cancel"]
 
 
 @given(st.lists(st.sampled_from(["v1", "chat", "completions", "responses", "x", "", "..", "cancel"]), max_size=5))
 def test_what_is_open_is_a_row_of_the_table(parts: list[str]) -> None:
     path = "/" + "/".join(parts)
-    for row in open_rows(path):
+    for row in open_routes(path):
         assert re.fullmatch(re.sub(r"\\{.*?\\}", "[^/]+", re.escape(row.path)), path)
 
 

@@ -38,7 +38,7 @@ class Engine:
         images = [encoded(self.store, number) for number in numbers]
         for image in images:
             self.store.offer(image)
-        borrowing = self.receiver.receive(at_once(*(image.shared_by(self.server.address) for image in images)))
+        borrowing = self.receiver.receive(at_once(*(image.to_shared(self.server.address) for image in images)))
         arrived = self.loop.run_until_complete(borrowing)
         eventually(lambda: all(self.can_load(image.digest) for image in images))
         return images, arrived
