@@ -112,8 +112,9 @@ def test_redirects_without_end() -> None:
         async with attacks.network(public=attacks.endless_redirects, other=attacks.good) as network:
             with pytest.raises(ValueError, match="30 redirects"):
                 await naive_fetch(URL + "/0", resolve=names(), network=network)
-            assert "redirects more than 3 times" in await refused(URL + "/0", network, names())
+            assert "redirects more than 3 times" in await refused(URL + "/0", network, names(), config=patient)
 
+    patient = FetchConfig(http=True, timeout_s=10.0)
     asyncio.run(scenario())
 
 
