@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from configs.encoder_config import EncoderConfig
-from encoder.checkpoint.vision_config import VisionConfig
+from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded
 from encoder.images.identity import EncoderIdentity
@@ -92,7 +92,9 @@ class Encoder:
         tower = load_tower(path, dtype=getattr(torch, dtype_name), device=resolved)
         forward = choose_forward(tower, config, rules)
         del tower  # frees the weights that the forward has repacked
-        identity = EncoderIdentity(weights_identity(path), vision, dtype_name, rules, forward.name)
+        identity = EncoderIdentity(
+            weights_identity(path), vision, dtype_name, rules, forward.name, image_token_id(path)
+        )
         runner = TowerRunner.build(forward, config, progress=progress, fingerprint=identity.fingerprint)
         sizes = [resized_size(width, height, rules, None) for width, height in config.warm_image_sizes]
         runner.warm([(1, height // rules.patch_size, width // rules.patch_size) for width, height in sizes])

@@ -22,6 +22,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_5_moe": "qwen3_vl",
     "qwen4_exp": "qwen3_vl",
 }
+_IMAGE_TOKEN_IDS: Mapping[str, int] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), 151655),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), 248056),
+}
+"""`image_token_id` of checkpoints that do not mention it."""
 # Model types whose towers have deepstack levels if the checkpoint does not mention them.
 _DEEPSTACK_BY_DEFAULT = ("qwen3_vl", "qwen3_vl_moe")
 
@@ -215,16 +220,7 @@ class VisionConfig:
     @classmethod
     def from_checkpoint(cls, path: Path) -> VisionConfig:
         """Reads `path / "config.json"`. Raises `VisionConfigError`, which names the key and its value."""
-        file = path / "config.json"
-        try:
-            raw: object = json.loads(file.read_bytes())
-        except FileNotFoundError:
-            raise VisionConfigError(f"{path} has no config.json: it is not a checkpoint folder") from None
-        except ValueError as error:
-            raise VisionConfigError(f"{file} is not JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise VisionConfigError(f"{file} does not hold a JSON object")
-        return cls.from_dict(raw)
+        return cls.from_dict(_read(path))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object]) -> VisionConfig:
@@ -253,6 +249,28 @@ class VisionConfig:
             dtype=_dtype(config, section),
             rope_theta=_rope_theta(section),
         )
+
+
+def image_token_id(path: Path) -> int:
+    """Returns the token that stands for an image in prompts, by `path / "config.json"`. Raises `VisionConfigError`."""
+    config = _read(path)
+    value = config.get("image_token_id", _IMAGE_TOKEN_IDS.get(str(config.get("model_type"))))
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise VisionConfigError(f"image_token_id is {value!r}: it must be a token")
+    return value
+
+
+def _read(path: Path) -> dict[str, object]:
+    file = path / "config.json"
+    try:
+        raw: object = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise VisionConfigError(f"{path} has no config.json: it is not a checkpoint folder") from None
+    except ValueError as error:
+        raise VisionConfigError(f"{file} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise VisionConfigError(f"{file} does not hold a JSON object")
+    return raw
 
 
 def _integer(facts: Mapping[str, object], key: str) -> int:

@@ -15,7 +15,8 @@ from PIL import Image
 
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.images.load import DECODING_RULES_VERSION, to_rgb
-from encoder.images.size import ImageRules, PixelBounds
+from encoder.images.size import Grid, ImageRules, PixelBounds, num_tokens
+from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 
 _DOMAIN = b"vitray embedding digest 1"
 
@@ -37,6 +38,9 @@ class EncoderIdentity:
     """The checkpoint's rules for resizing and normalising images."""
     forward: str = "eager"
     """Forward of the tower, "eager", "compiled", "fused" or "fp8": they round in different places."""
+    image_token_id: int | None = None
+    """Token of an image in prompts, which does not change embeddings: it is no part of the fingerprint. None without a
+    checkpoint."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -77,6 +81,17 @@ class EncoderIdentity:
         return image_digest(
             image, bounds=bounds, numerics=self.fingerprint, weights=self.weights, salt=salt, shape=shape
         )
+
+    def header(self, digest: str, grid: Grid) -> ItemHeader:
+        """Returns the header of an image, which equals that of vLLM's processor for the checkpoint.
+
+        digest: `digest` of the image. grid: its grid in patches, `encoder.images.size.image_grid`.
+        """
+        if self.image_token_id is None:
+            raise ValueError("the identity has no image_token_id: it was not made from a checkpoint")
+        count = num_tokens(grid, self.rules.merge_size)
+        runs = (PromptRun(self.image_token_id, count, True),)
+        return ItemHeader(digest, "image", count, (PromptUpdate("replace", (self.image_token_id,), runs),), grid)
 
 
 def tower_fingerprint(weights: str, vision: VisionConfig, rules: ImageRules) -> str:

@@ -1,0 +1,89 @@
+"""References to items, the only media that vLLM gets: a request names each item by a key, and the LLM replica has
+the item's header.
+
+Imports no vLLM, so that the deployments can be built without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deployments.common.messages import new_key
+from encoder.item_header import HeaderError, ItemHeader
+
+
+class UnknownReferenceError(ValueError):
+    """The key or digest belongs to no request in flight. vLLM answers a ValueError with status 400."""
+
+
+class FetchRefusedError(ValueError):
+    """vLLM tried to fetch media itself."""
+
+
+@dataclass
+class _Entry:
+    header: ItemHeader
+    num_references: int = 0
+
+
+class References:
+    """Headers of the items of all requests in flight, by key and by digest. Thread-safe: the event loop adds and
+    releases, vLLM's media and processor threads look up.
+
+    key = references.add(header)                      # 128 random bits; the URL of the item in the request's body
+    try:
+        ...                                           # vLLM may look it up any number of times
+    finally:
+        references.release([key])
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: dict[str, str] = {}
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._digests)
+
+    @property
+    def num_items(self) -> int:
+        """Number of different digests."""
+        return len(self._entries)
+
+    def add(self, header: ItemHeader) -> str:
+        """Returns a new key, valid until `release`. Raises HeaderError if another header has the same digest."""
+        key = new_key()
+        with self._lock:
+            entry = self._entries.setdefault(header.digest, _Entry(header))
+            if entry.header != header:
+                raise HeaderError(f"two headers of item {header.digest} differ: {entry.header} and {header}")
+            entry.num_references += 1
+            self._digests[key] = header.digest
+        return key
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Removes keys; those removed before are ignored. A header is removed with its last key."""
+        with self._lock:
+            for digest in filter(None, [self._digests.pop(key, None) for key in keys]):
+                self._entries[digest].num_references -= 1
+                if not self._entries[digest].num_references:
+                    del self._entries[digest]
+
+    def header(self, key: str) -> ItemHeader:
+        """Raises UnknownReferenceError."""
+        with self._lock:
+            return self._find(self._digests.get(key, ""))
+
+    def header_by_digest(self, digest: str) -> ItemHeader:
+        """Raises UnknownReferenceError."""
+        with self._lock:
+            return self._find(digest)
+
+    def _find(self, digest: str) -> ItemHeader:
+        entry = self._entries.get(digest)
+        if entry is None:
+            raise UnknownReferenceError("the request names media that no encoder has sent")
+        return entry.header

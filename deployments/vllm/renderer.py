@@ -1,0 +1,174 @@
+"""Items by reference in the renderers of vLLM 0.26 to 0.33: stand-ins for media, the connector that returns them, and
+the processor cache that contains their headers.
+
+A stand-in is never processed as the media: vLLM finds its header in the cache, or the request fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.media import MediaWithBytes
+from vllm.utils.cache import CacheInfo
+
+from deployments.vllm.headers import CachedItem, cache_item
+from deployments.vllm.references import FetchRefusedError, References, UnknownReferenceError
+
+
+class ImageStandIn(MediaWithBytes):  # type: ignore[misc]  # untyped: vLLM
+    def __init__(self, digest: str) -> None:
+        super().__init__(Image.new("RGB", (1, 1)), digest.encode())
+        self.digest = digest
+
+
+class VideoStandIn(tuple[npt.NDArray[np.uint8], dict[str, Any]]):
+    """One frame of one pixel, and no metadata."""
+
+    digest: str
+
+    @classmethod
+    def of(cls, digest: str) -> VideoStandIn:
+        stand_in = cls((np.zeros((1, 1, 1, 3), np.uint8), {}))
+        stand_in.digest = digest
+        return stand_in
+
+
+class AudioStandIn(np.ndarray[tuple[int], np.dtype[np.float32]]):
+    """One sample without a sampling rate, which vLLM does not resample."""
+
+    digest: str
+
+    @classmethod
+    def of(cls, digest: str) -> AudioStandIn:
+        stand_in = np.zeros(1, np.float32).view(cls)
+        stand_in.digest = digest
+        return stand_in
+
+
+class ReferenceConnector:
+    """Replaces vLLM's MediaConnector: returns stand-ins by key and refuses everything else.
+
+    Deliberately not a subclass: it must not inherit what vLLM's own connector fetches in later versions.
+    """
+
+    references: References
+
+    def __init__(self, **_settings: object) -> None:
+        """Ignores vLLM's settings for fetching media."""
+
+    def fetch_image(self, image_url: str, **_options: object) -> ImageStandIn:
+        return ImageStandIn(self._digest(image_url, "image"))
+
+    def fetch_video(self, video_url: str, **_options: object) -> VideoStandIn:
+        return VideoStandIn.of(self._digest(video_url, "video"))
+
+    def fetch_audio(self, audio_url: str, **_options: object) -> AudioStandIn:
+        """vLLM puts the key of an `input_audio` part into a data URL."""
+        return AudioStandIn.of(self._digest(audio_url.rpartition(";base64,")[2], "audio"))
+
+    async def fetch_image_async(self, image_url: str, **_options: object) -> ImageStandIn:
+        return self.fetch_image(image_url)
+
+    async def fetch_video_async(self, video_url: str, **_options: object) -> VideoStandIn:
+        return self.fetch_video(video_url)
+
+    async def fetch_audio_async(self, audio_url: str, **_options: object) -> AudioStandIn:
+        return self.fetch_audio(audio_url)
+
+    def _digest(self, key: str, modality: str) -> str:
+        header = self.references.header(key)
+        if header.modality not in (modality, "vision_chunk"):
+            raise UnknownReferenceError(f"the request names an item of modality {header.modality!r} as {modality!r}")
+        return header.digest
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
+
+    async def _refuse_async(self, *_args: object, **_kwargs: object) -> NoReturn:
+        self._refuse()
+
+    load_from_url = fetch_image_embedding = fetch_video_embedding = fetch_audio_embedding = _refuse
+    load_from_url_async = fetch_image_embedding_async = _refuse_async
+    fetch_video_embedding_async = fetch_audio_embedding_async = _refuse_async
+
+
+def make_connector_class(references: References) -> type[ReferenceConnector]:
+    """Returns a connector class bound to `references`; vLLM creates an instance for every request."""
+    return type("BoundReferenceConnector", (ReferenceConnector,), {"references": references})
+
+
+class HeaderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
+    """vLLM's processor cache, which contains the items of the requests in flight and nothing else. A miss fails the
+    request: vLLM would process the stand-in."""
+
+    def __init__(self, references: References) -> None:
+        super().__init__()
+        self._references = references
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        """Raises UnknownReferenceError on a miss: vLLM runs its processor on misses before it asks for the item."""
+        self._references.header_by_digest(mm_hash)
+        return True
+
+    def get_and_update_item(self, mm_item: object, mm_hash: str) -> CachedItem:
+        if mm_item is not None:
+            raise FetchRefusedError("the language model replica processes no media")
+        return cache_item(self._references.header_by_digest(mm_hash))
+
+    def touch_sender_cache_item(self, mm_hash: str) -> None:
+        """Does nothing: no item is evicted while a request refers to it."""
+
+    def clear_cache(self) -> None:
+        """Does nothing: vLLM clears its caches after a warm-up and on reset."""
+
+    def make_stats(self, *, delta: bool = False) -> CacheInfo:
+        return CacheInfo(hits=0, total=0)
+
+
+def mm_uuids(mm_data: Mapping[str, Any], *_: object) -> dict[str, list[str]]:
+    """Replaces `BaseRenderer._process_mm_uuids`: vLLM's identifier of each item is its digest. Raises FetchRefusedError
+    for items that are not stand-ins, such as embeddings, and for `null` items with the client's own identifier."""
+    return {
+        modality: [_digest_of(item) for item in (items if isinstance(items, list) else [items])]
+        for modality, items in mm_data.items()
+    }
+
+
+def _digest_of(item: object) -> str:
+    item = item.get("image") if isinstance(item, dict) else item  # of modality "vision_chunk"
+    if isinstance(item, ImageStandIn | VideoStandIn | AudioStandIn):
+        return item.digest
+    raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
+
+
+def _refuse_processing(*_args: object, **_kwargs: object) -> NoReturn:
+    """Replaces `_apply_hf_processor`, by which some models' processors bypass the cache."""
+    raise FetchRefusedError("the language model replica processes no media; this model takes fewer items per request")
+
+
+def install_references(renderer: Any, references: References) -> None:  # noqa: ANN401 - vLLM's BaseRenderer
+    """Makes a renderer take items by reference only. Call it after vLLM's `init_app_state`, whose warm-up processes an
+    image. Raises AttributeError if this vLLM lacks a member that is replaced."""
+    cache = HeaderCache(references)
+    processors = [renderer.mm_processor]
+    if hasattr(renderer, "_mm_processor_only_cache"):
+        _replace(renderer, "_mm_processor_cache", cache)
+        _replace(renderer, "_mm_processor_only_cache", cache)
+    else:  # before vLLM 0.32 the processors own the caches
+        processors += filter(None, [renderer._readonly_mm_processor])  # noqa: SLF001
+        for processor in processors:
+            _replace(processor, "cache", cache)
+    for processor in processors:
+        _replace(processor, "_apply_hf_processor", _refuse_processing)
+    _replace(renderer, "_process_mm_uuids", mm_uuids)
+
+
+def _replace(owner: object, name: str, value: object) -> None:
+    if not hasattr(owner, name):
+        raise AttributeError(f"this vLLM's {type(owner).__name__} has no {name}")
+    setattr(owner, name, value)

@@ -1,0 +1,68 @@
+"""Towers without weights in vLLM's workers: they exist on torch's meta device, and cannot run.
+
+vLLM's own setting for that, `limit_mm_per_prompt` of 0, also refuses all media and disables deepstack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+Init = Callable[..., None]
+
+
+def build_towers_on_meta() -> None:
+    """Makes vLLM build towers on the meta device from now on. Call it in a worker process before the model is loaded;
+    further calls have no effect. Loading a weight into a tower then has no effect, running the tower raises."""
+    mark = SupportsMultiModal._mark_tower_model  # noqa: SLF001
+    if mark.__module__ == __name__:
+        return
+
+    @contextmanager
+    def mark_and_build_on_meta(
+        self: object,
+        vllm_config: object,
+        modalities: object,
+        *,
+        targets: type | tuple[type, ...] | None = None,
+    ) -> Iterator[None]:
+        """`targets`: the tower's classes, of models that build their tower and language model in one context."""
+        with mark(self, vllm_config, modalities, targets=targets):
+            if targets is None:
+                with torch.device("meta"):
+                    yield
+            else:
+                with _built_on_meta(targets if isinstance(targets, tuple) else (targets,)):
+                    yield
+
+    SupportsMultiModal._mark_tower_model = mark_and_build_on_meta  # noqa: SLF001
+
+
+@contextmanager
+def _built_on_meta(classes: tuple[type, ...]) -> Iterator[None]:
+    """Builds instances of these classes alone on the meta device. To move them there afterwards would replace their
+    parameters, and lose the weight loaders that vLLM attaches."""
+    own = [vars(each).get("__init__") for each in classes]
+    inits: list[Init] = [each.__init__ for each in classes]  # type: ignore[misc]
+    for each, init in zip(classes, inits, strict=True):
+        type.__setattr__(each, "__init__", _on_meta(init))
+    try:
+        yield
+    finally:
+        for each, init_or_none in zip(classes, own, strict=True):
+            if init_or_none is None:  # inherited
+                type.__delattr__(each, "__init__")
+            else:
+                type.__setattr__(each, "__init__", init_or_none)
+
+
+def _on_meta(init: Init) -> Init:
+    def init_on_meta(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - any class's arguments
+        with torch.device("meta"):
+            init(*args, **kwargs)
+
+    return init_on_meta
