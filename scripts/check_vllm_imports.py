@@ -1,9 +1,10 @@
-"""Checks that a vLLM source tree defines everything that deployments/llm/engine/vllm_compat.py imports from vLLM.
+"""Checks that a vLLM source tree defines what deployments/llm/engine/vllm_compat.py and deployments/vllm import of it.
 
     python scripts/check_vllm_imports.py PATH     # PATH contains the folder `vllm`: an unpacked wheel, a checkout
 
 It reads syntax trees with the standard library only, so that a version can be checked where it cannot be installed. Its
-knowledge of vLLM consists of the names below and the table in deployments/llm/engine/vllm_compat.py.
+knowledge of vLLM consists of the names below, the table in deployments/llm/engine/vllm_compat.py, and the import
+statements of deployments/vllm.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-COMPAT = Path(__file__).resolve().parent.parent / "deployments" / "llm" / "engine" / "vllm_compat.py"
+DEPLOYMENTS = Path(__file__).resolve().parent.parent / "deployments"
+COMPAT = DEPLOYMENTS / "llm" / "engine" / "vllm_compat.py"
 
 # Number of positional arguments with which these are called.
 CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
@@ -43,6 +45,18 @@ MEMBERS = {
         *("request_finished", "start_load_caches", "save_caches", "shutdown"),
     ),
 }
+# Members that deployments/vllm uses or replaces, by class; "a | b": one of them, which depends on the version.
+REPLACED = {
+    "vllm.renderers.BaseRenderer": (
+        *("mm_processor", "_process_mm_uuids", "_mm_processor_cache | mm_processor_cache"),
+        "_mm_processor_only_cache | _readonly_mm_processor",
+    ),
+    "vllm.multimodal.processing.BaseMultiModalProcessor": ("_apply_hf_processor", "_cached_apply_hf_processor"),
+    "vllm.multimodal.cache.BaseMultiModalProcessorCache": (
+        *("is_cached_item", "get_and_update_item", "touch_sender_cache_item", "clear_cache", "make_stats"),
+    ),
+    "vllm.model_executor.models.interfaces.SupportsMultiModal": ("_mark_tower_model",),
+}
 ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE", "VLLM_USE_V2_MODEL_RUNNER")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -55,6 +69,14 @@ def locations() -> dict[str, tuple[str, ...]]:
             table: dict[str, tuple[str, ...]] = ast.literal_eval(node.value)
             return table
     raise LookupError(f"{COMPAT.name} does not define LOCATIONS")
+
+
+def imported_names() -> Iterator[tuple[str, str]]:
+    """Yields module and name of everything that deployments/vllm imports from vLLM."""
+    for file in sorted((DEPLOYMENTS / "vllm").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                yield from ((node.module or "", alias.name) for alias in node.names)
 
 
 class Tree:
@@ -89,9 +111,12 @@ class Tree:
         return self._root.joinpath(*name.split("."), "__init__.py").is_file()
 
     def members(self, module_name: str, node: ast.ClassDef) -> Iterator[str]:
-        """Yields methods and fields of a class and of its bases in the tree."""
+        """Yields methods, fields and instance attributes of a class and of its bases in the tree."""
         for statement in node.body:
             yield from _defined(statement)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                yield inner.attr
         for base in node.bases:
             found = self.find(module_name, ast.unparse(base).split("[")[0])
             if found is not None and isinstance(found[1], ast.ClassDef):
@@ -115,6 +140,18 @@ def problems(root: Path) -> list[str]:
     envs = tree.module("vllm.envs")
     known = {node.value for node in ast.walk(envs) if isinstance(node, ast.Constant)} if envs is not None else set()
     return found + [f"vllm.envs does not know {variable}" for variable in ENVIRONMENT if variable not in known]
+
+
+def package_problems(root: Path) -> list[str]:
+    """Returns a sentence for each name that deployments/vllm needs and that is missing under `root`."""
+    tree = Tree(root)
+    found = [f"{module} has no {name}" for module, name in imported_names() if tree.find(module, name) is None]
+    for qualified, wanted in REPLACED.items():
+        module_name, _, name = qualified.rpartition(".")
+        hit = tree.find(module_name, name)
+        members = set(tree.members(hit[0], hit[1])) if hit is not None and isinstance(hit[1], ast.ClassDef) else set()
+        found += [f"{qualified} has no {each}" for each in wanted if members.isdisjoint(each.split(" | "))]
+    return found
 
 
 def _top_level(module: ast.Module) -> Iterator[ast.stmt]:
@@ -163,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     root = parser.parse_args(arguments).path
     if not (root / "vllm" / "__init__.py").is_file():
         parser.error(f"{root} has no folder vllm with an __init__.py")
-    missing = problems(root)
+    missing = problems(root) + package_problems(root)
     for line in missing or [f"all {len(locations())} names are there"]:
         print(line)
     return 1 if missing else 0

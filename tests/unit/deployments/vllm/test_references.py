@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from deployments.vllm.references import References, UnknownReferenceError
 from encoder.item_header import HeaderError, ItemHeader, PromptRun, PromptUpdate
@@ -92,13 +92,12 @@ class ReferenceCounts(RuleBasedStateMachine):
             del self.numbers[key]
         return keys
 
-    @rule(target=released, keys=consumes(released))
-    def end_again(self, keys: tuple[str, ...]) -> object:
+    @rule(keys=released)
+    def end_again(self, keys: tuple[str, ...]) -> None:
         self.references.release(keys)
         for key in keys:
             with pytest.raises(UnknownReferenceError):
                 self.references.header(key)
-        return multiple()
 
     @invariant()
     def items_are_those_of_the_requests_in_flight(self) -> None:

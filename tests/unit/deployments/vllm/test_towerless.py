@@ -17,7 +17,7 @@ from deployments.vllm.towerless import build_towers_on_meta
 class Tower(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 3)
-        self.weight.weight_loader = len  # type: ignore[assignment]  # as vLLM attaches it
+        setattr(self.weight, "weight_loader", len)  # noqa: B010  # as vLLM attaches it
 
 
 class LargeTower(Tower):
@@ -80,7 +80,7 @@ def test_classes_are_restored_after_an_error(marked: list[tuple[Any, ...]]) -> N
 def test_a_tower_keeps_its_loaders_and_cannot_run(marked: list[tuple[Any, ...]]) -> None:
     """vLLM loads weights by what it attached to the parameters; into meta that does nothing."""
     tower = Model(Tower).tower
-    assert tower.weight.weight_loader is len  # type: ignore[comparison-overlap]
+    assert vars(tower.weight)["weight_loader"] is len
     tower.weight.data.copy_(torch.ones(3, 2))
     with pytest.raises((RuntimeError, NotImplementedError)):
         tower(torch.ones(1, 2)).tolist()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
-from encoder.checkpoint.vision_config import ARCHITECTURES, VisionConfig, VisionConfigError
+from encoder.checkpoint.vision_config import ARCHITECTURES, VisionConfig, VisionConfigError, image_token_id
 
 # The vision parts as published with the models.
 QWEN25_7B: dict[str, object] = {
@@ -109,6 +109,21 @@ def test_missing_keys_take_the_defaults_of_transformers_classes(model_type: str)
         assert config.deepstack_visual_indexes == tuple(getattr(expected, "deepstack_visual_indexes", ()))
         assert config.rope_theta == expected.rope_parameters["rope_theta"]
         assert config.dtype == "float32"
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_the_image_token_is_the_checkpoints(model_type: str, tmp_path: Path) -> None:
+    """transformers leaves it out of config.json where it equals the default of its class."""
+    for given, expected in (({}, CONFIG_MAPPING[model_type]().image_token_id), ({"image_token_id": 7}, 7)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **given}))
+        assert image_token_id(tmp_path) == expected
+
+
+@pytest.mark.parametrize("config", [{"model_type": "other"}, {"model_type": "qwen3_vl", "image_token_id": "7"}])
+def test_a_checkpoint_without_an_image_token_is_refused(config: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(VisionConfigError, match="image_token_id is"):
+        image_token_id(tmp_path)
 
 
 def test_the_mixture_of_experts_has_the_same_tower() -> None:

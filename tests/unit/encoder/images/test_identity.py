@@ -59,6 +59,21 @@ def test_an_identity_survives_json() -> None:
         assert again.fingerprint == identity.fingerprint
 
 
+def test_the_image_token_changes_no_digest() -> None:
+    """Headers came after digests: the caches of running encoders stay valid."""
+    other = dataclasses.replace(IDENTITY, image_token_id=7)
+    assert (other.fingerprint, other.tower) == (IDENTITY.fingerprint, IDENTITY.tower)
+    assert EncoderIdentity.from_json(other.to_json()).image_token_id == 7
+
+
+def test_the_header_of_an_image_is_a_run_of_image_tokens() -> None:
+    header = dataclasses.replace(IDENTITY, image_token_id=7).header("ab" * 32, (1, 6, 10))
+    assert (header.modality, header.num_embeds, header.metadata) == ("image", 15, (1, 6, 10))
+    assert [(update.mode, update.target, update.tokens) for update in header.updates] == [("replace", (7,), [7] * 15)]
+    with pytest.raises(ValueError, match="no image_token_id"):
+        IDENTITY.header("ab" * 32, (1, 6, 10))
+
+
 @pytest.mark.parametrize("name", variants(IDENTITY))
 def test_every_fact_changes_fingerprint_and_digest(name: str) -> None:
     """Heads and windows, for instance, change every embedding without changing a weight."""
