@@ -29,7 +29,7 @@ test: setup ## run the tests that need no GPU (ARGS="tests/unit -k packing" narr
 test-gpu: ## run the tests that need a GPU, with the host's own python3
 	@python3 -m pytest tests/gpu -m gpu $(ARGS)
 
-# A tenth of these cases is part of `make test`.
+# A fiftieth of these cases is part of `make test`.
 fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of them more over HTTP (CASES=N for another number)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz tests/serve/test_openapi.py --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
 

@@ -1,9 +1,9 @@
-"""`make test`: runs all tests in four processes side by side.
+"""`make test`: runs all tests in five processes side by side.
 
-Tests that start clusters and language models take longest and often wait for a single process to start: they are two of
-the four, and the other tests use the cores that this leaves idle. With options, which narrow the tests, they run in one
-process: `python scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always on, because every
-replica and every program of a test imports the same sources.
+Tests that start clusters and language models take longest and often wait, for a process to start or to be replaced:
+they are three of the five, and the other tests use the cores that this leaves idle. With options, which narrow the
+tests, they run in one process: `python scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always
+on, because every replica and every program of a test imports the same sources.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = ("tests/serve",)
-CLUSTERS = ("tests/cluster",)
-"""Folders of tests that start a language model or a cluster."""
+KILLS = tuple(f"tests/cluster/test_{name}.py" for name in ("chaos", "served_fleet", "served_haproxy", "served_sharing"))
+CLUSTERS = ("tests/cluster", *(f"--ignore={file}" for file in KILLS))
+"""Tests that start language models, clusters whose replicas are killed or replaced, and other clusters."""
 PARTS = ("tests/unit", "--ignore=tests/unit/deployments")
 OTHERS = (
-    *("tests", *(f"--ignore={folder}" for folder in (*SERVERS, *CLUSTERS))),
+    *("tests", *(f"--ignore={folder}" for folder in ("tests/serve", "tests/cluster"))),
     *(
         f"--ignore=tests/unit/{path.name}"
         for path in sorted((ROOT / "tests/unit").iterdir())
         if path.name != "deployments"
     ),
 )
-"""pytest arguments that select, together with `SERVERS` and `CLUSTERS`, all tests."""
+"""pytest arguments that select, together with those above, all tests."""
 STOP_GRACE_S = 10.0
 BACKGROUND_NICENESS = 10
 WORKER_NICENESS = 5
@@ -88,7 +89,8 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if arguments:
         return subprocess.run([*pytest, *arguments], cwd=ROOT, check=False).returncode
-    return run([*pytest, *SERVERS], [*pytest, *CLUSTERS], background=([*pytest, *PARTS], [*pytest, *OTHERS]))
+    first, *beside = ([*pytest, *share] for share in (SERVERS, CLUSTERS, KILLS))
+    return run(first, *beside, background=([*pytest, *PARTS], [*pytest, *OTHERS]))
 
 
 if __name__ == "__main__":

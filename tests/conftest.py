@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from deployments.llm.engine import import_shim
 from training.checkpoints import make_checkpoint
 
-FUZZ_CASES = 10_000
+FUZZ_CASES = 2_000
 SOAK_S = 24
 CHAOS_S = 15
 FLEET_REQUESTS = 120
