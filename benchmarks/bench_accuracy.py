@@ -25,7 +25,7 @@ from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.rungs import RUNGS, RungUnavailableError
 from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, distance, encode, list_configurations
-from deployments.llm.engine import import_shim
+from deployments.vllm import import_shim
 from encoder.towers.backends import BackendUnavailableError
 from training.conversations import Conversation, messages
 from training.held_out import MAX_ANSWER_TOKENS, differences, is_right, pictures, questions, score

@@ -18,8 +18,8 @@ from deployments.common.ray_private import autoscaler_resources
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.ingress.deployment import Ingress
 from deployments.llm.deployment import LLM
-from deployments.llm.engine import vllm_compat
 from deployments.routing.serve_router import AffinityRouter
+from deployments.vllm import compat
 from encoder.graphs import compile_caches
 
 # Defaults that `deployments:` of serve_config.yaml overrides. An encoder replica accepts many calls at once: they must
@@ -40,8 +40,8 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
         pydantic.ValidationError, ValueError: a setting is unknown or out of range; the message names it.
     """
     config = resolve(AppConfig.model_validate(args), cluster_facts())
-    if vllm_compat.is_installed():  # the head node of a cluster need not have it; the replicas check again
-        vllm_compat.check_args(config.llm.engine_args, config.llm.server_args)
+    if compat.is_installed():  # the head node of a cluster need not have it; the replicas check again
+        compat.check_args(config.llm.engine_args, config.llm.server_args)
     # In an update or when scaling down, a replica stops once its answers have ended. Work that an encoder replica does
     # not finish is retried on another.
     drain_s = config.ingress.request_timeout_s + DRAIN_MARGIN_S

@@ -1,9 +1,9 @@
-"""Checks that a vLLM source tree defines what deployments/llm/engine/vllm_compat.py and deployments/vllm import of it.
+"""Checks that a vLLM source tree defines what deployments/vllm/compat.py and deployments/vllm import of it.
 
     python scripts/check_vllm_imports.py PATH     # PATH contains the folder `vllm`: an unpacked wheel, a checkout
 
 It reads syntax trees with the standard library only, so that a version can be checked where it cannot be installed. Its
-knowledge of vLLM consists of the names below, the table in deployments/llm/engine/vllm_compat.py, and the import
+knowledge of vLLM consists of the names below, the table in deployments/vllm/compat.py, and the import
 statements of deployments/vllm.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEPLOYMENTS = Path(__file__).resolve().parent.parent / "deployments"
-COMPAT = DEPLOYMENTS / "llm" / "engine" / "vllm_compat.py"
+COMPAT = DEPLOYMENTS / "vllm" / "compat.py"
 
 # Number of positional arguments with which these are called.
 CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
@@ -63,7 +63,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign 
 
 
 def locations() -> dict[str, tuple[str, ...]]:
-    """Returns the table LOCATIONS of deployments/llm/engine/vllm_compat.py, read from its source."""
+    """Returns the table LOCATIONS of deployments/vllm/compat.py, read from its source."""
     for node in ast.parse(COMPAT.read_text()).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOCATIONS" and node.value is not None:
             table: dict[str, tuple[str, ...]] = ast.literal_eval(node.value)
@@ -193,9 +193,7 @@ def _takes(node: Definition, count: int) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the missing names. Returns 1 if there are any, 2 if there is no vLLM."""
-    parser = argparse.ArgumentParser(
-        description="Check a vLLM source tree against deployments/llm/engine/vllm_compat.py."
-    )
+    parser = argparse.ArgumentParser(description="Check a vLLM source tree against deployments/vllm/compat.py.")
     parser.add_argument("path", type=Path, help="the folder that holds `vllm`")
     root = parser.parse_args(arguments).path
     if not (root / "vllm" / "__init__.py").is_file():

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deployments.llm.engine import import_shim
+from deployments.vllm import import_shim
 from training.checkpoints import make_checkpoint
 
 FUZZ_CASES = 2_000

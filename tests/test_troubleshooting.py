@@ -30,7 +30,7 @@ REFUSE_SETTINGS = (
     "configs/schema.py",
     "deployments/llm/deployment.py",
     "deployments/telemetry/tracing.py",
-    "deployments/llm/engine/vllm_compat.py",
+    "deployments/vllm/compat.py",
     "encoder/encoder.py",
     "encoder/forwards.py",
     "encoder/fp8/tower.py",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.ladder.towers import ARCHITECTURES, SECTIONS, TINY_SECTIONS
-from deployments.llm.engine import import_shim
+from deployments.vllm import import_shim
 from encoder.metadata.geometry import Grid
 from encoder.towers.tower import VisionTower
 

@@ -34,7 +34,7 @@ from benchmarks.peers.vllm_tower import (
     fitted_budgets,
     graph_images,
 )
-from deployments.llm.engine import import_shim
+from deployments.vllm import import_shim
 
 logger = logging.getLogger(__name__)
 

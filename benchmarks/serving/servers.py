@@ -174,7 +174,7 @@ def shared_environment(*, gpu: bool) -> Mapping[str, str]:
     """Returns variables for all servers: no network access, and sources that every process finds."""
     paths = [str(ROOT), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
     if not gpu:  # for an environment with torch's CPU build and media packages built for CUDA
-        paths.insert(0, str(ROOT / "deployments" / "llm" / "engine" / "import_shim"))
+        paths.insert(0, str(ROOT / "deployments" / "vllm" / "import_shim"))
     variables = {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "HF_HUB_OFFLINE": "1",

@@ -17,7 +17,7 @@ from configs.schema import AppConfig
 from deployments.app import cluster_facts, resources, routing
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.ingress.deployment import Ingress
-from deployments.llm.engine.vllm_compat import AsgiApp
+from deployments.vllm.compat import AsgiApp
 from encoder.checkpoint.vision_config import VisionConfig
 from tests.cluster.controlled import StandInLLM
 

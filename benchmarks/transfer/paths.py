@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from deployments.common.messages import EncodedImage, EncodeTimings, SharedEmbedding
-from deployments.llm.engine.lease_table import EngineLease
-from deployments.llm.engine.worker_memory import WorkerMemory
 from deployments.transfer.header import Header
 from deployments.transfer.same_host import ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from deployments.vllm.connector.lease_table import EngineLease
+from deployments.vllm.connector.worker_memory import WorkerMemory
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.staging.staging import Staging
 from encoder.staging.streams import Mark, lanes_for, pin_shared

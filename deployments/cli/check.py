@@ -91,7 +91,7 @@ def _read(path: Path) -> tuple[list[AppConfig], list[str]]:
 
     try:
         from deployments.cli import config_check
-        from deployments.llm.engine import vllm_compat
+        from deployments.vllm import compat
     except ImportError as error:
         return [], [f"cannot be checked: {error}"]  # Ray is missing, which another line reports
     try:
@@ -99,7 +99,7 @@ def _read(path: Path) -> tuple[list[AppConfig], list[str]]:
     except config_check.ConfigFileError as error:
         return [], [str(error)]
     mistakes = config_check.problems(read)
-    if not mistakes and vllm_compat.is_installed():
+    if not mistakes and compat.is_installed():
         mistakes = config_check.vllm_problems(read)
     if mistakes:
         return [], mistakes

@@ -18,7 +18,7 @@ from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, IngressConfig, unknown_key_message
 from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
-from deployments.llm.engine import vllm_compat
+from deployments.vllm import compat
 
 SERVES_OWN_HOST = "0.0.0.0"  # Serve's default
 VISUAL_TOKEN_POLICY = "deployments.scaling:VisualTokenPolicy"
@@ -119,7 +119,7 @@ def vllm_problems(config: dict[str, Any]) -> list[str]:
     found = []
     for place, engine_args, server_args in vllm_args(config):
         try:
-            vllm_compat.check_args(engine_args, server_args)
+            compat.check_args(engine_args, server_args)
         except ValueError as error:
             found.append(f"{place}.{error}")
     return found

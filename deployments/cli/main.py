@@ -174,7 +174,7 @@ def settings(markdown: bool) -> None:
 def _check(path: Path) -> None:
     """Prints the mistakes in the file and exits with 1 if there are any."""
     from deployments.cli import config_check
-    from deployments.llm.engine import vllm_compat
+    from deployments.vllm import compat
 
     try:
         config = config_check.read_config(path)
@@ -182,7 +182,7 @@ def _check(path: Path) -> None:
         raise click.ClickException(str(error)) from error
     found = config_check.problems(config)
     if not found and config_check.vllm_args(config):
-        if vllm_compat.is_installed():
+        if compat.is_installed():
             click.echo("checking llm.engine_args and llm.server_args against vLLM …", err=True)
             found = config_check.vllm_problems(config)
         else:

@@ -22,10 +22,6 @@ from deployments.common.replica_status import Report, llm_report, max_ongoing_re
 from deployments.llm.child_guard import guard_children
 from deployments.llm.early_prefill import EarlyPrefill
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
-from deployments.llm.engine import vllm_compat
-from deployments.llm.engine.media_connector import KeyStore
-from deployments.llm.engine.replica_link import LinkLostError
-from deployments.llm.engine.stats import EngineStats
 from deployments.llm.received import Image
 from deployments.llm.requests import Requests
 from deployments.llm.startup_requests import probe_engine_loads, warm_up
@@ -39,6 +35,10 @@ from deployments.telemetry.metrics import Counter, Counters, Histograms
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_receiver import ReceiveBuffer
 from deployments.transfer.unix_socket import host_id
+from deployments.vllm import compat
+from deployments.vllm.connector.replica_link import LinkLostError
+from deployments.vllm.media_connector import KeyStore
+from deployments.vllm.stats import EngineStats
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.towers.weights import tower_identity
 
@@ -68,7 +68,7 @@ class LLM:
         early_prefill_min_tokens = None if unsupported_reason else _early_prefill_min_tokens(config)
         self._stats = EngineStats()
         with preserve_log_buffers():
-            self._engine, args = vllm_compat.start_engine(
+            self._engine, args = compat.start_engine(
                 local_model(config.model),
                 engine_args,
                 config.llm.server_args,
@@ -77,11 +77,11 @@ class LLM:
                 stats=self._stats,
                 early_prefill_min_tokens=early_prefill_min_tokens,
             )
-            has_prefix_cache = vllm_compat.has_prefix_cache(self._engine)
+            has_prefix_cache = compat.has_prefix_cache(self._engine)
             self._prefill_load = PrefillLoad(has_prefix_cache=has_prefix_cache)
             self._guard = guard_children()
-            keys, shape = KeyStore(), vllm_compat.embedding_shape(self._engine)
-            app = await vllm_compat.build_application(self._engine, args, keys)
+            keys, shape = KeyStore(), compat.embedding_shape(self._engine)
+            app = await compat.build_application(self._engine, args, keys)
             self._frontend = VllmFrontend(app, keys, shape, engine_died=self._engine_died)
             shm_host = None if config.transfer == "object_store" else host_id()
             max_early_requests = max_ongoing_requests() // 2
@@ -96,7 +96,7 @@ class LLM:
             unsupported_reason = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
         self._receiver.has_prefix_cache = unsupported_reason is None and has_prefix_cache
         if unsupported_reason is None and early_prefill_min_tokens is not None:
-            if refused := vllm_compat.early_prefill_refused_by_model(self._engine):
+            if refused := compat.early_prefill_refused_by_model(self._engine):
                 logger.warning("early prefill is disabled: %s", refused)
             else:
                 self._requests.early_prefill = EarlyPrefill()
@@ -189,7 +189,7 @@ class LLM:
         self._raise_if_dead()
         with self._prefill_load.track(call) as prompt:
             try:
-                clock = vllm_compat.FirstTokenClock(on_first_token=partial(self._prefill_load.finish_prefill, prompt))
+                clock = compat.FirstTokenClock(on_first_token=partial(self._prefill_load.finish_prefill, prompt))
                 async with aclosing(self._requests.answer(request, image_refs, encodings, clock)) as pieces:
                     async for piece in pieces:
                         yield piece
@@ -207,7 +207,7 @@ def _early_prefill_min_tokens(config: AppConfig) -> int | None:
     """Returns None if early prefill is disabled or vLLM does not support it."""
     if config.llm.early_prefill_min_tokens is None:
         return None
-    if unsupported_reason := vllm_compat.early_prefill_unsupported_reason(config.llm.engine_args):
+    if unsupported_reason := compat.early_prefill_unsupported_reason(config.llm.engine_args):
         logger.warning("early prefill is disabled: %s", unsupported_reason)
         return None
     return config.llm.early_prefill_min_tokens
@@ -216,4 +216,4 @@ def _early_prefill_min_tokens(config: AppConfig) -> int | None:
 def _engine_load_unsupported_reason(config: AppConfig) -> str | None:
     if config.transfer == "object_store":
         return "transfer is object_store"
-    return vllm_compat.engine_load_unsupported_reason(config.llm.engine_args)
+    return compat.engine_load_unsupported_reason(config.llm.engine_args)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.common.api_error import ApiError
 from deployments.common.messages import HttpRequest
-from deployments.llm.engine import asgi_client
-from deployments.llm.engine.media_connector import KeyStore
+from deployments.llm import asgi_client
+from deployments.vllm.media_connector import KeyStore
 
 if TYPE_CHECKING:
     import torch
 
-    from deployments.llm.engine.vllm_compat import AsgiApp
+    from deployments.vllm.compat import AsgiApp
 
 TOKENIZE = "/tokenize"
 """vLLM's route that applies the template and inserts the images into the prompt, without the engine."""

@@ -1,7 +1,7 @@
 """Early prefill: selects the requests that are submitted to vLLM before their embeddings are received.
 
 vLLM's frontend then tokenizes the prompt, and its scheduler prefills it up to the first missing embedding
-(`deployments/llm/engine/partial_prefill_scheduler.py`) while encoders run. A request whose embeddings are not as
+(`deployments/vllm/connector/partial_prefill_scheduler.py`) while encoders run. A request whose embeddings are not as
 expected is aborted before its first token and resubmitted.
 """
 

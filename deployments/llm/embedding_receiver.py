@@ -17,9 +17,6 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCan
 
 from deployments.common.messages import PREFIX_CACHE_ONLY, ImageRefused, SharedEmbedding
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.engine.lease_table import EngineLease
-from deployments.llm.engine.link import Loaded
-from deployments.llm.engine.replica_link import LinkLostError, ReplicaLink
 from deployments.llm.prefix_cache_skip import Missing, MissingWatch
 from deployments.llm.received import EmbeddingSlot, Image, NotEncodedError, Peer, ReceivedEmbeddings, SlotState
 from deployments.telemetry.clocks import clamp_duration
@@ -28,6 +25,9 @@ from deployments.transfer.header import Header
 from deployments.transfer.remote_receiver import ReceiveBuffer
 from deployments.transfer.same_host import EmbeddingLease, EmbeddingUnavailableError, Lease, ShmClient
 from deployments.transfer.unix_socket import ListenerError
+from deployments.vllm.connector.lease_table import EngineLease
+from deployments.vllm.connector.link import Loaded
+from deployments.vllm.connector.replica_link import LinkLostError, ReplicaLink
 
 Encoding = Awaitable[Image] | SharedEmbedding
 """Future answer of an encoder, or last known location of an embedding."""

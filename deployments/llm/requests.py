@@ -10,13 +10,13 @@ from deployments.common.messages import Accepted, HttpRequest, ImageReference, N
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.early_prefill import EarlyPrefill
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
-from deployments.llm.engine.vllm_compat import FirstTokenClock
 from deployments.llm.prefix_cache_skip import EmbeddingNeededError, stream_unless_missing
 from deployments.llm.received import NotEncodedError, ReceivedEmbeddings
 from deployments.llm.streams import PrefetchedStream, prepend
 from deployments.llm.vllm_frontend import RequestTimeline, VllmFrontend
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Counter, Counters
+from deployments.vllm.compat import FirstTokenClock
 
 
 class Requests:

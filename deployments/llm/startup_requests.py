@@ -18,12 +18,12 @@ from deployments.common.messages import (
     SharedEmbedding,
     new_key,
 )
+from deployments.llm import asgi_client
 from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.engine import asgi_client
-from deployments.llm.engine.vllm_compat import AsgiApp, EmbeddingShape
 from deployments.transfer.header import HEADER_BYTES
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from deployments.vllm.compat import AsgiApp, EmbeddingShape
 
 logger = logging.getLogger("ray.serve")
 

@@ -19,14 +19,15 @@ import torch
 from deployments.common.api_error import ApiError, error_head_and_body
 from deployments.common.messages import HttpRequest, ImageReference, ImageRefused, ResponseHead, WireError
 from deployments.common.replica_errors import WorkerEndedError
+from deployments.llm import asgi_client
 from deployments.llm.dropped_images import find_dropped_images
-from deployments.llm.engine import asgi_client, vllm_compat
-from deployments.llm.engine.media_connector import KeyStore
 from deployments.llm.received import ReceivedEmbeddings
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Histogram, Histograms
 from deployments.telemetry.server_timing import format_server_timing
 from deployments.telemetry.tracing import Stage
+from deployments.vllm import compat
+from deployments.vllm.media_connector import KeyStore
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -43,7 +44,7 @@ its grid `[3]` int64."""
 class RequestTimeline:
     """Times at which a request's embeddings were received and its first token was produced."""
 
-    clock: vllm_compat.FirstTokenClock
+    clock: compat.FirstTokenClock
     received_epoch_s: float = 0.0
     received_at_s: float = 0.0
     """`time.perf_counter()` when the embeddings were received."""
@@ -66,9 +67,9 @@ class VllmFrontend:
 
     def __init__(
         self,
-        app: vllm_compat.AsgiApp,
+        app: compat.AsgiApp,
         keys: KeyStore,
-        shape: vllm_compat.EmbeddingShape,
+        shape: compat.EmbeddingShape,
         *,
         engine_died: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -107,12 +108,12 @@ class VllmFrontend:
             yield head
             yield body
             return
-        vllm_compat.first_token_clock.set(timeline.clock)
+        compat.first_token_clock.set(timeline.clock)
         tensors = {image_ref.tokens_key: tokens for image_ref, tokens, _ in contents}
         tensors |= {image_ref.grid_key: grid for image_ref, _, grid in contents}
         for key, tensor in tensors.items():
             self.keys.put(key, tensor)
-        start: vllm_compat.Message | None = None
+        start: compat.Message | None = None
         try:
             async with aclosing(asgi_client.call(self.app, request)) as messages:
                 async for message in messages:
@@ -138,7 +139,7 @@ class VllmFrontend:
 
     async def _make_head(
         self,
-        start: vllm_compat.Message,
+        start: compat.Message,
         body: bytes,
         request: HttpRequest,
         tensors: Mapping[str, torch.Tensor],

@@ -1,4 +1,4 @@
-"""Items in vLLM, for encoder and LLM replicas: headers, references to items in requests, towers without weights.
+"""All code that imports vLLM or runs in its processes, for LLM and encoder replicas.
 
-`references.py` imports no vLLM; the other modules do, after `import_shim.activate()`.
+Functions of `compat.py` import vLLM when they are called; `connector` is imported by vLLM itself.
 """

@@ -29,14 +29,14 @@ from deployments.encoder_replica import deployment as encoder_module
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.llm.deployment import LLM
 from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.engine.media_connector import KeyStore, make_connector_class
-from deployments.llm.engine.stats import EngineStats
-from deployments.llm.engine.vllm_compat import AsgiApp, EmbeddingShape, first_token_clock
 from deployments.llm.requests import Requests
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.routing.prefill_load import PrefillLoad
 from deployments.telemetry.metrics import Counters, Histograms
 from deployments.transfer.unix_socket import host_id
+from deployments.vllm.compat import AsgiApp, EmbeddingShape, first_token_clock
+from deployments.vllm.media_connector import KeyStore, make_connector_class
+from deployments.vllm.stats import EngineStats
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("msgspec", reason="processes of one host exchange msgspec messages")
 
 from deployments.common.messages import EncodedImage, EncodeTimings  # noqa: E402
-from deployments.llm.engine.lease_table import EngineLease  # noqa: E402
-from deployments.llm.engine.worker_memory import WorkerMemory  # noqa: E402
 from deployments.transfer.header import Header, WrongEmbeddingError  # noqa: E402
 from deployments.transfer.same_host import ShmClient, ShmServer  # noqa: E402
 from deployments.transfer.shared_store import EmbeddingStore  # noqa: E402
+from deployments.vllm.connector.lease_table import EngineLease  # noqa: E402
+from deployments.vllm.connector.worker_memory import WorkerMemory  # noqa: E402
 from encoder.checkpoint.image_rules import ImageRules  # noqa: E402
 from encoder.staging.staging import Staging  # noqa: E402
 from encoder.staging.streams import lanes_for, pin_shared, unpin_shared  # noqa: E402

@@ -30,7 +30,7 @@ REQUESTS = 6
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
-        "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "llm" / "engine" / "import_shim"),
+        "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "vllm" / "import_shim"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -51,7 +51,7 @@ class VllmAlone:
         command += ["--enforce-eager", "--skip-mm-profiling", "--enable-auto-tool-choice", "--trust-request-mm-kwargs"]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "llm" / "engine" / "import_shim"),
+            "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "vllm" / "import_shim"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of the machine sits on the same core
             "VLLM_NO_USAGE_STATS": "1",

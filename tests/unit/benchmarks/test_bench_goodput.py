@@ -32,7 +32,7 @@ from benchmarks.trace.requests import generate_trace
 from benchmarks.trace.run import _piece_bodies
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
-from deployments.llm.engine.vllm_compat import check_args
+from deployments.vllm.compat import check_args
 from tests.threaded import serving
 from training.checkpoints import make_checkpoint
 

@@ -37,7 +37,7 @@ from benchmarks.serving.plan import Served, engine_args, list_servers, serve_con
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.cli.config_check import problems
-from deployments.llm.engine import vllm_compat
+from deployments.vllm import compat
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.towers.weights import load_tower
 from tests.threaded import serving
@@ -150,9 +150,7 @@ def test_vllm_understands_the_options_that_it_is_given(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM's parser is vLLM's")
     served = {one.name: one for one in list_servers(gpu=True, peers=True)[0]}
     command = vllm_command(served["vllm-graphs"], tmp_path, gpu=True, port=8200)
-    found = vllm_compat.lookup("make_arg_parser")(vllm_compat.lookup("FlexibleArgumentParser")()).parse_args(
-        command[3:]
-    )
+    found = compat.lookup("make_arg_parser")(compat.lookup("FlexibleArgumentParser")()).parse_args(command[3:])
     assert (found.kv_cache_memory_bytes, found.max_num_seqs) == (2 * 1024**3, 32)
     assert found.compilation_config
 

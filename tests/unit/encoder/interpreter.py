@@ -48,7 +48,7 @@ def interpreter() -> Iterator[Interpreted]:
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from deployments.llm.engine import import_shim
+    from deployments.vllm import import_shim
 
     import_shim.activate()
     _patch_once_a_launch()

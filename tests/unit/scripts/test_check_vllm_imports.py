@@ -1,4 +1,4 @@
-"""The part of the static check that is about deployments/vllm; test_vllm_compat.py tests the rest."""
+"""The part of the static check that is about deployments/vllm; test_compat.py tests the rest."""
 
 from __future__ import annotations
 

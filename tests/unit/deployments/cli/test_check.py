@@ -26,7 +26,7 @@ from configs.schema import GIB, AppConfig
 from deployments.cli import facts as looked
 from deployments.cli import main as cli
 from deployments.cli.readiness import SUPPORTED, Facts, Gpu, Line, ModelFact, lines
-from deployments.llm.engine import vllm_compat
+from deployments.vllm import compat
 from encoder.metadata.segments import AttentionBackend
 from encoder.towers.backends import BackendUnavailableError
 from training.checkpoints import make_checkpoint
@@ -296,7 +296,7 @@ def test_keys_that_cannot_be_read(tmp_path: Path) -> None:
 
 def check(monkeypatch: pytest.MonkeyPatch, facts: Facts, *arguments: str) -> Result:
     monkeypatch.setattr(looked, "gather", lambda config: facts)
-    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    monkeypatch.setattr(compat, "is_installed", lambda: False)
     return CliRunner().invoke(cli.main, ["check", *arguments])
 
 
@@ -350,8 +350,8 @@ def test_vllms_names_are_looked_at_where_vllm_is(tmp_path: Path, monkeypatch: py
 
     path = written(tmp_path / "config.yaml", misspell)
     assert check(monkeypatch, LAPTOP, "--config", path).exit_code == 0
-    monkeypatch.setattr(vllm_compat, "is_installed", lambda: True)
-    monkeypatch.setattr(vllm_compat, "check_args", refuse)
+    monkeypatch.setattr(compat, "is_installed", lambda: True)
+    monkeypatch.setattr(compat, "check_args", refuse)
     result = CliRunner().invoke(cli.main, ["check", "--config", path])
     assert (result.exit_code, "max_modle_len" in result.output) == (1, True)
 

@@ -23,7 +23,7 @@ from deployments.common import names
 from deployments.http_proxy import haproxy
 from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.http import routes
-from deployments.llm.engine import vllm_compat
+from deployments.vllm import compat
 
 ROOT = Path(__file__).parents[4]
 VISUAL_TOKEN_POLICY = {"policy_function": config_check.VISUAL_TOKEN_POLICY}
@@ -215,19 +215,19 @@ def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pyte
     def refuse(engine_args: object, server_args: object) -> None:
         raise ValueError(f"llm.engine_args: {engine_args}")
 
-    monkeypatch.setattr(vllm_compat, "check_args", refuse)
-    monkeypatch.setattr(vllm_compat, "is_installed", lambda: True)
+    monkeypatch.setattr(compat, "check_args", refuse)
+    monkeypatch.setattr(compat, "is_installed", lambda: True)
     refused = vitray("check-config", path)
     assert refused.exit_code == 1
     assert "applications[0].args.llm.engine_args: {'max_modle_len': 1}" in refused.output
-    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    monkeypatch.setattr(compat, "is_installed", lambda: False)
     passed = vitray("check-config", path)
     assert (passed.exit_code, "were not checked" in passed.output) == (0, True)
 
 
 def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "cluster_facts", lambda: ClusterFacts(has_gpu=False))
-    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
+    monkeypatch.setattr(compat, "is_installed", lambda: False)
     ingress: Any = app.build_app({})._bound_deployment
     below = [bound._bound_deployment.name for bound in ingress.init_kwargs.values()]
     assert (ingress.name, *below) == (names.INGRESS, names.LLM, names.ENCODER)

@@ -17,11 +17,6 @@ import torch
 from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding, WireError
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.engine.link import Loaded
-from deployments.llm.engine.replica_link import LinkLostError
-from deployments.llm.engine.scheduler_link import SchedulerLink
-from deployments.llm.engine.worker_link import WorkerLink
-from deployments.llm.engine.worker_memory import WorkerMemory
 from deployments.llm.received import ReceivedEmbeddings, TransferPath
 from deployments.telemetry.clocks import MAX_DURATION_S, ClockDifference
 from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
@@ -29,6 +24,11 @@ from deployments.transfer import unix_socket
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError
+from deployments.vllm.connector.link import Loaded
+from deployments.vllm.connector.replica_link import LinkLostError
+from deployments.vllm.connector.scheduler_link import SchedulerLink
+from deployments.vllm.connector.worker_link import WorkerLink
+from deployments.vllm.connector.worker_memory import WorkerMemory
 from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.telemetry.test_metrics import Added
 from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded

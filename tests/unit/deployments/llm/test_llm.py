@@ -34,12 +34,13 @@ from deployments.common.messages import (
     new_key,
 )
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
+from deployments.llm import asgi_client
 from deployments.llm import deployment as llm_module
-from deployments.llm.engine import asgi_client, vllm_compat
-from deployments.llm.engine.replica_link import LinkLostError
-from deployments.llm.engine.vllm_compat import AsgiApp
 from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
 from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
+from deployments.vllm import compat
+from deployments.vllm.compat import AsgiApp
+from deployments.vllm.connector.replica_link import LinkLostError
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.samples import at_once
 
@@ -257,7 +258,7 @@ def test_closing_a_stream_disconnects_and_withdraws() -> None:
 def test_the_head_waits_for_the_first_chunk_and_tells_the_time_to_the_first_token() -> None:
     async def slow(scope: object, receive: object, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
-        clock = vllm_compat.first_token_clock.get()
+        clock = compat.first_token_clock.get()
         assert clock is not None
         clock.first_token_at_s = 1e9
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
@@ -408,7 +409,7 @@ def test_an_answer_that_was_whole_when_the_engine_ended_is_told() -> None:
     head, _ = answered(llm, [], [])
 
     async def answer(scope: object, receive: object, send: Any) -> None:
-        clock = vllm_compat.first_token_clock.get()
+        clock = compat.first_token_clock.get()
         assert clock is not None
         clock.tick()
         await failing(200, b"application/json", llm)(cast(Any, scope), cast(Any, receive), send)
@@ -448,10 +449,10 @@ def started(
         return None
 
     engine = Namespace(model_config=Namespace(is_hybrid=hybrid))
-    monkeypatch.setattr(vllm_compat, "start_engine", lambda *_, **__: (engine, Namespace(model="scenes")))
-    monkeypatch.setattr(vllm_compat, "build_application", application)
-    monkeypatch.setattr(vllm_compat, "embedding_shape", lambda _: vllm_compat.EmbeddingShape(WIDTH, MERGE))
-    monkeypatch.setattr(vllm_compat, "has_prefix_cache", lambda _: True)
+    monkeypatch.setattr(compat, "start_engine", lambda *_, **__: (engine, Namespace(model="scenes")))
+    monkeypatch.setattr(compat, "build_application", application)
+    monkeypatch.setattr(compat, "embedding_shape", lambda _: compat.EmbeddingShape(WIDTH, MERGE))
+    monkeypatch.setattr(compat, "has_prefix_cache", lambda _: True)
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
     monkeypatch.setattr(llm_module, "resolve_checkpoint", lambda model: model)
@@ -516,7 +517,7 @@ def test_a_prompt_is_read_at_its_first_token_though_its_answer_is_not_streamed()
 
         async def app(scope: object, receive: object, send: Any) -> None:
             await first_token.wait()
-            clock = vllm_compat.first_token_clock.get()
+            clock = compat.first_token_clock.get()
             assert clock is not None
             clock.tick()
             await end.wait()

@@ -17,10 +17,10 @@ from starlette.routing import Route
 
 from deployments.common.messages import PREFIX_CACHE_ONLY, Accepted, ImageJob, NotEncoded, ResponseHead, SharedEmbedding
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.engine.media_connector import make_connector_class
-from deployments.llm.engine.vllm_compat import AsgiApp, first_token_clock
 from deployments.llm.prefix_cache_skip import EmbeddingNeededError, MissingWatch, stream_unless_missing
 from deployments.telemetry.metrics import Counter
+from deployments.vllm.compat import AsgiApp, first_token_clock
+from deployments.vllm.media_connector import make_connector_class
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
 from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually

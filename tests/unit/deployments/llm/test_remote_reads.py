@@ -8,13 +8,13 @@ from typing import NoReturn
 import pytest
 
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.engine.worker_memory import WorkerMemory
 from deployments.llm.received import TransferPath
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.remote_receiver import ReceiveBuffer
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError
+from deployments.vllm.connector.worker_memory import WorkerMemory
 from tests.unit.deployments.llm.test_embedding_receiver import MERGE, eventually, run, setting
 from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork

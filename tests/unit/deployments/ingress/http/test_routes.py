@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_routes, table
-from deployments.llm.engine import vllm_compat
+from deployments.vllm import compat
 
 OPEN = [route for route in ROUTES if route.service is not Service.CLOSED]
 OURS = {route for route in OPEN if route.service is Service.PAGE or route.path == CLUSTER}
@@ -29,7 +29,7 @@ def template(path: str) -> str:
 @pytest.fixture(scope="module")
 def vllm_app() -> FastAPI:
     """vLLM's application for a text-generating model."""
-    app: FastAPI = vllm_compat.lookup("build_app")(vllm_compat.default_server_args(), ("generate",), None)
+    app: FastAPI = compat.lookup("build_app")(compat.default_server_args(), ("generate",), None)
     return app
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from deployments.common.messages import HttpRequest
-from deployments.llm.engine.vllm_compat import AsgiApp, Message
+from deployments.vllm.compat import AsgiApp, Message
 
 DISCONNECT_GRACE_S = 5.0
 BODY = "http.response.body"

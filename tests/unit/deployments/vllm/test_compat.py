@@ -10,41 +10,41 @@ from typing import Any, cast
 
 import pytest
 
-from deployments.llm.engine import vllm_compat
-from deployments.llm.engine.stats import EngineStats
 from deployments.scaling.llm_scaler import EngineLoad
+from deployments.vllm import compat
+from deployments.vllm.stats import EngineStats
 from scripts import check_vllm_imports
 
 vllm_spec = importlib.util.find_spec("vllm")
 INSTALLED = Path(vllm_spec.origin).parent.parent if vllm_spec and vllm_spec.origin else None
 
 
-@pytest.mark.parametrize("name", list(vllm_compat.LOCATIONS))
+@pytest.mark.parametrize("name", list(compat.LOCATIONS))
 def test_lookup_finds_every_name_in_the_installed_version(name: str) -> None:
-    found = vllm_compat.lookup(name)
+    found = compat.lookup(name)
     assert getattr(found, "__name__", name) == name
 
 
 def test_lookup_takes_the_newest_module_that_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that exists without the name is passed over, and so is one whose package does not exist."""
     places = ("no_such_package.module", "json.no_such_module", "json.decoder", "json")
-    monkeypatch.setitem(vllm_compat.LOCATIONS, "loads", places)
+    monkeypatch.setitem(compat.LOCATIONS, "loads", places)
     import json
 
-    assert vllm_compat.lookup("loads") is json.loads
+    assert compat.lookup("loads") is json.loads
 
 
 def test_a_name_that_no_module_has_is_an_error_that_tells_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("vllm.no_such_module", "vllm.version"))
-    with pytest.raises(vllm_compat.VllmNotUsableError, match=r"has no build_app .*vllm\.no_such_module, vllm\.version"):
-        vllm_compat.lookup("build_app")
+    monkeypatch.setitem(compat.LOCATIONS, "build_app", ("vllm.no_such_module", "vllm.version"))
+    with pytest.raises(compat.VllmNotUsableError, match=r"has no build_app .*vllm\.no_such_module, vllm\.version"):
+        compat.lookup("build_app")
 
 
 def test_a_missing_vllm_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("no_such_package.app",))
-    monkeypatch.setattr(vllm_compat, "is_installed", lambda: False)
-    with pytest.raises(vllm_compat.VllmNotUsableError, match=r"not installed: pip install 'vitray\[gpu\]'"):
-        vllm_compat.lookup("build_app")
+    monkeypatch.setitem(compat.LOCATIONS, "build_app", ("no_such_package.app",))
+    monkeypatch.setattr(compat, "is_installed", lambda: False)
+    with pytest.raises(compat.VllmNotUsableError, match=r"not installed: pip install 'vitray\[gpu\]'"):
+        compat.lookup("build_app")
 
 
 def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_module(
@@ -53,13 +53,13 @@ def test_an_import_that_fails_inside_a_module_is_not_taken_for_a_missing_module(
     """Else a missing dependency of vLLM would read as an unsupported version."""
     (tmp_path / "half_installed.py").write_text("import a_dependency_that_is_missing")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(vllm_compat.LOCATIONS, "build_app", ("half_installed",))
+    monkeypatch.setitem(compat.LOCATIONS, "build_app", ("half_installed",))
     with pytest.raises(ModuleNotFoundError, match="a_dependency_that_is_missing"):
-        vllm_compat.lookup("build_app")
+        compat.lookup("build_app")
 
 
 def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
-    vllm_compat.check_args(
+    compat.check_args(
         {"max_model_len": 1024, "tensor_parallel_size": 2, "trust_remote_code": False, "load_format": "bitsandbytes"},
         {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "chat_template": None},
     )
@@ -85,12 +85,12 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
 )
 def test_arguments_are_refused(engine_args: dict[str, Any], server_args: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        vllm_compat.check_args(engine_args, server_args)
+        compat.check_args(engine_args, server_args)
 
 
 def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
     """Through vLLM's own adapter and with its own numbers, two engines; the keyword is what `start_engine` passes."""
-    assert "stat_loggers" in inspect.signature(vllm_compat.lookup("AsyncLLM").from_engine_args).parameters
+    assert "stat_loggers" in inspect.signature(compat.lookup("AsyncLLM").from_engine_args).parameters
     loggers = importlib.import_module("vllm.v1.metrics.loggers")
     scheduler = importlib.import_module("vllm.v1.metrics.stats").SchedulerStats
     stats = EngineStats()
@@ -111,11 +111,11 @@ def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_vllm_imports.main([str(INSTALLED)]) == 0
-    assert f"all {len(vllm_compat.LOCATIONS)} names" in capsys.readouterr().out
+    assert f"all {len(compat.LOCATIONS)} names" in capsys.readouterr().out
 
 
 def test_the_static_check_reads_the_table_that_lookup_uses() -> None:
-    assert check_vllm_imports.locations() == vllm_compat.LOCATIONS
+    assert check_vllm_imports.locations() == compat.LOCATIONS
 
 
 SOURCES = {
@@ -224,8 +224,8 @@ def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
     ],
 )
 def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, Any], told: str) -> None:
-    assert told in (vllm_compat.engine_load_unsupported_reason(engine_args) or "")
-    assert vllm_compat.engine_load_unsupported_reason({"tensor_parallel_size": 2}) is None
+    assert told in (compat.engine_load_unsupported_reason(engine_args) or "")
+    assert compat.engine_load_unsupported_reason({"tensor_parallel_size": 2}) is None
 
 
 @pytest.mark.parametrize(
@@ -237,13 +237,13 @@ def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, 
     ],
 )
 def test_an_engine_that_cannot_read_a_prompt_before_all_is_there(engine_args: dict[str, Any], told: str) -> None:
-    assert told in (vllm_compat.early_prefill_unsupported_reason(engine_args) or "")
-    assert vllm_compat.early_prefill_unsupported_reason({"enable_chunked_prefill": True}) is None
+    assert told in (compat.early_prefill_unsupported_reason(engine_args) or "")
+    assert compat.early_prefill_unsupported_reason({"enable_chunked_prefill": True}) is None
 
 
 def test_a_scheduler_that_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_compat, "SCHEDULER_METHOD", "_renamed")
-    assert "no _renamed" in (vllm_compat.early_prefill_unsupported_reason({}) or "")
+    monkeypatch.setattr(compat, "SCHEDULER_METHOD", "_renamed")
+    assert "no _renamed" in (compat.early_prefill_unsupported_reason({}) or "")
 
 
 def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not_load(
@@ -251,18 +251,16 @@ def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not
 ) -> None:
     """Before 0.32 vLLM itself names images of which it caches nothing, and its connector would not know them."""
     monkeypatch.setattr("vllm.__version__", "0.26.0")
-    assert "replaces the identifiers" in (
-        vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) or ""
-    )
-    assert vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": True}) is None
+    assert "replaces the identifiers" in (compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) or "")
+    assert compat.engine_load_unsupported_reason({"enable_prefix_caching": True}) is None
     monkeypatch.setattr("vllm.__version__", "0.32.0.post1+cpu")
-    assert vllm_compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) is None
+    assert compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) is None
 
 
 def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.26 takes its older one by itself where its engine has a connector, unless it is told not to."""
-    monkeypatch.setattr(vllm_compat, "V2_RUNNER_CONNECTOR", "vllm.no_such_module")
-    monkeypatch.delenv(vllm_compat.V2_RUNNER_VARIABLE, raising=False)
-    assert vllm_compat.engine_load_unsupported_reason({}) is None
-    monkeypatch.setenv(vllm_compat.V2_RUNNER_VARIABLE, "1")
-    assert "V2 model runner of this vLLM cannot" in (vllm_compat.engine_load_unsupported_reason({}) or "")
+    monkeypatch.setattr(compat, "V2_RUNNER_CONNECTOR", "vllm.no_such_module")
+    monkeypatch.delenv(compat.V2_RUNNER_VARIABLE, raising=False)
+    assert compat.engine_load_unsupported_reason({}) is None
+    monkeypatch.setenv(compat.V2_RUNNER_VARIABLE, "1")
+    assert "V2 model runner of this vLLM cannot" in (compat.engine_load_unsupported_reason({}) or "")

@@ -1,7 +1,7 @@
 """All imports from vLLM, 0.26 to 0.33, in the replica's process. Names that moved between versions are looked up here.
 
 Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, a connector registered with
-MEDIA_CONNECTOR_REGISTRY and, if the engine loads them itself, `deployments/llm/engine/ec_connector.py`, which vLLM
+MEDIA_CONNECTOR_REGISTRY and, if the engine loads them itself, `deployments/vllm/connector/ec_connector.py`, which vLLM
 imports in its own processes. vLLM is imported only when a function is called, so that the other deployments do not pay
 for it.
 """
@@ -26,10 +26,10 @@ from typing import Any, Protocol, cast
 from pydantic import JsonValue
 
 from configs.schema import unknown_key_message
-from deployments.llm.engine import import_shim
-from deployments.llm.engine.link import ADDRESS_KEY, MIN_TOKENS_KEY
-from deployments.llm.engine.media_connector import KeyStore, make_connector_class
-from deployments.llm.engine.stats import EngineStats
+from deployments.vllm import import_shim
+from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY
+from deployments.vllm.media_connector import KeyStore, make_connector_class
+from deployments.vllm.stats import EngineStats
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
@@ -40,7 +40,7 @@ PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """Load formats of vLLM that read pickled weights, or fall back to them."""
 
 SCHEDULER_METHOD = "_try_schedule_encoder_inputs"
-"""Method of vLLM's schedulers (0.26 to 0.33) that `deployments/llm/engine/partial_prefill_scheduler.py` overrides."""
+"""Method of vLLM's schedulers (0.26 to 0.33) that `connector/partial_prefill_scheduler.py` overrides."""
 
 _SET_BY_VITRAY = {
     "model": "the checkpoint is `model` at the top of args",
@@ -220,12 +220,12 @@ def start_engine(
     if link is not None:
         arguments["ec_transfer_config"] = lookup("ECTransferConfig")(
             ec_connector="SharedMemoryConnector",
-            ec_connector_module_path="deployments.llm.engine.ec_connector",
+            ec_connector_module_path="deployments.vllm.connector.ec_connector",
             ec_role="ec_consumer",
             ec_connector_extra_config={ADDRESS_KEY: link, MIN_TOKENS_KEY: early_prefill_min_tokens},
         )
         if early_prefill_min_tokens is not None:
-            arguments["scheduler_cls"] = "deployments.llm.engine.partial_prefill_scheduler.make_scheduler"
+            arguments["scheduler_cls"] = "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
     # With enforce_eager, vLLM still compiles part of its sampler, and fails without a C++ compiler.
     eager = {"TORCHDYNAMO_DISABLE": "1"} if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager") else {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from deployments.llm.engine.lease_table import EndedLease, LeaseTable
-from deployments.llm.engine.link import (
+from deployments.vllm.connector.lease_table import EndedLease, LeaseTable
+from deployments.vllm.connector.link import (
     MAX_LEASES,
     SCHEDULER_DECODER,
     EngineConnection,

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 def activate() -> None:
     """Must be called before vLLM or transformers are imported. Idempotent; does not affect a working installation."""
-    importlib.import_module("deployments.llm.engine.import_shim.sitecustomize").install()
+    importlib.import_module("deployments.vllm.import_shim.sitecustomize").install()
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(FOLDER) not in inherited:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *inherited])

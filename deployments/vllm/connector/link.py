@@ -15,9 +15,9 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.json import Decoder
 
-from deployments.llm.engine.lease_table import EndedLease, EngineLease
 from deployments.transfer import unix_socket
 from deployments.transfer.unix_socket import ListenerError, Sender
+from deployments.vllm.connector.lease_table import EndedLease, EngineLease
 
 ADDRESS_KEY = "vitray_link"
 """Key in vLLM's `ec_connector_extra_config`: the address to which its connectors connect."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 
-from deployments.llm.engine.lease_table import EngineLease
-from deployments.llm.engine.link import ADDRESS_KEY, MIN_TOKENS_KEY, Loaded
-from deployments.llm.engine.scheduler_link import SchedulerLink
-from deployments.llm.engine.worker_link import WorkerLink
-from deployments.llm.engine.worker_memory import WorkerMemory
+from deployments.vllm.connector.lease_table import EngineLease
+from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY, Loaded
+from deployments.vllm.connector.scheduler_link import SchedulerLink
+from deployments.vllm.connector.worker_link import WorkerLink
+from deployments.vllm.connector.worker_memory import WorkerMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deployments.llm.engine import vllm_compat
-from tests.unit.deployments.llm.engine.test_ec_connector import Engine, engine, feature, request
+from deployments.vllm import compat
 from tests.unit.deployments.transfer.test_same_host import eventually
+from tests.unit.deployments.vllm.connector.test_ec_connector import Engine, engine, feature, request
 
 __all__ = ["engine"]  # a fixture
 
@@ -32,7 +32,7 @@ class OwnScheduler:
 
 
 def reading(connector: Any) -> Any:
-    from deployments.llm.engine.partial_prefill_scheduler import with_partial_prefill
+    from deployments.vllm.connector.partial_prefill_scheduler import with_partial_prefill
 
     return with_partial_prefill(OwnScheduler)(connector)
 
@@ -116,21 +116,21 @@ def test_an_image_without_pixels_is_never_encoded_in_the_engine(engine: Engine) 
 
 
 def test_with_another_connector_it_is_vllms_own() -> None:
-    vllm_compat.lookup("ECConnectorBase")
+    compat.lookup("ECConnectorBase")
     scheduler = reading(SimpleNamespace())
     assert scheduler._try_schedule_encoder_inputs(request(), 0, 9, 7) == ([], 9, 7, 0)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_it_is_the_scheduler_that_vllm_would_have_taken(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_compat.lookup("Scheduler")
+    compat.lookup("Scheduler")
     from vllm.config import SchedulerConfig
 
-    from deployments.llm.engine import partial_prefill_scheduler
+    from deployments.vllm.connector import partial_prefill_scheduler
 
     config = SchedulerConfig.default_factory(
         async_scheduling=asynchronous,
-        scheduler_cls="deployments.llm.engine.partial_prefill_scheduler.make_scheduler",
+        scheduler_cls="deployments.vllm.connector.partial_prefill_scheduler.make_scheduler",
     )
     made: list[Any] = []
     monkeypatch.setattr(
@@ -143,4 +143,4 @@ def test_it_is_the_scheduler_that_vllm_would_have_taken(asynchronous: bool, monk
     ((base, args, kwargs),) = made
     assert base.__name__ == ("AsyncScheduler" if asynchronous else "Scheduler")
     assert (args, kwargs) == ((vllm_config,), {"log_stats": True})
-    assert config.scheduler_cls == "deployments.llm.engine.partial_prefill_scheduler.make_scheduler"
+    assert config.scheduler_cls == "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs.resolve import PROJECT_ROOT
-from deployments.llm.engine import import_shim
+from deployments.vllm import import_shim
 
 # Asks the dispatcher for an operator's schema at import, as torchvision does when it registers its meta functions.
 BROKEN_TORCHVISION = """
@@ -59,7 +59,7 @@ def told(program: str, *, site: Path, shim_on_path: bool = False) -> str:
     return done.stdout.strip()
 
 
-ACTIVATE = "from deployments.llm.engine import import_shim; import_shim.activate(); "
+ACTIVATE = "from deployments.vllm import import_shim; import_shim.activate(); "
 
 
 def test_the_stand_in_fails_as_the_real_one_does(tmp_path: Path) -> None:

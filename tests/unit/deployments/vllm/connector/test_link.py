@@ -15,14 +15,14 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from deployments.llm.engine.lease_table import EndedLease, EngineLease
-from deployments.llm.engine.link import LeasesEnded, Loaded, Map, Role
-from deployments.llm.engine.replica_link import LinkLostError, ReplicaLink
-from deployments.llm.engine.scheduler_link import SchedulerLink
-from deployments.llm.engine.worker_link import WorkerLink
-from deployments.llm.engine.worker_memory import WorkerMemory
 from deployments.transfer.header import Header
 from deployments.transfer.unix_socket import ListenerError
+from deployments.vllm.connector.lease_table import EndedLease, EngineLease
+from deployments.vllm.connector.link import LeasesEnded, Loaded, Map, Role
+from deployments.vllm.connector.replica_link import LinkLostError, ReplicaLink
+from deployments.vllm.connector.scheduler_link import SchedulerLink
+from deployments.vllm.connector.worker_link import WorkerLink
+from deployments.vllm.connector.worker_memory import WorkerMemory
 from tests.unit.deployments.transfer.test_same_host import eventually
 
 PATIENCE_S = 60.0

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
 from deployments.common.messages import HttpRequest
-from deployments.llm.engine import asgi_client
-from deployments.llm.engine.vllm_compat import AsgiApp, Message, Receive, Scope, Send
+from deployments.llm import asgi_client
+from deployments.vllm.compat import AsgiApp, Message, Receive, Scope, Send
 
 REQUEST = HttpRequest("POST", "/v1/echo", b"a=1&b=2", [(b"content-type", b"text/plain")], b"the body")
 

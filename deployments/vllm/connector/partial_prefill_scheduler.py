@@ -11,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deployments.llm.engine.ec_connector import SharedMemoryConnector, is_placeholder
+from deployments.vllm.connector.ec_connector import SharedMemoryConnector, is_placeholder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,12 +13,12 @@ import torch
 
 from deployments.common.messages import EncodedImage
 from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.engine import vllm_compat
-from deployments.llm.engine.link import ADDRESS_KEY
 from deployments.llm.received import ReceivedEmbeddings
 from deployments.transfer.header import WrongEmbeddingError
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from deployments.vllm import compat
+from deployments.vllm.connector.link import ADDRESS_KEY
 from tests.unit.deployments.llm.test_embedding_receiver import MERGE, FreeAdded, receiver_for
 from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.transfer.test_same_host import WIDTH, encoded, eventually
@@ -57,7 +57,7 @@ class Engine:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    vllm_compat.lookup("ECConnectorBase")  # the packages that vLLM needs are mended by now
+    compat.lookup("ECConnectorBase")  # the packages that vLLM needs are mended by now
     from vllm.config import ECTransferConfig
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
@@ -67,7 +67,7 @@ def engine() -> Iterator[Engine]:
     server = ShmServer(store)
     transfer = ECTransferConfig(
         ec_connector="SharedMemoryConnector",
-        ec_connector_module_path="deployments.llm.engine.ec_connector",
+        ec_connector_module_path="deployments.vllm.connector.ec_connector",
         ec_role="ec_consumer",
         ec_connector_extra_config={ADDRESS_KEY: receiver.link.address},
     )

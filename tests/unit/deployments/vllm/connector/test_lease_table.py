@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deployments.llm.engine.lease_table import EndedLease, EngineLease, LeaseTable
 from deployments.transfer.header import Header
+from deployments.vllm.connector.lease_table import EndedLease, EngineLease, LeaseTable
 
 
 def digest(number: int) -> str:

@@ -11,8 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from deployments.llm.engine.lease_table import EngineLease
-from deployments.llm.engine.link import (
+from deployments.transfer import unix_socket
+from deployments.transfer.unix_socket import OnError, Sender
+from deployments.vllm.connector.lease_table import EngineLease
+from deployments.vllm.connector.link import (
     ENGINE_DECODER,
     MAX_LEASES,
     Connected,
@@ -29,8 +31,6 @@ from deployments.llm.engine.link import (
     Unmap,
     send_if_connected,
 )
-from deployments.transfer import unix_socket
-from deployments.transfer.unix_socket import OnError, Sender
 
 
 class LinkLostError(RuntimeError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deployments.llm.engine.link import WORKER_DECODER, EngineConnection, Loaded, Map, Mapped, Role, Unmap
-from deployments.llm.engine.worker_memory import WorkerMemory
+from deployments.vllm.connector.link import WORKER_DECODER, EngineConnection, Loaded, Map, Mapped, Role, Unmap
+from deployments.vllm.connector.worker_memory import WorkerMemory
 
 
 class WorkerLink:

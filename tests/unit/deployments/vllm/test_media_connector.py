@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deployments.common.messages import KEY_PREFIX, new_key
-from deployments.llm.engine.media_connector import (
+from deployments.vllm.media_connector import (
     FetchRefusedError,
     KeyedMediaConnector,
     KeyStore,

@@ -9,8 +9,8 @@ import threading
 import torch
 from torch import Tensor
 
-from deployments.llm.engine.lease_table import EngineLease
 from deployments.transfer.header import embedding_view
+from deployments.vllm.connector.lease_table import EngineLease
 from encoder.staging.streams import pin_shared, unpin_shared
 
 

@@ -1,1 +1,0 @@
-"""All code that touches vLLM or runs in its processes."""
