@@ -139,13 +139,14 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def processed(renderers: tuple[Any, Any, References], monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Calls of the HF processor of our renderer."""
+    """Calls of the HF processor of our renderer with images. vLLM before 0.32 calls it with a text alone as well."""
     calls: list[object] = []
     processor = renderers[1].mm_processor
     call = processor._call_hf_processor
 
     def recorded(*args: object, **kwargs: object) -> object:
-        calls.append(args)
+        if args or kwargs["mm_data"]:
+            calls.append(args)
         return call(*args, **kwargs)
 
     monkeypatch.setattr(processor, "_call_hf_processor", recorded)
