@@ -1,0 +1,259 @@
+"""Encoder for architectures without a tower of ours: vLLM's own model class, loaded without its language model.
+
+`VllmTower` loads the model and calls `embed_multimodal`; `VllmEncoder` packs items into batches and checks the number
+of rows. Inputs come from `preparer.py`, which runs in decode workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from configs.encoder_config import EncoderConfig
+from deployments.vllm.preparer import VllmInputs
+from encoder.graphs.budgets import resolve_budgets
+from encoder.packing.greedy import Batch, pack
+from encoder.packing.run_counts import Reason, RunCounts, RunRecord
+from encoder.staging.staging import HostAllocator
+
+logger = logging.getLogger(__name__)
+
+GRAPH_TOLERANCE = 0.02
+"""Largest difference between a graph's output and the eager output, relative to the largest eager value."""
+
+
+class RowCountError(RuntimeError):
+    """The tower returned another number of rows than the item's header states."""
+
+
+class Tower(Protocol):
+    """Forward of a multimodal tower."""
+
+    def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
+        """Returns one tensor `[num_embeds, width]` per item in order, on the device, and why no graph was replayed."""
+        ...
+
+
+@dataclass(frozen=True)
+class VllmBatch:
+    """A batch launched on the device."""
+
+    batch: Batch
+    outputs: list[Tensor]
+    run_record: RunRecord
+
+    def fetch(self, allocate: HostAllocator | None = None) -> list[Tensor]:
+        """Copies the embeddings to host memory, from `allocate` if it returns memory. Blocks."""
+        fetched = []
+        for output in self.outputs:
+            rows, width = output.shape
+            place = None if allocate is None else allocate(rows, width, output.dtype)
+            # Synchronises on purpose: the caller needs the values.
+            fetched.append(output.to("cpu", copy=True) if place is None else place.copy_(output))
+        return fetched
+
+
+class VllmEncoder:
+    """A tower of vLLM with the packing rules of our own towers. Owned by the thread that made it.
+
+    encoder = VllmEncoder.from_checkpoint("gemma-3-4b-it")
+    prepared = Preparer("gemma-3-4b-it").prepare(Path("cat.jpg").read_bytes(), "image", digest)
+    [embedding] = encoder.encode([prepared])  # [prepared.header.num_embeds, width], or the item's error
+    """
+
+    def __init__(self, tower: Tower, config: EncoderConfig | None = None) -> None:
+        config = config or EncoderConfig()
+        self._tower = tower
+        self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=False)
+        self._max_items = config.encoder_cudagraph_max_images_per_batch
+        self._counts = RunCounts()
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        config: EncoderConfig | None = None,
+        engine_args: Mapping[str, JsonValue] | None = None,
+    ) -> VllmEncoder:
+        """Loads the towers of the checkpoint folder `path` with vLLM's model class.
+
+        `engine_args`: arguments of vLLM's engine, such as `dtype` and `mm_processor_kwargs`.
+        """
+        return cls(VllmTower(path, config or EncoderConfig(), engine_args or {}), config)
+
+    def encode(self, items: Sequence[VllmInputs]) -> list[Tensor | Exception]:
+        """Returns for each item its embedding `[num_embeds, width]` on the device, or the error with which it failed.
+
+        The items of a batch that fails are encoded one by one, so that only the one at fault fails.
+        """
+        results: dict[int, Tensor | Exception] = {}
+        for batch in self._plan(items):
+            try:
+                results.update(zip(batch.indices, self._run(items, batch).outputs, strict=True))
+            except Exception as error:
+                logger.warning("a batch of %d items failed", len(batch.indices), exc_info=error)
+                for index in batch.indices:
+                    results[index] = error if len(batch.indices) == 1 else self.encode([items[index]])[0]
+        return [results[index] for index in range(len(items))]
+
+    def launch_batches(self, items: Sequence[VllmInputs]) -> Iterator[VllmBatch]:
+        """Yields each batch once it has been launched; the caller retries the items of a batch that raised."""
+        for batch in self._plan(items):
+            yield self._run(items, batch)
+
+    def wait_for_room(self) -> None:
+        """Returns at once: `embed_multimodal` of most models synchronises with the device."""
+
+    def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
+        return len(num_tokens)
+
+    def idle_step(self) -> bool:
+        return False
+
+    @property
+    def counts(self) -> RunCounts:
+        return self._counts
+
+    def warm_up(self) -> None:
+        """Does nothing: vLLM has no inputs without an item, so that the first item loads the kernels."""
+
+    def close(self) -> None: ...
+
+    def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
+        """Packs the items of each modality, since vLLM's towers take one modality at a time."""
+        by_modality: dict[str, list[int]] = {}
+        for index, item in enumerate(items):
+            by_modality.setdefault(item.header.modality, []).append(index)
+        batches = [
+            Batch(tuple(indices[packed] for packed in batch.indices), None)
+            for indices in by_modality.values()
+            for batch in pack(
+                [items[index].num_tokens for index in indices], budgets=self._budgets, max_images=self._max_items
+            )
+        ]
+        return sorted(batches, key=lambda batch: min(batch.indices))
+
+    def _run(self, items: Sequence[VllmInputs], batch: Batch) -> VllmBatch:
+        batched = [items[index] for index in batch.indices]
+        outputs, reason = self._tower.embed(batched)
+        if len(outputs) != len(batched):
+            raise RowCountError(f"the tower returned {len(outputs)} embeddings for {len(batched)} items")
+        for item, output in zip(batched, outputs, strict=True):
+            if output.ndim != 2 or output.shape[0] != item.header.num_embeds:
+                raise RowCountError(
+                    f"the tower returned shape {tuple(output.shape)} for an item of {item.header.num_embeds} rows"
+                )
+        num_tokens = sum(item.num_tokens for item in batched)
+        if reason is None:
+            self._counts.add_replay(num_tokens, num_tokens)
+        else:
+            self._counts.add_eager_run(num_tokens, reason)
+        return VllmBatch(batch, outputs, RunRecord(None, reason, num_tokens, len(batched)))
+
+
+class VllmTower:
+    """vLLM's model class with its towers only: no language model, KV cache, scheduler or engine."""
+
+    def __init__(self, path: str | Path, config: EncoderConfig, engine_args: Mapping[str, JsonValue]) -> None:
+        from vllm import envs
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader import get_model
+        from vllm.multimodal.inputs import MultiModalKwargsItem
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets a decode worker send pickles: unset it")
+        arguments = {
+            "load_format": "safetensors",
+            **engine_args,
+            "model": str(path),
+            "mm_encoder_only": True,
+            "enforce_eager": True,
+            "compilation_config": _graph_settings(config),
+        }
+        self._config = EngineArgs(**arguments).create_engine_config()
+        self._device = torch.device(self._config.device_config.device)
+        on_gpu = self._device.type == "cuda"
+        if not on_gpu:  # or vLLM's loader would synchronise with an accelerator that does not exist
+            from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+            _set_torch_accelerator_to_noop()
+        with set_current_vllm_config(self._config), tempfile.TemporaryDirectory() as folder:
+            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "nccl" if on_gpu else "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            self._model: Any = get_model(vllm_config=self._config)
+        self._decoder = MsgpackDecoder(t=MultiModalKwargsItem)
+        self._no_graphs = Reason.SWITCHED_OFF if config.cudagraph_mm_encoder is False else Reason.NO_GPU
+        self._graphs: Any = None
+        if on_gpu and config.cudagraph_mm_encoder is not False:
+            self._no_graphs = Reason.NOT_CAPTURED
+            self._graphs = self._capture_graphs()
+        self._checked: set[str] = set()
+        """Modalities whose first batch has been compared with the eager forward."""
+
+    @torch.inference_mode()
+    def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
+        """Returns one tensor per item; vLLM stacks consecutive items whose fields agree."""
+        from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+        pairs = [(item.header.modality, self._decoder.decode(item.inputs)) for item in items]
+        on_gpu = self._device.type == "cuda"
+        outputs: list[Tensor] = []
+        reason: Reason | None = None
+        for modality, _, batch in group_and_batch_mm_kwargs(pairs, device=self._device, pin_memory=on_gpu):
+            replayed = self._replay(modality, batch)
+            reason = reason if replayed is not None else self._no_graphs
+            outputs.extend(self._model.embed_multimodal(**batch) if replayed is None else replayed)
+        return outputs, reason
+
+    def _replay(self, modality: str, batch: Mapping[str, object]) -> list[Tensor] | None:
+        """Returns the output of a graph; None if there is none, or if it differed from the eager forward."""
+        if self._graphs is None or not self._graphs.supports_modality(modality):
+            return None
+        replayed: list[Tensor] | None = self._graphs.execute(batch)
+        if replayed is None or modality in self._checked:
+            return replayed
+        self._checked.add(modality)
+        eager = self._model.embed_multimodal(**batch)
+        if all(_agree(one, other) for one, other in zip(replayed, eager, strict=True)):
+            return replayed
+        logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
+        self._graphs, self._no_graphs = None, Reason.REFUSED
+        return None
+
+    def _capture_graphs(self) -> Any:  # noqa: ANN401 - vLLM's EncoderCudaGraphManager
+        from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+        if not supports_encoder_cudagraph(self._model):
+            return None
+        dtype = self._config.model_config.dtype
+        manager = EncoderCudaGraphManager(self._config, self._device, dtype, self._model)
+        with torch.inference_mode():
+            manager.capture(current_platform.graph_pool_handle())
+        return manager
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    bound = GRAPH_TOLERANCE * other.abs().max()
+    return bool((one - other).abs().max() <= bound)  # synchronises: the answer decides the path
+
+
+def _graph_settings(config: EncoderConfig) -> dict[str, Any]:
+    """Returns vLLM's compilation settings of encoder graphs; it chooses budgets itself unless they are configured."""
+    settings: dict[str, Any] = {"cudagraph_mm_encoder": config.cudagraph_mm_encoder is not False}
+    if config.encoder_cudagraph_token_budgets != "auto":
+        settings["encoder_cudagraph_token_budgets"] = list(config.encoder_cudagraph_token_budgets)
+        settings["encoder_cudagraph_max_vision_items_per_batch"] = config.encoder_cudagraph_max_images_per_batch
+    return settings

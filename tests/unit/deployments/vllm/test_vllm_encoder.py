@@ -1,0 +1,112 @@
+"""`VllmEncoder` packs items, checks rows, and isolates failures; the tower is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.encoder_config import EncoderConfig
+from deployments.vllm.preparer import VllmInputs
+from deployments.vllm.vllm_encoder import RowCountError, VllmEncoder
+from encoder.encoder import Encoder
+from encoder.images.decoded import Decoded
+from encoder.interface import ItemEncoder
+from encoder.item_header import ItemHeader, PromptPrefix, PromptRun, PromptUpdate, Target
+from encoder.packing.run_counts import Reason
+from encoder.pixels.preprocess import Pixels
+
+WIDTH = 4
+
+
+def item(num_embeds: int, content: str = "", modality: str = "image") -> VllmInputs:
+    update = PromptUpdate("replace", (7,), (PromptRun(8, 1, False), PromptRun(7, num_embeds, True)))
+    header = ItemHeader(content.ljust(64, "0"), modality, num_embeds, (update,), b"metadata")
+    return VllmInputs(header, content.encode())
+
+
+class FakeTower:
+    """Rows hold the number of the item in `inputs`; "bad" fails, "short" loses a row."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+
+    def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
+        names = [each.inputs.decode() for each in items]
+        self.batches.append(names)
+        if "bad" in names:
+            raise ValueError("the tower cannot encode it")
+        rows = [each.header.num_embeds - (each.inputs == b"short") for each in items]
+        values = [float(name) if name.isdigit() else 0.0 for name in names]
+        return [torch.full((count, WIDTH), value) for count, value in zip(rows, values, strict=True)], Reason.NO_GPU
+
+
+def make(budgets: tuple[int, ...] = (64,), max_items: int = 16) -> tuple[VllmEncoder, FakeTower]:
+    tower = FakeTower()
+    config = EncoderConfig(encoder_cudagraph_token_budgets=budgets, encoder_cudagraph_max_images_per_batch=max_items)
+    return VllmEncoder(tower, config), tower
+
+
+def test_embeddings_are_in_the_order_of_the_items() -> None:
+    encoder, _ = make()
+    items = [item(9, "1"), item(3, "2", "audio"), item(5, "3"), item(2, "4", "audio")]
+    found = encoder.encode(items)
+    assert [tensor[0, 0].item() for tensor in found if isinstance(tensor, Tensor)] == [1, 2, 3, 4]
+    assert [tensor.shape for tensor in found if isinstance(tensor, Tensor)] == [(n, WIDTH) for n in (9, 3, 5, 2)]
+
+
+def test_a_batch_has_one_modality_and_fits_the_largest_budget() -> None:
+    encoder, tower = make(budgets=(16,), max_items=2)
+    encoder.encode([item(8, "1"), item(8, "2", "audio"), item(9, "3"), item(40, "4"), item(1, "5")])
+    assert sorted(sorted(batch) for batch in tower.batches) == [["1", "5"], ["2"], ["3"], ["4"]]
+
+
+@pytest.mark.parametrize(("content", "error"), [("bad", ValueError), ("short", RowCountError)])
+def test_an_item_that_fails_fails_alone(content: str, error: type[Exception]) -> None:
+    encoder, _ = make()
+    found = encoder.encode([item(4, "1"), item(4, content), item(4, "3")])
+    assert isinstance(found[1], error)
+    assert [tensor[0, 0].item() for tensor in found if isinstance(tensor, Tensor)] == [1, 3]
+
+
+def test_launched_batches_are_counted_and_fetched_to_given_memory() -> None:
+    encoder, _ = make(budgets=(8,))
+    memory = torch.zeros(8, WIDTH)
+    batches = list(encoder.launch_batches([item(8, "1"), item(6, "2")]))
+    assert [batch.batch.indices for batch in batches] == [(0,), (1,)]
+    [fetched] = batches[0].fetch(lambda *_: memory)
+    assert fetched.data_ptr() == memory.data_ptr()
+    assert fetched[0, 0] == 1
+    assert batches[1].fetch()[0].shape == (6, WIDTH)
+    assert encoder.counts.eager_runs == {Reason.NO_GPU.value: 2}
+    assert encoder.counts.tokens == 14
+
+
+def test_a_launched_batch_that_fails_raises() -> None:
+    encoder, _ = make()
+    with pytest.raises(ValueError, match="cannot encode"):
+        list(encoder.launch_batches([item(4, "bad")]))
+
+
+def test_inputs_travel_without_pickles() -> None:
+    """A decode worker's answer is JSON and bytes: the header comes back as it was."""
+    places: tuple[Target, ...] = ((7,), "start", "end", PromptPrefix((1, 2)))
+    updates = tuple(PromptUpdate("insert", place, (PromptRun(7, 3, True),)) for place in places)
+    for metadata in ((1, 4, 6), b"metadata"):
+        sent = VllmInputs(ItemHeader("d" * 64, "image", 3, updates, metadata), b"\x00inputs")
+        assert VllmInputs.from_parts(*sent.to_parts()) == sent
+
+
+@pytest.mark.parametrize("header", [b"", b"{}", b"[1]", b'{"digest": 3}', b"\x80\x04K\x01."])
+def test_an_answer_that_is_no_header_is_refused(header: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - msgspec's own subclasses
+        VllmInputs.from_parts(header, b"")
+
+
+def _both_encoders_have_one_interface(
+    ours: Encoder, vllms: VllmEncoder
+) -> tuple[ItemEncoder[Pixels | Decoded], ItemEncoder[VllmInputs]]:
+    """Checked by mypy."""
+    return ours, vllms
