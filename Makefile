@@ -10,7 +10,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu fuzz soak chaos check lock serve clean
+.PHONY: help setup demo test test-gpu test-models fuzz soak chaos check lock serve clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +28,11 @@ test: setup ## run the tests that need no GPU (ARGS="tests/unit -k packing" narr
 # The host's own python3: on a GPU machine its torch is the one that fits the driver.
 test-gpu: ## run the tests that need a GPU, with the host's own python3
 	@python3 -m pytest tests/gpu -m gpu $(ARGS)
+
+# Three of them are part of `make test`. A minute each, on an idle core; sounds need the package soundfile.
+test-models: setup ## compare encoder and engine with vLLM alone, on a small checkpoint of each architecture (ARGS="gemma3 llava")
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.models.prove $(ARGS)
+	@$(VENV)/bin/python scripts/models_page.py
 
 # A fiftieth of these cases is part of `make test`.
 fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of them more over HTTP (CASES=N for another number)

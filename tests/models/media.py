@@ -1,0 +1,42 @@
+"""Images and sounds for `prove.py`, the same in every run."""
+
+from __future__ import annotations
+
+import io
+import wave
+
+import numpy as np
+from PIL import Image
+
+SQUARE = 32
+RATE = 16_000
+
+
+def image(seed: int, height: int = 192, width: int = 320) -> bytes:
+    """A PNG of large coloured squares: towers with random weights hardly tell pictures of noise apart."""
+    rng = np.random.default_rng(seed)
+    colours = rng.integers(0, 255, (height // SQUARE + 1, width // SQUARE + 1, 3), dtype=np.uint8)
+    pixels = np.kron(colours, np.ones((SQUARE, SQUARE, 1), np.uint8))[:height, :width]
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def audio(seed: int, seconds: float = 1.5) -> bytes:
+    """A WAV file of one beating tone."""
+    times = np.arange(int(seconds * RATE)) / RATE
+    sound = np.sin(times * 2 * np.pi * (220 + 110 * seed)) * np.sin(times * 3)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(RATE)
+        writer.writeframes((sound * 20_000).astype(np.int16).tobytes())
+    return file.getvalue()
+
+
+def items(modality: str) -> list[bytes]:
+    """Two items of different size, and one of the first's size."""
+    if modality == "audio":
+        return [audio(1), audio(2, 0.8), audio(7)]
+    return [image(1), image(2, 128, 128), image(7)]
