@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from pydantic import JsonValue
 
+from deployments.vllm import import_shim
 from encoder.images.load import MAX_PIXELS_DECODED, ImageError, load_rgb
 from encoder.item_header import ItemHeader
 
@@ -74,6 +75,7 @@ class Preparer:
         Raises:
             ValueError: `media_io_kwargs` has settings for images, which are decoded here and not by vLLM.
         """
+        import_shim.activate()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.multimodal import MULTIMODAL_REGISTRY
         from vllm.v1.serial_utils import MsgpackEncoder
@@ -111,16 +113,18 @@ class Preparer:
         try:
             items = info.parse_mm_data({modality: [media]})
             # `apply` would also look for the item's place in a prompt; there is no prompt here.
-            processed = self._processor._apply_hf_processor(  # noqa: SLF001 - checked per version
+            result = self._processor._apply_hf_processor(  # noqa: SLF001 - checked per version
                 ProcessorInputs([], items), TimingContext(enabled=False)
             )
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             logger.warning("vLLM's processor refused an item", exc_info=error)
             raise ItemError(f"the model's processor cannot process the {modality}") from error
+        processed = result if hasattr(result, "prompt_updates") else result[1]  # a tuple before vLLM 0.32
         [inputs], [updates] = processed.kwargs[modality], processed.prompt_updates[modality]
         declared = declared_fields(self._processor, modality)
         [encoded] = self._encoder.encode(inputs)
-        return VllmInputs(header_of(digest, modality, inputs, updates, declared), bytes(encoded))
+        header = header_of(digest, modality, inputs, updates, declared, info.get_tokenizer())
+        return VllmInputs(header, bytes(encoded))
 
     def _decode(self, data: bytes, modality: str) -> Any:  # noqa: ANN401 - an image, or samples with their rate
         """Returns what vLLM's own media loader would: `load_rgb` gives the same pixels, within bounds."""

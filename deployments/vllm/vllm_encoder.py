@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
+from deployments.vllm import import_shim
 from deployments.vllm.preparer import VllmInputs
 from encoder.graphs.budgets import resolve_budgets
 from encoder.packing.greedy import Batch, pack
@@ -163,15 +164,16 @@ class VllmTower:
     """vLLM's model class with its towers only: no language model, KV cache, scheduler or engine."""
 
     def __init__(self, path: str | Path, config: EncoderConfig, engine_args: Mapping[str, JsonValue]) -> None:
-        from vllm import envs
+        import_shim.activate()
+        import vllm.envs
         from vllm.config import set_current_vllm_config
-        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader import get_model
         from vllm.multimodal.inputs import MultiModalKwargsItem
         from vllm.v1.serial_utils import MsgpackDecoder
 
-        if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        if vllm.envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
             raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets a decode worker send pickles: unset it")
         arguments = {
             "load_format": "safetensors",
