@@ -60,6 +60,7 @@ BY_TESTS = {
     'eval "$(_VITRAY_COMPLETE=bash_source vitray)"': "tests/unit/deployments/cli/test_completion.py::test_bash_completes",
     "python scripts/readme.py": "tests/test_readme.py::test_tables_are_those_that_the_code_makes",
     "python scripts/reference.py": "tests/unit/scripts/test_reference.py::test_regenerating_changes_nothing",
+    "python scripts/models_page.py": "tests/unit/deployments/vllm/test_architectures.py::test_the_page_is_current",
     "python scripts/count_path.py": "tests/unit/scripts/test_count_path.py::test_this_repository_keeps_its_path_short",
     "python scripts/audit.py --osv-url URL":
         "tests/unit/scripts/test_audit.py::test_every_locked_package_is_looked_up_and_a_flaw_fails",

@@ -38,6 +38,7 @@ def main() -> None:
                                           estimate whether separate encoders pay off, how many, and configure them
     vitray settings                       list every key below `args:` with its default
     vitray routes                         list every HTTP route and how it is served
+    vitray models                         list every model architecture and which encoder serves it
     vitray new-key NAME                   make an API key and the line that admits it
 
     `vitray COMMAND --help` shows examples. For shell completion, add this line to the shell's start-up file (bash;
@@ -151,6 +152,28 @@ def routes(markdown: bool) -> None:
     for route in ROUTES:
         note = f"  ({route.note})" if route.note else ""
         click.echo(f"{' '.join(route.methods):8} {route.path:{width}}  {route.service.value}{note}")
+
+
+@main.command()
+def models() -> None:
+    """List every multimodal architecture of the installed vLLM, and which encoder serves it.
+
+    \b
+    vitray models | grep -i gemma
+
+    "own tower": vitray's own, with its own CUDA graphs. "generic": vLLM's model class without its language model, with
+    the answers of vLLM alone in tests; "untested" ones were not compared. The application does not use it yet.
+    """
+    from deployments.vllm import architectures, compat
+
+    try:
+        found = architectures.model_support()
+    except compat.VllmNotUsableError as error:
+        raise click.ClickException(str(error)) from error
+    width = max(len(model.architecture) for model in found)
+    for model in found:
+        notes = f"  ({model.notes})" if model.notes else ""
+        click.echo(f"{model.architecture:{width}}  {model.support.value}{notes}")
 
 
 @main.command()
