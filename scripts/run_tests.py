@@ -1,7 +1,7 @@
-"""`make test`: runs all tests in five processes side by side.
+"""`make test`: runs all tests in four processes side by side.
 
 Tests that start clusters and language models take longest and often wait, for a process to start or to be replaced:
-they are three of the five, and the other tests use the cores that this leaves idle. With options, which narrow the
+they are two of the four, and the other tests use the cores that this leaves idle. With options, which narrow the
 tests, they run in one process: `python scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always
 on, because every replica and every program of a test imports the same sources.
 """
@@ -20,9 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS = ("tests/serve",)
-KILLS = tuple(f"tests/cluster/test_{name}.py" for name in ("chaos", "served_fleet", "served_haproxy", "served_sharing"))
-CLUSTERS = ("tests/cluster", *(f"--ignore={file}" for file in KILLS))
-"""Tests that start language models, clusters whose replicas are killed or replaced, and other clusters."""
+CLUSTERS = ("tests/cluster",)
+"""Folders of tests that start language models, and clusters."""
 PARTS = ("tests/unit", "--ignore=tests/unit/deployments")
 OTHERS = (
     *("tests", *(f"--ignore={folder}" for folder in ("tests/serve", "tests/cluster"))),
@@ -89,8 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if arguments:
         return subprocess.run([*pytest, *arguments], cwd=ROOT, check=False).returncode
-    first, *beside = ([*pytest, *share] for share in (SERVERS, CLUSTERS, KILLS))
-    return run(first, *beside, background=([*pytest, *PARTS], [*pytest, *OTHERS]))
+    return run([*pytest, *SERVERS], [*pytest, *CLUSTERS], background=([*pytest, *PARTS], [*pytest, *OTHERS]))
 
 
 if __name__ == "__main__":

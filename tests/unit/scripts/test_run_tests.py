@@ -30,18 +30,17 @@ def runs(share: Sequence[str], file: Path) -> bool:
 
 def test_every_file_of_tests_is_in_one_share() -> None:
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    shares = (run_tests.PARTS, run_tests.OTHERS, run_tests.SERVERS, run_tests.CLUSTERS, run_tests.KILLS)
+    shares = (run_tests.PARTS, run_tests.OTHERS, run_tests.SERVERS, run_tests.CLUSTERS)
     assert len(files) > 100
     assert {str(file): sum(runs(share, file) for share in shares) for file in files} == {str(file): 1 for file in files}
 
 
-def test_two_shares_have_all_that_asks_for_a_cluster() -> None:
-    """Each of the two starts one cluster. Those who ask for its fixtures name their types."""
+def test_one_share_has_all_that_asks_for_a_cluster() -> None:
+    """The cluster is started once. Those who ask for its fixtures name their types."""
     asks = re.compile(r"^from tests\.cluster\.served import .*\b(Cluster|ServedApp)\b", re.MULTILINE)
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if asks.search(file.read_text())]
     assert len(files) > 5
-    shares = (run_tests.CLUSTERS, run_tests.KILLS)
-    assert [file.name for file in files if not any(runs(share, file) for share in shares)] == []
+    assert [file.name for file in files if not runs(run_tests.CLUSTERS, file)] == []
 
 
 def test_what_runs_may_keep_what_it_compiles(
