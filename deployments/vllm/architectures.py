@@ -26,7 +26,10 @@ TESTED: frozenset[str] = frozenset(
     (
         "Gemma3ForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
+        "InternVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
+        "LlavaNextForConditionalGeneration",
+        "LlavaOnevisionForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
     )
 )
