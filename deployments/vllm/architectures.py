@@ -25,12 +25,15 @@ NOT_INSTALLED = "vLLM is not installed: pip install 'vitray[gpu]', or 'vitray[cp
 TESTED: frozenset[str] = frozenset(
     (
         "Gemma3ForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
+        "PaddleOCRVLForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
     )
 )
 """Architectures that gave the tokens of vLLM alone (`make test-models`, tests/models/results.json)."""

@@ -235,9 +235,10 @@ def gemma4(to: Draft) -> None:
         layer_types=["sliding_attention", "full_attention"],
     )
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"position_embedding_size": 256, "default_output_length": 70}
     config = Gemma4Config(
         text_config=text | {"vocab_size_per_layer_input": text["vocab_size"]},
-        vision_config={**vision, "num_key_value_heads": 2, "head_dim": 32, "position_embedding_size": 256},
+        vision_config={**vision, "num_key_value_heads": 2, "head_dim": 32, **sizes},
         audio_config=None,
         boi_token_id=to.id("<|image>"),
         eoi_token_id=to.id("<image|>"),
