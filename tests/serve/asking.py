@@ -18,7 +18,7 @@ import httpx
 from tests.serve.comparison import assembled
 from tests.serve.conversations import MODEL, TEXT_REQUESTS, Body, Conversation
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 CONCURRENT = 8
 KEY = "the-key-that-all-tests-share"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
