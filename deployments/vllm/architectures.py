@@ -31,9 +31,11 @@ TESTED: frozenset[str] = frozenset(
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
+        "MiniCPMV4_6ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
         "PaddleOCRVLForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
+        "Qwen2_5OmniModel",
     )
 )
 """Architectures that gave the tokens of vLLM alone (`make test-models`, tests/models/results.json)."""

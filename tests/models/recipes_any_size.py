@@ -284,6 +284,8 @@ def kimi_k25(to: Draft) -> None:
         tie_word_embeddings=False,
     )
     to.weights(Kimi_K25ForConditionalGeneration, config)
+    written = json.loads((to.out / "config.json").read_text())
+    to.json("config.json", {**written, "architectures": ["KimiK25ForConditionalGeneration"]})  # as released
     limits = {"in_patch_limit": 1024, "patch_limit_on_one_side": 64, "in_patch_limit_each_frame": 1024}
     video = {
         "sample_fps": 2.0,

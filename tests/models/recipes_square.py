@@ -188,7 +188,9 @@ def paligemma(to: Draft) -> None:
     from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
 
     to.tokens("<image>", image="")
-    to.tokenizer_config(image_token="<image>", extra_special_tokens={"image_token": "<image>"})
+    to.tokenizer_config(
+        bos_token="<|endoftext|>", image_token="<image>", extra_special_tokens={"image_token": "<image>"}
+    )
     config = PaliGemmaConfig(
         vision_config=SiglipVisionConfig(**SIGLIP, projection_dim=128),
         text_config=GemmaConfig(**to.text(head_dim=32)),
