@@ -86,6 +86,7 @@ def prove(names: Sequence[str], folder: Path) -> Iterator[tuple[str, Proof]]:
     """
     for stage in STAGES:
         (folder / stage).mkdir(parents=True, exist_ok=True)
+    for stage in STAGES:
         for file in (folder / stage / f"{name}.json" for name in names):
             if file.exists() and "error" in json.loads(file.read_text()):
                 file.unlink()
@@ -175,7 +176,15 @@ def run_stage(names: Sequence[str], stage: str, folder: Path) -> None:
             result = _answer(name, references, folder)
             if stage == "alone":
                 _encode(name, folder)
+                _forget_rotary_tables()
             (folder / stage / f"{name}.json").write_text(json.dumps(result))
+
+
+def _forget_rotary_tables() -> None:
+    """Those of the language model that the encoder left out are on the meta device, in a cache of the process."""
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    _ROPE_DICT.clear()
 
 
 @contextmanager
