@@ -73,7 +73,7 @@ class ServedApp:
     def exported(self, deployment: str) -> dict[str, float]:
         """What Ray's metrics port shows of ours for a deployment, its replicas added up; names without `ray_`."""
         found: dict[str, float] = {}
-        for line in httpx.get(self._metrics_url).text.splitlines():
+        for line in httpx.get(self._metrics_url, timeout=START_S).text.splitlines():
             labels = (f'deployment="{deployment}"', f'application="{self._name}"')
             if line.startswith("ray_vitray_") and all(label in line for label in labels):
                 name = line.partition("{")[0].removeprefix("ray_")

@@ -56,10 +56,11 @@ PROGRAM = textwrap.dedent(
             thread.join()
 
         instructions = ["X-Request-Disconnect-Disabled", "X-Request-Timeout-Seconds", "serve_multiplexed_model_id"]
-        kept = httpx.get(f"{url}/headers", headers={name: "1" for name in instructions} | {"x-request-id": "mine"})
+        asked = {name: "1" for name in instructions} | {"x-request-id": "mine"}
+        kept = httpx.get(f"{url}/headers", headers=asked, timeout=60)
         told["instructions"] = [name for name in kept.json() if name in map(str.lower, instructions)]
         told["identifier"] = kept.json()["x-request-id"]
-        claims = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"))
+        claims = httpx.Client(timeout=60, transport=httpx.HTTPTransport(local_address="127.0.0.2"))
         told["client"] = claims.get(f"{url}/headers", headers={"x-forwarded-for": "1.2.3.4"}).json()["client"]
 
         (config,) = Path(os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")

@@ -126,7 +126,7 @@ def probed(starting: Probed) -> Probed:
 def test_not_ready_while_no_language_model_has_started(starting: Probed) -> None:
     """The first test: it meets the application while it starts."""
     assert starting.probe() == [503] * len(PROBES)
-    assert httpx.get(starting.app.url + "/health").json()["error"]["code"] == "unavailable"
+    assert httpx.get(starting.app.url + "/health", timeout=60).json()["error"]["code"] == "unavailable"
     assert starting.probe_without_body() == [503] * len(PROBES)
     starting.hold.unlink()
     until(lambda: starting.probe() == [200] * len(PROBES), "the language model")
@@ -167,7 +167,7 @@ def test_an_exhausted_quota_refuses_no_probe(probed: Probed) -> None:
     assert [probed.probe() for _ in range(REQUESTS_A_MINUTE)] == [[200] * len(PROBES)] * REQUESTS_A_MINUTE
     for method, path in PROBES:
         sent = {"authorization": f"Bearer {KEY}"}
-        assert httpx.request(method, probed.app.url + path, headers=sent).status_code == 200
+        assert httpx.request(method, probed.app.url + path, headers=sent, timeout=60).status_code == 200
 
 
 def test_not_ready_once_the_last_language_model_has_died(probed: Probed) -> None:

@@ -68,8 +68,8 @@ def test_who_leaves_cannot_keep_a_request_going(app: ServedApp, address: Address
 
 def test_serves_own_routes(app: ServedApp) -> None:
     root = app.url.rpartition("/")[0]
-    assert httpx.get(root + "/-/routes").status_code == 404
-    assert httpx.get(root + "/-/healthz").status_code == 200
+    assert httpx.get(root + "/-/routes", timeout=60).status_code == 404
+    assert httpx.get(root + "/-/healthz", timeout=60).status_code == 200
 
 
 def test_websockets_are_not_served(address: Address) -> None:

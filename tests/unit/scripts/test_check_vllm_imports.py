@@ -35,8 +35,8 @@ def tree(tmp_path: Path) -> Path:
     """A stand-in for vLLM's sources, with every name that is imported."""
     sources = dict(SOURCES)
     for module, name in imported_names():
-        path = next((path for path in sources if path.startswith(module.replace(".", "/"))), None)
-        path = path or module.replace(".", "/") + "/__init__.py"
+        base = module.replace(".", "/")
+        path = next((path for path in sources if path in (f"{base}.py", f"{base}/__init__.py")), f"{base}/__init__.py")
         if f"class {name}" not in sources.get(path, ""):
             sources[path] = sources.get(path, "") + f"class {name}: ...\n"
     for path, source in sources.items():
