@@ -16,7 +16,8 @@ RENAMED = {
     "load_bound": "affinity_load_factor",
     "begin_from_tokens": "early_prefill_min_tokens",
     "ask_from_tokens": "load_probe_min_tokens",
-    "landing_bytes": "nixl_buffer_bytes",
+    "landing_bytes": "receive_buffer_bytes",
+    "nixl_buffer_bytes": "receive_buffer_bytes",
     # args.ingress
     "max_answers_per_request": "max_completions_per_request",
     "max_visual_tokens_waiting": "max_visual_tokens_queued",

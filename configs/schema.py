@@ -100,9 +100,10 @@ class LLMConfig(Options):
     """Fields of vLLM's AsyncEngineArgs, for instance max_model_len."""
     server_args: dict[str, JsonValue] = {}
     """Options of `vllm serve` other than the engine's, for instance tool_call_parser or chat_template."""
-    nixl_buffer_bytes: PositiveInt = 2 * GIB
-    """Receive buffer for embeddings read from other hosts by NIXL, pinned if the replica has a GPU. It bounds the bytes
-    in flight; an embedding that does not fit in time goes through Ray's object store."""
+    receive_buffer_bytes: PositiveInt = 2 * GIB
+    """Receive buffer for embeddings from other hosts, by NIXL or Ray's object store, pinned once the first one arrives
+    if the replica has a GPU. It bounds the bytes in flight; a request whose embedding does not fit in time is
+    retried."""
     cpu_kv_cache_gib: PositiveInt = 1
     """KV-cache size of a replica without a GPU."""
     affinity: bool = True
@@ -260,10 +261,9 @@ class AppConfig(Options):
     model: Annotated[str, Field(min_length=1)] = "auto"
     """Checkpoint folder or hub name. "auto": the small shipped model if the cluster has no GPU and cannot get one."""
     transfer: Literal["auto", "object_store", "shared_memory", "nixl"] = "auto"
-    """How embeddings reach the language model. "auto": the engine loads them from shared memory of the encoder's host
-    if this vLLM supports it, else they are sent with the request; between hosts through Ray's object store.
-    "shared_memory": an error at start-up if the engine cannot load them. "nixl": read by NIXL, on one host too, and an
-    error at start-up if it cannot be used."""
+    """How embeddings reach the language model. "auto" and "shared_memory": the engine loads them from shared memory of
+    the encoder's host; between hosts they go through Ray's object store. "object_store": on one host too. "nixl": read
+    by NIXL, on one host too, and an error at start-up if it cannot be used."""
     encoder: EncoderConfig = EncoderConfig()
     encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
     llm: LLMConfig = LLMConfig()

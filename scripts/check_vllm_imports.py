@@ -22,11 +22,10 @@ COMPAT = DEPLOYMENTS / "vllm" / "compat.py"
 CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
 # Members of these classes that are used: methods, and fields that are set.
 MEMBERS = {
-    "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "shutdown"),
+    "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "renderer", "shutdown"),
     "AsyncEngineArgs": (
         *(
             "model",
-            "enable_mm_embeds",
             "skip_mm_profiling",
             "mm_processor_cache_gb",
             "served_model_name",

@@ -227,7 +227,7 @@ def test_server_timing_table_has_the_names_that_are_sent() -> None:
     sent = [
         "fetch",
         "admission",
-        *re.findall(r"(?:^|, )([\w-]+);", format_server_timing([image], 1.0, 1.0, 1.0, "way")),
+        *re.findall(r"(?:^|, )([\w-]+);", format_server_timing([image], 1.0, 1.0, "way")),
     ]
     table = REQUESTS.read_text().partition("| metric | meaning |\n")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == [name.replace("image-1", "image-N") for name in sent]

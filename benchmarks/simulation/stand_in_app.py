@@ -25,8 +25,8 @@ from tests.cluster.controlled import StandInLLM
 class TakesEmbeddings(StandInLLM):
     """Receives and checks each request's embeddings as the application's replica does, and answers immediately."""
 
-    def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:
-        super().__init__(config, width, merge_size)
+    def __init__(self, config: AppConfig, width: int) -> None:
+        super().__init__(config, width)
 
         async def chat(_: Request) -> Response:
             return JSONResponse({})
@@ -49,7 +49,7 @@ def bound(config: AppConfig, encoder: type[EncoderReplica], *of_encoder: object,
     return ingress.bind(
         config,
         encoders.bind(config, *of_encoder),
-        llms.bind(config, vision.width, vision.spatial_merge_size),
+        llms.bind(config, vision.width),
     )
 
 

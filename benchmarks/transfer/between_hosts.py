@@ -29,7 +29,7 @@ from benchmarks.record import provenance, write
 from deployments.common.messages import EncodedImage, EncodeTimings, SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, Header
 from deployments.transfer.rdma import NixlMemory, NotInstalledError
-from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
@@ -56,7 +56,7 @@ class Encoder:
             raise RuntimeError(f"{tokens} tokens do not fit into {ROOM_BYTES} bytes")
         room.view(torch.int16).random_(0, 1000, generator=torch.Generator().manual_seed(number))
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
-        self._ready = {number: EncodedImage.pack(room, (1, 2 * tokens, 2), f"{number:064x}", timings)}
+        self._ready = {number: EncodedImage.pack(room, f"{number:064x}", timings)}
         return _sum(room)
 
     def give(self, number: int, way: str) -> EncodedImage | SharedEmbedding | None:
@@ -80,7 +80,7 @@ class Reader:
         began = time.perf_counter()
         image = await self._encoder.give.remote(number, way)
         if isinstance(image, EncodedImage):
-            found = image.unpack(width=WIDTH, merge_size=2)
+            found = image.unpack()
             seconds = time.perf_counter() - began
         elif image.remote is None:
             if self._client is None:

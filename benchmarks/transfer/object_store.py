@@ -46,7 +46,7 @@ class Encoder:
         bits = sum_of_bits(self._tokens)
         began = time.perf_counter()
         (fetched,) = self._staging.fetch(self._tokens, [num_tokens], self._lanes.compute.mark())
-        return began, bits, EncodedImage.pack(fetched, (1, MERGE, MERGE * num_tokens), "0" * 64, TIMINGS)
+        return began, bits, EncodedImage.pack(fetched, "0" * 64, TIMINGS)
 
 
 class LanguageModel:
@@ -69,7 +69,7 @@ class LanguageModel:
     def handle(self, came: tuple[float, int, EncodedImage]) -> float:
         """Returns the seconds from computation to arrival."""
         began, bits, image = came
-        tokens = image.unpack(width=image.bits.shape[1], merge_size=MERGE)
+        tokens = image.unpack()
         shape = np.array(tokens.shape, dtype=np.int64)
         self._to.send_multipart([shape.tobytes(), image.bits.data], copy=False)
         ended, found = np.frombuffer(self._from.recv(), dtype=np.float64)

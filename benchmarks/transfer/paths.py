@@ -204,7 +204,7 @@ class LendingSender:
         (fetched,) = self._staging.fetch(tokens, [rows], self._lanes.compute.mark(), self._store.allocate)
         self._number += 1
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
-        image = EncodedImage.pack(fetched, (1, 2, 2 * rows), f"{self._number:064x}", timings)
+        image = EncodedImage.pack(fetched, f"{self._number:064x}", timings)
         if not self._store.offer(image):
             raise RuntimeError("the store is full")
         self._side.channel.send(image.to_shared(self._server.address))

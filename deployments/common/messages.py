@@ -25,7 +25,7 @@ _BITS = {"bfloat16": np.uint16, "float32": np.float32}
 
 
 def new_key() -> str:
-    """Returns a single-use key of 128 random bits for one embedding in an LLM replica."""
+    """Returns a key of 128 random bits for one reference to an item in an LLM replica."""
     return KEY_PREFIX + secrets.token_urlsafe(16)
 
 
@@ -81,7 +81,6 @@ class EncodedImage:
     """An embedding in host memory, with a header that the receiver checks."""
 
     digest: str
-    grid_thw: tuple[int, int, int]
     dtype: str
     """ "bfloat16" or "float32"."""
     bits: npt.NDArray[np.generic]
@@ -103,9 +102,7 @@ class EncodedImage:
         return rows, width
 
     @classmethod
-    def pack(
-        cls, tokens: torch.Tensor, grid_thw: tuple[int, int, int], digest: str, timings: EncodeTimings
-    ) -> EncodedImage:
+    def pack(cls, tokens: torch.Tensor, digest: str, timings: EncodeTimings) -> EncodedImage:
         """Packs `tokens`, `[num_tokens, width]` in host memory, without a copy if contiguous. Raises WireError for
         another dtype than bfloat16 and float32."""
         import torch
@@ -114,25 +111,24 @@ class EncodedImage:
         if dtype not in _BITS:
             raise WireError(f"embedding dtype {dtype!r} cannot travel; known: {', '.join(_BITS)}")
         bits = tokens.contiguous().view(torch.uint16 if dtype == "bfloat16" else tokens.dtype)
-        return cls(digest, grid_thw, dtype, bits.numpy(), timings)
+        return cls(digest, dtype, bits.numpy(), timings)
 
     def to_shared(self, server: str) -> SharedEmbedding:
         """Returns the location of this embedding in the shared memory of `server`."""
-        return SharedEmbedding(self.digest, self.grid_thw, self.dtype, self.shape, self.timings, server)
+        return SharedEmbedding(self.digest, self.dtype, self.shape, self.timings, server)
 
-    def unpack(self, *, width: int, merge_size: int) -> torch.Tensor:
-        """Returns `[num_tokens, width]` in the dtype of the header; the tensor shares memory with `bits`.
-
-        Raises:
-            WireError: shape, dtype, width or grid are not those that the language model expects. A wrong width would
-                end its engine.
-        """
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raises WireError if the embedding is not what the language model expects: `shape` is (rows, width). A wrong
+        width would end its engine."""
         if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
             raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
-        _check(self.dtype, self.bits.shape, self.grid_thw, width=width, merge_size=merge_size)
+        _check(self.dtype, self.bits.shape, shape)
         if self.bits.dtype != _BITS[self.dtype]:
             expected = np.dtype(_BITS[self.dtype])
             raise WireError(f"embedding bits are {self.bits.dtype}, expected {expected} for {self.dtype}")
+
+    def unpack(self) -> torch.Tensor:
+        """Returns `[num_tokens, width]` in `dtype`; the tensor shares memory with `bits`."""
         import torch
 
         with warnings.catch_warnings():
@@ -163,7 +159,6 @@ class SharedEmbedding:
     reader on another host uses `remote`."""
 
     digest: str
-    grid_thw: tuple[int, int, int]
     dtype: str
     """ "bfloat16" or "float32"."""
     shape: tuple[int, int]
@@ -182,9 +177,9 @@ class SharedEmbedding:
     def num_bytes(self) -> int:
         return self.shape[0] * self.shape[1] * np.dtype(_BITS[self.dtype]).itemsize
 
-    def check(self, *, width: int, merge_size: int) -> None:
-        """Raises WireError under the conditions of `EncodedImage.unpack`."""
-        _check(self.dtype, self.shape, self.grid_thw, width=width, merge_size=merge_size)
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raises WireError under the conditions of `EncodedImage.check`."""
+        _check(self.dtype, self.shape, shape)
 
 
 def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -198,17 +193,11 @@ def _torch_dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def _check(dtype: object, shape: object, grid: object, *, width: int, merge_size: int) -> None:
+def _check(dtype: object, shape: object, expected: tuple[int, int]) -> None:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
-    if not isinstance(grid, tuple) or [type(side) for side in grid] != [int] * 3:
-        raise WireError(f"grid_thw {grid!r} is not three integers")
-    t, h, w = grid
-    if min(t, h, w) < 1 or h % merge_size or w % merge_size:
-        raise WireError(f"grid_thw {grid} is not positive multiples of the merge size {merge_size}")
-    expected = (t * h * w // merge_size**2, width)
     if shape != expected:
-        raise WireError(f"embedding shape {shape} does not fit grid {grid}: expected {expected}")
+        raise WireError(f"embedding shape {shape} is not the expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -236,17 +225,15 @@ class HttpRequest:
 
 
 @dataclass(frozen=True)
-class ImageReference:
-    """The reference to an image in the request body, by two single-use keys."""
+class ItemReference:
+    """A reference to an item in the request body, where `key` is its URL."""
 
-    tokens_key: str
-    grid_key: str
-    image: int
-    """Index of the image's embedding among those sent with the request."""
+    key: str
+    """Key of this reference, `new_key`, valid in one LLM replica until its request ends."""
+    item: int
+    """Index of the item among the headers and embeddings sent with the request."""
     label: str
     """For error messages: "image 2 of 3"."""
-    grid_thw: tuple[int, int, int] | None = None
-    """Expected grid, from the file header; None from an ingress of an older version."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +253,7 @@ class NotEncoded:
     """The only message of an LLM replica when an encoder failed on an image."""
 
     image: int
-    """Index of the embedding, as in ImageReference."""
+    """Index of the embedding, as in ItemReference."""
 
 
 @dataclass(frozen=True)

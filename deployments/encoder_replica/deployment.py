@@ -302,7 +302,7 @@ class EncoderReplica:
             ran=encoded.ran,
         )
         _record_spans(timings, job.num_tokens)
-        image = EncodedImage.pack(encoded.tokens, pixels.grid_thw, job.digest, timings)
+        image = EncodedImage.pack(encoded.tokens, job.digest, timings)
         if self._server is not None:
             self._server.store.publish(image)
         self._cache.put(job.digest, image, image.num_bytes)

@@ -1,5 +1,5 @@
-"""The Ingress deployment: OpenAI's API over HTTP. It sends images to encoders and the request, with keys instead of the
-images, to vLLM.
+"""The Ingress deployment: OpenAI's API over HTTP. It sends images to encoders and the request, with references instead
+of the images, to vLLM.
 
 Embeddings do not pass through the ingress: language models fetch them from encoders by reference.
 """

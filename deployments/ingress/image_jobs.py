@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import HttpRequest, ImageJob, ImageReference, new_key
+from deployments.common.messages import HttpRequest, ImageJob, ItemReference, new_key
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, ignore_bytes
 from deployments.ingress.http.chat_request import ChatRequest, ImagePart
 from deployments.ingress.http.data_url import raise_as_api_error
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, image_grid, num_tokens, read_header
+from encoder.item_header import ItemHeader
 
 BYTES_PER_TOKEN = 4
 """Estimated bytes of a request's body per text token."""
@@ -25,20 +26,22 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request for a language model, with keys instead of its images."""
+    """A request for a language model, with references instead of its images."""
 
     http: HttpRequest
-    references: Sequence[ImageReference] = ()
-    """Positions of the images in the body; several may refer to one job."""
+    references: Sequence[ItemReference] = ()
+    """References in the body; several may refer to one job."""
     jobs: Sequence[ImageJob] = ()
     """The distinct images."""
+    headers: Sequence[ItemHeader] = ()
+    """Header of each job's image."""
     conversation: str | None = None
     """Hash that all turns of a conversation share, 64 hex characters."""
 
     @property
     def visual_tokens(self) -> int:
         """Visual tokens of the prompt: a repeated image counts each time."""
-        return sum(self.jobs[reference.image].num_tokens for reference in self.references)
+        return sum(self.jobs[reference.item].num_tokens for reference in self.references)
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,11 +108,11 @@ def build_engine_request(
     """
     images = build_encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt)
     references = [
-        ImageReference(new_key(), new_key(), job, part.label, images.grids[job])
-        for part, job in zip(chat.images, images.job_of_part, strict=True)
+        ItemReference(new_key(), job, part.label) for part, job in zip(chat.images, images.job_of_part, strict=True)
     ]
-    body, conversation = chat.to_json(references, [images.jobs[reference.image].digest for reference in references])
-    return EngineRequest(dataclasses.replace(http, body=body), references, images.jobs, conversation)
+    body, conversation = chat.to_json(references, [images.jobs[reference.item].digest for reference in references])
+    headers = [identity.header(job.digest, grid) for job, grid in zip(images.jobs, images.grids, strict=True)]
+    return EngineRequest(dataclasses.replace(http, body=body), references, images.jobs, headers, conversation)
 
 
 def build_encoder_jobs(

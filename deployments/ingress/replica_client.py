@@ -140,11 +140,15 @@ class Replicas:
         call = Call(request.conversation, 1, attempt, request.prompt_tokens, identity=request.tower)
         http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
         if refs or self._llm_by_grpc is None:  # only Ray calls carry references
-            started = self._llm.options(session_id=call.to_session_id()).remote(http, request.references, sources, call)
+            started = self._llm.options(session_id=call.to_session_id()).remote(
+                http, request.references, request.headers, sources, call
+            )
             return cast(Answer, started)
         self._counts.add(Counter.GRPC_CALLS)
         return GrpcAnswer(
-            self._llm_by_grpc.options(session_id=call.to_session_id()).remote(http, request.references, sources, call)
+            self._llm_by_grpc.options(session_id=call.to_session_id()).remote(
+                http, request.references, request.headers, sources, call
+            )
         )
 
     async def raise_encoding_error(self, encoding: Encoding, *, conversation: str | None = None) -> NoReturn:

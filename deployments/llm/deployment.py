@@ -1,4 +1,4 @@
-"""The LLM replica: vLLM with its own OpenAI application, which gets embeddings in place of images.
+"""The LLM replica: vLLM with its own OpenAI application, which gets references in place of images.
 
 Starts the engine, passes requests to `deployments/llm/requests.py`, and reports load and health to Serve.
 """
@@ -6,6 +6,7 @@ Starts the engine, passes requests to `deployments/llm/requests.py`, and reports
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -15,16 +16,15 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
-from deployments.common.messages import HttpRequest, ImageReference, Piece, ResponseHead, SharedEmbedding
+from deployments.common.messages import HttpRequest, ItemReference, Piece, ResponseHead, SharedEmbedding
 from deployments.common.model_path import local_model
 from deployments.common.replica_errors import EngineDeadError
 from deployments.common.replica_status import Report, llm_report, max_ongoing_requests, replica_name
 from deployments.llm.child_guard import guard_children
-from deployments.llm.early_prefill import EarlyPrefill
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
 from deployments.llm.received import Image
 from deployments.llm.requests import Requests
-from deployments.llm.startup_requests import probe_engine_loads, warm_up
+from deployments.llm.startup_requests import EngineLoadError, probe_engine_loads, warm_up
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.routing.affinity import Call
 from deployments.routing.prefill_load import PrefillLoad
@@ -33,13 +33,14 @@ from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITI
 from deployments.telemetry.log_buffers import preserve_log_buffers
 from deployments.telemetry.metrics import Counter, Counters, Histograms
 from deployments.transfer.rdma import NixlMemory
-from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.unix_socket import host_id
 from deployments.vllm import compat
 from deployments.vllm.connector.replica_link import LinkLostError
-from deployments.vllm.media_connector import KeyStore
+from deployments.vllm.references import References
 from deployments.vllm.stats import EngineStats
 from encoder.checkpoint.files import resolve_checkpoint
+from encoder.item_header import ItemHeader
 from encoder.towers.weights import tower_identity
 
 logger = logging.getLogger("ray.serve")
@@ -47,6 +48,7 @@ logger = logging.getLogger("ray.serve")
 ANY_REPLICA = Call()
 PROBE_TIMEOUT_S = 120.0
 """Timeout of the probe, the first request whose embedding the engine loads."""
+PROBE_DIGEST = hashlib.sha256(b"probe").hexdigest()
 
 
 class LLM:
@@ -54,18 +56,16 @@ class LLM:
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
+        if unsupported_reason := compat.engine_load_unsupported_reason(engine_args):
+            raise EngineLoadError(f"vLLM's engine cannot load embeddings: {unsupported_reason}")
         counts = Counters()
-        receive_buffer = None
-        if config.transfer == "nixl":
-            receive_buffer = ReceiveBuffer(
-                NixlMemory(),
-                config.llm.nixl_buffer_bytes,
-                on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
-            )
+        receive_buffer = ReceiveBuffer(
+            NixlMemory() if config.transfer == "nixl" else None,
+            config.llm.receive_buffer_bytes,
+            on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
+        )
         workers = cast(int, engine_args.get("tensor_parallel_size", 1))
         self._receiver = EmbeddingReceiver(counts, Histograms(), num_workers=workers, receive_buffer=receive_buffer)
-        unsupported_reason = _engine_load_unsupported_reason(config)
-        early_prefill_min_tokens = None if unsupported_reason else _early_prefill_min_tokens(config)
         self._stats = EngineStats()
         with preserve_log_buffers():
             self._engine, args = compat.start_engine(
@@ -73,46 +73,42 @@ class LLM:
                 engine_args,
                 config.llm.server_args,
                 cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
-                link=self._receiver.link.address if unsupported_reason is None else None,
+                link=self._receiver.link.address,
                 stats=self._stats,
-                early_prefill_min_tokens=early_prefill_min_tokens,
+                early_prefill_min_tokens=_early_prefill_min_tokens(config),
             )
             has_prefix_cache = compat.has_prefix_cache(self._engine)
             self._prefill_load = PrefillLoad(has_prefix_cache=has_prefix_cache)
             self._guard = guard_children()
-            keys, shape = KeyStore(), compat.embedding_shape(self._engine)
-            app = await compat.build_application(self._engine, args, keys)
-            self._frontend = VllmFrontend(app, keys, shape, engine_died=self._engine_died)
-            shm_host = None if config.transfer == "object_store" else host_id()
-            max_early_requests = max_ongoing_requests() // 2
+            references, width = References(), compat.embedding_width(self._engine)
+            app = await compat.build_application(self._engine, args, references)
+            self._frontend = VllmFrontend(app, references, engine_died=self._engine_died)
             self._requests = Requests(
-                self._receiver, self._frontend, counts, shm_host=shm_host, max_early_requests=max_early_requests
+                self._receiver,
+                self._frontend,
+                counts,
+                width=width,
+                shm_host=None if config.transfer == "object_store" else host_id(),
+                max_early_requests=max_ongoing_requests() // 2,
             )
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await warm_up(app, args.model)  # the first served model name
         self._tower = await asyncio.to_thread(tower_identity, resolve_checkpoint(local_model(config.model)))
-        if unsupported_reason is None:
-            unsupported_reason = await probe_engine_loads(self._receiver, self._answer_probe, args.model, shape)
-        self._receiver.has_prefix_cache = unsupported_reason is None and has_prefix_cache
-        if unsupported_reason is None and early_prefill_min_tokens is not None:
-            if refused := compat.early_prefill_refused_by_model(self._engine):
-                logger.warning("early prefill is disabled: %s", refused)
-            else:
-                self._requests.early_prefill = EarlyPrefill()
-        if unsupported_reason is not None and config.transfer != "object_store":
-            if config.transfer == "shared_memory":
-                raise RuntimeError(f"transfer: shared_memory is not possible: {unsupported_reason}")
-            logger.warning(
-                "the engine does not load embeddings; they are sent with the requests: %s", unsupported_reason
-            )
+        header = compat.one_token_header(self._engine, PROBE_DIGEST)
+        await probe_engine_loads(self._receiver, self._answer_probe, args.model, header, width)
+        self._receiver.has_prefix_cache = has_prefix_cache
+        if refused := compat.early_prefill_refused_by_model(self._engine):
+            logger.warning("early prefill is disabled: %s", refused)
 
-    async def _answer_probe(self, request: HttpRequest, image_ref: ImageReference, image: SharedEmbedding) -> int:
+    async def _answer_probe(
+        self, request: HttpRequest, reference: ItemReference, header: ItemHeader, image: SharedEmbedding
+    ) -> int:
         """Returns the status of the probe's answer; 504 if it takes longer than PROBE_TIMEOUT_S."""
         status = 500
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                async for piece in self.handle(request, [image_ref], [_resolved(image)]):
+                async for piece in self.handle(request, [reference], [header], [_resolved(image)]):
                     if isinstance(piece, ResponseHead):
                         status = piece.status
         except TimeoutError:
@@ -178,7 +174,8 @@ class LLM:
     async def handle(
         self,
         request: HttpRequest,
-        image_refs: Sequence[ImageReference],
+        references: Sequence[ItemReference] = (),
+        headers: Sequence[ItemHeader] = (),
         encodings: Sequence[Encoding] = (),
         call: Call = ANY_REPLICA,
     ) -> AsyncIterator[Piece]:
@@ -190,7 +187,7 @@ class LLM:
         with self._prefill_load.track(call) as prompt:
             try:
                 clock = compat.FirstTokenClock(on_first_token=partial(self._prefill_load.finish_prefill, prompt))
-                async with aclosing(self._requests.answer(request, image_refs, encodings, clock)) as pieces:
+                async with aclosing(self._requests.answer(request, references, headers, encodings, clock)) as pieces:
                     async for piece in pieces:
                         yield piece
             except Exception as error:
@@ -211,9 +208,3 @@ def _early_prefill_min_tokens(config: AppConfig) -> int | None:
         logger.warning("early prefill is disabled: %s", unsupported_reason)
         return None
     return config.llm.early_prefill_min_tokens
-
-
-def _engine_load_unsupported_reason(config: AppConfig) -> str | None:
-    if config.transfer == "object_store":
-        return "transfer is object_store"
-    return compat.engine_load_unsupported_reason(config.llm.engine_args)

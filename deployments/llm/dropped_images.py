@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from deployments.common.api_error import ApiError
 from deployments.common.messages import HttpRequest
 from deployments.llm import asgi_client
-from deployments.vllm.media_connector import KeyStore
 
 if TYPE_CHECKING:
-    import torch
-
     from deployments.vllm.compat import AsgiApp
 
 TOKENIZE = "/tokenize"
@@ -26,13 +22,11 @@ TOKENIZE = "/tokenize"
 NO_IMAGE = {"type": "text", "text": ""}
 
 
-async def find_dropped_images(
-    app: AsgiApp, keys: KeyStore, request: HttpRequest, tensors: Mapping[str, torch.Tensor]
-) -> ApiError | None:
+async def find_dropped_images(app: AsgiApp, request: HttpRequest) -> ApiError | None:
     """Returns a 400 that names the first message whose images are not in the prompt; None if all images are in it.
 
     vLLM reports only that there are fewer placeholders than images. So the chat is tokenized once for each message with
-    images, without the images of the other messages. `tensors`: the request's tensors by key.
+    images, without the images of the other messages. The request's references must be valid.
     """
     body = json.loads(request.body)
     messages = body["messages"]
@@ -41,9 +35,6 @@ async def find_dropped_images(
         if message == without_images[number]:
             continue
         tokenize_body = {**body, "messages": [*without_images[:number], message, *without_images[number + 1 :]]}
-        keys.discard(tensors)
-        for key, tensor in tensors.items():
-            keys.put(key, tensor)
         if (
             await _status(app, dataclasses.replace(request, path=TOKENIZE, body=json.dumps(tokenize_body).encode()))
             == 500
@@ -65,5 +56,5 @@ def _without_images(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [NO_IMAGE if isinstance(part, dict) and "image_embeds" in part else part for part in content]
+    parts = [NO_IMAGE if isinstance(part, dict) and "image_url" in part else part for part in content]
     return {**message, "content": parts}

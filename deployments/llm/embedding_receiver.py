@@ -1,5 +1,5 @@
-"""Receives embeddings for one engine: as soon as an image is encoded, acquires a lease on the encoder's shared memory
-or reads it by RDMA. The engine loads embeddings by the leases granted to it; otherwise the request contains the bytes.
+"""Receives embeddings for one engine: as soon as an image is encoded, acquires a lease on the encoder's shared memory,
+or copies the embedding to the receive buffer, and grants it to the engine, which loads it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.common.messages import PREFIX_CACHE_ONLY, ImageRefused, SharedEmbedding
+from deployments.common.messages import PREFIX_CACHE_ONLY, EncodedImage, ImageRefused, SharedEmbedding, WireError
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.prefix_cache_skip import Missing, MissingWatch
-from deployments.llm.received import EmbeddingSlot, Image, NotEncodedError, Peer, ReceivedEmbeddings, SlotState
+from deployments.llm.prefix_cache_skip import MissingWatch
+from deployments.llm.received import (
+    EmbeddingMismatchError,
+    EmbeddingSlot,
+    Image,
+    NotEncodedError,
+    Peer,
+    ReceivedEmbeddings,
+    SlotState,
+    TransferPath,
+)
 from deployments.telemetry.clocks import clamp_duration
 from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
-from deployments.transfer.header import Header
-from deployments.transfer.remote_receiver import ReceiveBuffer
-from deployments.transfer.same_host import EmbeddingLease, EmbeddingUnavailableError, Lease, ShmClient
+from deployments.transfer.header import Header, WrongEmbeddingError
+from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
+from deployments.transfer.same_host import EmbeddingUnavailableError, Lease, ShmClient
 from deployments.transfer.unix_socket import ListenerError
 from deployments.vllm.connector.lease_table import EngineLease
 from deployments.vllm.connector.link import Loaded
@@ -38,15 +46,14 @@ logger = logging.getLogger("ray.serve")
 class EmbeddingReceiver:
     """Embeddings of one engine's requests. Used on one event loop; threads of the link call back.
 
-    received = await receiver.receive(encodings)
-    tensor = received.tensor(0, width=width, merge_size=merge_size)
+    received = receiver.new_batch()
+    await receiver.receive(encodings, [(num_embeds, width) for …], received)
     receiver.close(received)
     """
 
-    def __init__(
-        self, counts: Counters, times: Histograms, *, num_workers: int, receive_buffer: ReceiveBuffer | None = None
-    ) -> None:
-        """`num_workers`: number of the engine's workers. `receive_buffer`: for RDMA reads, if they are enabled."""
+    def __init__(self, counts: Counters, times: Histograms, *, num_workers: int, receive_buffer: ReceiveBuffer) -> None:
+        """`num_workers`: number of the engine's workers. `receive_buffer`: for embeddings that the engine cannot load
+        from the encoder's memory."""
         self._counts, self._times = counts, times
         self._receive_buffer = receive_buffer
         self.missing = MissingWatch()
@@ -57,7 +64,6 @@ class EmbeddingReceiver:
             on_missing=self.missing.report,
             on_error=self._count_listener_error,
         )
-        self._engine_loads = False
         self.has_prefix_cache = False
         """Whether unavailable embeddings may be skipped, because the engine has a prefix cache."""
         self._peers: dict[str, asyncio.Task[Peer]] = {}
@@ -73,49 +79,41 @@ class EmbeddingReceiver:
     @property
     def uses_rdma(self) -> bool:
         """Whether encoders should publish embeddings for RDMA reads."""
-        return self._receive_buffer is not None
-
-    def wait_for_engine(self, *, timeout_s: float) -> bool:
-        """Waits for the engine's connectors. Returns whether they connected; if so, the engine loads embeddings."""
-        self._engine_loads = self.link.wait_for_engine(timeout_s=timeout_s)
-        return self._engine_loads
-
-    def disable_engine_loads(self) -> None:
-        """From now on, sends embeddings with the requests."""
-        self._engine_loads = False
+        return self._receive_buffer.reads_remotely
 
     def new_batch(self) -> ReceivedEmbeddings:
         """Returns an empty batch for `receive`."""
-        return ReceivedEmbeddings(can_skip=self.has_prefix_cache and self._engine_loads)
+        return ReceivedEmbeddings(can_skip=self.has_prefix_cache)
 
     async def receive(
-        self, encodings: Sequence[Encoding], received: ReceivedEmbeddings | None = None, *, grant_each: bool = False
-    ) -> ReceivedEmbeddings:
-        """Receives each embedding as soon as it is encoded. The first failure ends the wait for the others.
+        self, encodings: Sequence[Encoding], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
+    ) -> None:
+        """Receives each embedding as soon as it is encoded, and grants it to the engine. The first failure ends the
+        wait for the others.
 
-        `grant_each`: grants each embedding before the others are received; `received.engine_loads` then states whether
-        the engine loads them.
+        `shapes`: shape `(num_tokens, width)` of each embedding that the language model expects.
 
         Raises:
             NotEncodedError: an encoder failed, or an embedding is no longer where an earlier request read it and cannot
                 be skipped.
+            EmbeddingMismatchError: an embedding does not fit the model; it was not granted.
             TransferFailedError: an embedding is not at its stated location.
         """
-        received = received or self.new_batch()
         received.slots = [EmbeddingSlot() for _ in encodings]
-        grant_each = grant_each and self._engine_loads
 
-        async def receive_one(number: int, encoding: Encoding) -> None:
+        async def receive_one(number: int) -> None:
             slot = received.slots[number]
-            await self._receive(number, slot, encoding, can_skip=received.can_skip)
-            if grant_each and slot.in_engine:
+            try:
+                await self._receive(number, slot, encodings[number], shapes[number], can_skip=received.can_skip)
+            except WireError as error:
+                raise EmbeddingMismatchError(number, str(error)) from error
+            if slot.state is SlotState.LEASED:
                 self._grant(slot)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for number, encoding in enumerate(encodings):
-                    group.create_task(receive_one(number, encoding))
-            self._choose_path(received)
+                for number in range(len(encodings)):
+                    group.create_task(receive_one(number))
         except BaseException as failed:
             self.close(received)
             error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
@@ -128,11 +126,6 @@ class EmbeddingReceiver:
         for image, path in received.list_transfers():
             self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=path.value)
             self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, image.num_bytes, path=path.value)
-        return received
-
-    def watch_skipped(self, received: ReceivedEmbeddings) -> AbstractContextManager[Missing]:
-        """Yields a future, which completes with the digest of a skipped embedding that the engine needs after all."""
-        return self.missing.watch(received.skipped)
 
     def count_skipped(self, received: ReceivedEmbeddings) -> None:
         """Must be called when the engine has scheduled the request without the skipped embeddings."""
@@ -155,11 +148,11 @@ class EmbeddingReceiver:
                     self._end_engine_lease(lease)
 
     def check(self) -> None:
-        """Raises LinkLostError if embeddings no longer reach the engine or RDMA reads have ended. Must be called
-        periodically: it also unmaps dead peers."""
+        """Raises LinkLostError if embeddings no longer reach the engine. Must be called periodically: it also unmaps
+        dead peers."""
         self.link.check()
-        if self._receive_buffer is not None and not self._receive_buffer.is_alive:
-            raise LinkLostError("the thread that reads from other hosts has ended")
+        if not self._receive_buffer.is_alive:
+            raise LinkLostError("the thread that copies embeddings and reads from other hosts has ended")
         self.unmap_dead_peers()
 
     def unmap_dead_peers(self) -> None:
@@ -181,12 +174,14 @@ class EmbeddingReceiver:
         for task in self._peers.values():
             if task.done() and not task.cancelled() and task.exception() is None:
                 task.result().client.close()
-        if self._receive_buffer is not None:
-            self._receive_buffer.close()
+        self._receive_buffer.close()
 
-    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, *, can_skip: bool) -> None:
+    async def _receive(
+        self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: tuple[int, int], *, can_skip: bool
+    ) -> None:
         if isinstance(encoding, SharedEmbedding):
             slot.image = encoding
+            encoding.check(shape)
             try:
                 await self._acquire(slot, encoding, direct_read=True)
             except (EmbeddingUnavailableError, OSError) as error:
@@ -195,50 +190,61 @@ class EmbeddingReceiver:
                 slot.state = SlotState.SKIPPED
             return
         try:
-            slot.image = await encoding
+            image = await encoding
         except ObjectLostError as error:
             raise TransferFailedError(str(error)) from error
         except (RayTaskError, RayActorError, TaskCancelledError, WorkerCrashedError) as error:
             raise NotEncodedError(number) from error
-        if isinstance(slot.image, SharedEmbedding):
-            await self._acquire(slot, slot.image)
+        if isinstance(image, ImageRefused):
+            slot.state, slot.image = SlotState.REJECTED, image
+            return
+        slot.image = image if isinstance(image, SharedEmbedding) else image.to_shared(PREFIX_CACHE_ONLY)
+        image.check(shape)
+        if isinstance(image, EncodedImage):
+            stored = self._receive_buffer.store(Header.of(image), image.unpack())
+            await self._hold(slot, stored, TransferPath.OBJECT_STORE)
         else:
-            slot.state = SlotState.REJECTED if isinstance(slot.image, ImageRefused) else SlotState.BY_VALUE
+            await self._acquire(slot, image)
 
     async def _acquire(self, slot: EmbeddingSlot, image: SharedEmbedding, *, direct_read: bool = False) -> None:
-        if image.server == PREFIX_CACHE_ONLY and image.remote is None:
-            raise EmbeddingUnavailableError("the embedding is not stored anywhere")
         if image.remote is not None:
-            lease, buffer = await self._read_remotely(image)
-            peer = await self._get_peer(buffer.address, lambda: buffer)
-            self._add_num_leases(peer, 1)
-        else:
-            peer = await self._get_peer(
-                image.server, lambda: ShmClient(image.server, on_error=self._count_listener_error)
-            )
-            assert isinstance(peer.client, ShmClient)
-            self._add_num_leases(peer, 1)
-            acquired = peer.client.acquire(Header.of(image), direct_read=direct_read)
-            try:
-                local_lease = await asyncio.shield(asyncio.wrap_future(acquired))
-            except BaseException as failed:
-                if isinstance(failed, asyncio.CancelledError):  # no other code releases a lease that arrives later
-                    acquired.add_done_callback(_release)
-                self._add_num_leases(peer, -1)
-                raise
-            lease = local_lease
-        slot.state, slot.lease, slot.peer = SlotState.LEASED, lease, peer
-
-    async def _read_remotely(self, image: SharedEmbedding) -> tuple[EmbeddingLease, ReceiveBuffer]:
-        if self._receive_buffer is None:
-            raise EmbeddingUnavailableError("this language model replica does not read embeddings from other hosts")
+            await self._hold(slot, self._receive_buffer.receive(image), TransferPath.NIXL)
+            return
+        if image.server == PREFIX_CACHE_ONLY:
+            raise EmbeddingUnavailableError("the embedding is not stored anywhere")
+        peer = await self._get_peer(image.server, lambda: ShmClient(image.server, on_error=self._count_listener_error))
+        assert isinstance(peer.client, ShmClient)
+        self._add_num_leases(peer, 1)
+        acquired = peer.client.acquire(Header.of(image), direct_read=direct_read)
         try:
-            async with asyncio.timeout(
-                2 * self._receive_buffer.timeout_s
-            ):  # its own timeout fails if NIXL blocks its thread
-                return await asyncio.wrap_future(self._receive_buffer.receive(image)), self._receive_buffer
+            lease = await asyncio.shield(asyncio.wrap_future(acquired))
+        except BaseException as failed:
+            if isinstance(failed, asyncio.CancelledError):  # no other code releases a lease that arrives later
+                acquired.add_done_callback(_release)
+            self._add_num_leases(peer, -1)
+            raise
+        if peer.in_engine:
+            slot.state, slot.path, slot.lease, slot.peer = SlotState.LEASED, TransferPath.ENGINE, lease, peer
+            return
+        try:
+            await self._hold(slot, self._receive_buffer.store(lease.header, lease.tensor()), TransferPath.COPIED)
+        except WrongEmbeddingError as error:
+            raise EmbeddingUnavailableError(str(error)) from error
+        finally:
+            lease.release()
+            self._add_num_leases(peer, -1)
+
+    async def _hold(self, slot: EmbeddingSlot, received: Future[ReceivedEmbedding], path: TransferPath) -> None:
+        """Waits for an embedding in the receive buffer. Raises EmbeddingUnavailableError."""
+        buffer = self._receive_buffer
+        try:
+            async with asyncio.timeout(2 * buffer.timeout_s):  # its own timeout fails if NIXL blocks its thread
+                lease = await asyncio.wrap_future(received)
         except TimeoutError as error:
-            raise EmbeddingUnavailableError("the read of an embedding from another host timed out") from error
+            raise EmbeddingUnavailableError("the transfer of an embedding timed out") from error
+        peer = await self._get_peer(buffer.address, lambda: buffer)
+        self._add_num_leases(peer, 1)
+        slot.state, slot.path, slot.lease, slot.peer = SlotState.LEASED, path, lease, peer
 
     async def _get_peer(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
         task = self._peers.get(address)
@@ -248,29 +254,16 @@ class EmbeddingReceiver:
 
     async def _connect_peer(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
         client = await asyncio.to_thread(connect)
-        if not self._engine_loads:
-            return Peer(client, in_engine=False)
         try:
             futures = self.link.map(address, client.file, client.num_bytes)
             await asyncio.gather(*map(asyncio.wrap_future, futures))
         except (OSError, RuntimeError) as error:
-            logger.warning(
-                "the engine cannot map an encoder's memory; embeddings are sent with the requests: %s", error
-            )
             self.link.unmap(address)  # other workers may have mapped it
+            if isinstance(client, ReceiveBuffer):
+                raise EmbeddingUnavailableError(f"the engine cannot map the receive buffer: {error}") from error
+            logger.warning("the engine cannot map an encoder's memory; its embeddings are copied: %s", error)
             return Peer(client, in_engine=False)
         return Peer(client, in_engine=True)
-
-    def _choose_path(self, received: ReceivedEmbeddings) -> None:
-        """Chooses one path for all, as vLLM requires: engine loads if the memory of all is mapped, else the request."""
-        slots = [slot for slot in received.slots if slot.state is not SlotState.REJECTED]
-        if self._engine_loads and slots and all(slot.state is SlotState.SKIPPED or slot.in_engine for slot in slots):
-            for slot in slots:
-                if slot.state is SlotState.LEASED:
-                    self._grant(slot)
-            received.engine_loads = True
-        elif received.num_skipped:
-            raise NotEncodedError(min(received.skipped.values()))
 
     def _grant(self, slot: EmbeddingSlot) -> None:
         assert slot.lease is not None

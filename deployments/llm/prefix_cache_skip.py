@@ -14,13 +14,44 @@ from typing import Any, TypeVar
 
 from deployments.llm.streams import cancel_and_wait, next_or_none
 
-Missing = asyncio.Future[str]
-"""Future digest of a skipped embedding that the engine needs."""
 T = TypeVar("T")
 
 
+class Missing:
+    """Embeddings of one request that the engine has reported as missing. Used on one event loop.
+
+    A report has no meaning for an embedding that is being received; it may come before it is known that the embedding
+    is skipped, and is made only once.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._reported: set[str] = set()
+        self._skipped: set[str] = set()
+        self.needed: asyncio.Future[str] = self._loop.create_future()
+        """Future digest of a skipped embedding that the engine needs."""
+
+    def skip(self, digests: Iterable[str]) -> None:
+        """Must be called when all embeddings but these are received."""
+        self._skipped.update(digests)
+        self._update()
+
+    def report(self, digest: str) -> None:
+        """Thread-safe."""
+        self._loop.call_soon_threadsafe(self._report, digest)
+
+    def _report(self, digest: str) -> None:
+        self._reported.add(digest)
+        self._update()
+
+    def _update(self) -> None:
+        if (needed := self._reported & self._skipped) and not self.needed.done():
+            self.needed.set_result(min(needed))
+
+
 class MissingWatch:
-    """Skipped embeddings of one engine. Watched on event loops; missing ones are reported on the link's threads."""
+    """Embeddings of one engine's requests that may be skipped. Watched on event loops; missing ones are reported on the
+    link's threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,30 +60,30 @@ class MissingWatch:
     def __len__(self) -> int:
         return len(self._watched)
 
-    def report(self, digest: str) -> None:
-        """Completes the futures that watch `digest`. No effect if there are none: the embedding is being received."""
+    def report(self, digests: Iterable[str]) -> None:
+        """Reports digests to the requests that watch them. No effect if there are none."""
         with self._lock:
-            watching = list(self._watched.get(digest, ()))
-        for future in watching:
-            future.get_loop().call_soon_threadsafe(_complete, future, digest)
+            watching = [(missing, digest) for digest in digests for missing in self._watched.get(digest, ())]
+        for missing, digest in watching:
+            missing.report(digest)
 
     @contextmanager
     def watch(self, digests: Iterable[str]) -> Iterator[Missing]:
-        """Yields a future. Must be entered before the request is submitted to the engine."""
-        future: Missing = asyncio.get_running_loop().create_future()
+        """Watches embeddings. Must be entered before the request is submitted to the engine."""
+        missing = Missing()
         distinct = set(digests)
         with self._lock:
             for digest in distinct:
-                self._watched.setdefault(digest, []).append(future)
+                self._watched.setdefault(digest, []).append(missing)
         try:
-            yield future
+            yield missing
         finally:
             with self._lock:
                 for digest in distinct:
-                    self._watched[digest].remove(future)
+                    self._watched[digest].remove(missing)
                     if not self._watched[digest]:
                         del self._watched[digest]
-            future.cancel()
+            missing.needed.cancel()
 
 
 class EmbeddingNeededError(Exception):
@@ -64,9 +95,9 @@ class EmbeddingNeededError(Exception):
 
 
 async def stream_unless_missing(
-    pieces: AsyncGenerator[T, None], missing: Missing, scheduled: asyncio.Event, first: T
+    pieces: AsyncGenerator[T, None], needed: asyncio.Future[str], scheduled: asyncio.Event, first: T
 ) -> AsyncGenerator[T, None]:
-    """Yields `first` once the request is scheduled or has an answer, then the pieces.
+    """Yields `first` once the request is scheduled or has an answer, then the pieces. `needed`: `Missing.needed`.
 
     Raises:
         EmbeddingNeededError: the engine needs one of the skipped embeddings; `pieces` is cancelled.
@@ -76,10 +107,10 @@ async def stream_unless_missing(
     started = False
     try:
         while True:
-            awaited: set[asyncio.Future[Any]] = {next_piece, missing} if started else {next_piece, missing, first_token}
+            awaited: set[asyncio.Future[Any]] = {next_piece, needed} if started else {next_piece, needed, first_token}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if missing.done() and not next_piece.done():
-                raise EmbeddingNeededError(missing.result())
+            if needed.done() and not next_piece.done():
+                raise EmbeddingNeededError(needed.result())
             if not started:
                 started = True
                 yield first
@@ -91,8 +122,3 @@ async def stream_unless_missing(
     finally:
         first_token.cancel()
         await cancel_and_wait(next_piece)
-
-
-def _complete(future: Missing, digest: str) -> None:
-    if not future.done():
-        future.set_result(digest)

@@ -1,29 +1,44 @@
-"""Requests at an LLM replica: receive the embeddings, submit the request to vLLM, stream the answer."""
+"""Requests at an LLM replica: submit the request to vLLM, receive the embeddings meanwhile, stream the answer.
+
+vLLM's frontend tokenizes the prompt, and its scheduler prefills it up to the first missing embedding
+(`deployments/vllm/connector/partial_prefill_scheduler.py`) while encoders run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from deployments.common.messages import Accepted, HttpRequest, ImageReference, NotEncoded, Piece, ResponseHead, TooEarly
+from deployments.common.api_error import ApiError, error_head_and_body
+from deployments.common.messages import (
+    Accepted,
+    HttpRequest,
+    ImageRefused,
+    ItemReference,
+    NotEncoded,
+    Piece,
+    ResponseHead,
+    SharedEmbedding,
+    TooEarly,
+)
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.early_prefill import EarlyPrefill
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
-from deployments.llm.prefix_cache_skip import EmbeddingNeededError, stream_unless_missing
-from deployments.llm.received import NotEncodedError, ReceivedEmbeddings
+from deployments.llm.prefix_cache_skip import EmbeddingNeededError, Missing, stream_unless_missing
+from deployments.llm.received import EmbeddingMismatchError, NotEncodedError, ReceivedEmbeddings
 from deployments.llm.streams import PrefetchedStream, prepend
 from deployments.llm.vllm_frontend import RequestTimeline, VllmFrontend
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Counter, Counters
 from deployments.vllm.compat import FirstTokenClock
+from encoder.item_header import ItemHeader
+
+logger = logging.getLogger("ray.serve")
 
 
 class Requests:
     """All requests of one engine. Used on its event loop."""
-
-    early_prefill: EarlyPrefill | None = None
-    """Set if requests may be submitted to vLLM before all of their embeddings are received."""
 
     def __init__(
         self,
@@ -31,36 +46,38 @@ class Requests:
         frontend: VllmFrontend,
         counts: Counters,
         *,
+        width: int,
         shm_host: str | None,
         max_early_requests: int,
     ) -> None:
-        """`shm_host`: the host whose shared memory embeddings are read from, if any. `max_early_requests`: limit of
-        requests that wait here for encoders; the replica's other slots are kept for requests whose images
-        are encoded."""
+        """`width`: columns of the embeddings that the model takes. `shm_host`: the host whose shared memory embeddings
+        are read from, if any. `max_early_requests`: limit of requests that wait here for encoders; the replica's other
+        slots are kept for requests whose images are encoded."""
         self._receiver = receiver
         self._frontend = frontend
         self._counts = counts
+        self._width = width
         self.shm_host = shm_host
         self._max_early_requests = max_early_requests
         self._num_early_requests = 0
+        self.num_early_prefills = 0
+        """Requests at vLLM of which some embeddings are not received yet."""
         self.num_in_flight = 0
         """Requests that vLLM is answering, with all embeddings received."""
-
-    @property
-    def num_early_prefills(self) -> int:
-        return self.early_prefill.num_waiting if self.early_prefill else 0
 
     async def answer(
         self,
         request: HttpRequest,
-        image_refs: Sequence[ImageReference],
+        references: Sequence[ItemReference],
+        headers: Sequence[ItemHeader],
         encodings: Sequence[Encoding],
         clock: FirstTokenClock,
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted once the embeddings are received, then a ResponseHead, then body chunks.
 
-        `encodings`: encoders' future answers, or last known locations. Yields only NotEncoded if an encoder failed or
-        the engine needs an embedding that was freed, and only TooEarly if `max_early_requests` requests are waiting.
+        `encodings`: encoders' future answers, or last known locations, one for each of `headers`. Yields only
+        NotEncoded if an encoder failed or the engine needs an embedding that was freed, and only TooEarly if
+        `max_early_requests` requests are waiting.
 
         Raises:
             TransferFailedError: before any piece, if an embedding is not at its stated location; at any time, if the
@@ -71,66 +88,71 @@ class Requests:
             return
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
         received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
-        try:
-            self._num_early_requests += request.early_prefill
+        located = [encoding.digest for encoding in encodings if isinstance(encoding, SharedEmbedding)]
+        if len(located) < len(encodings):
+            self._counts.add(Counter.EARLY_PREFILLS)
+        with self._receiver.missing.watch(located if received.can_skip else ()) as missing:
+            stream = PrefetchedStream(self._frontend.answer(request, references, headers, received, timeline))
             try:
-                answer = await self._submit(request, image_refs, encodings, received, timeline)
-            except NotEncodedError as failed:
-                yield NotEncoded(failed.image)
-                return
+                self._num_early_requests += request.early_prefill
+                try:
+                    refusal = await self._receive(references, headers, encodings, received)
+                except NotEncodedError as failed:
+                    await stream.close()
+                    yield NotEncoded(failed.image)
+                    return
+                finally:
+                    self._num_early_requests -= request.early_prefill
+                missing.skip(received.skipped)
+                timeline.mark_received()
+                if refusal is not None:
+                    await stream.close()
+                answer = stream.read() if refusal is None else _answer_error(refusal)
+                self.num_in_flight += 1
+                try:
+                    async with aclosing(self._accept(answer, received, missing, timeline)) as pieces:
+                        async for piece in pieces:
+                            yield piece
+                finally:
+                    self.num_in_flight -= 1
             finally:
-                self._num_early_requests -= request.early_prefill
-            timeline.mark_received()
-            self.num_in_flight += 1
-            try:
-                async with aclosing(answer), aclosing(self._accept(answer, received, timeline)) as pieces:
-                    async for piece in pieces:
-                        yield piece
-            finally:
-                self.num_in_flight -= 1
-        finally:
-            self._receiver.close(received)
+                await stream.close()
+                self._receiver.close(received)
 
-    async def _submit(
+    async def _receive(
         self,
-        request: HttpRequest,
-        image_refs: Sequence[ImageReference],
+        references: Sequence[ItemReference],
+        headers: Sequence[ItemHeader],
         encodings: Sequence[Encoding],
         received: ReceivedEmbeddings,
-        timeline: RequestTimeline,
-    ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Returns vLLM's answer once the embeddings are received. With early prefill, vLLM gets the request before.
+    ) -> ApiError | None:
+        """Returns once the embeddings are received: the client's error if one was refused or does not fit the model.
 
-        Raises the errors of `EmbeddingReceiver.receive`, and TransferFailedError if memory holds another embedding.
+        Raises the other errors of `EmbeddingReceiver.receive`.
         """
-        early_prefill = self.early_prefill
-        if early_prefill is None or not early_prefill.is_eligible(image_refs, encodings):
-            await self._receiver.receive(encodings, received)
-            if early_prefill is not None:
-                early_prefill.record(encodings, received)
-            return self._frontend.answer(request, image_refs, received, timeline)
-        self._counts.add(Counter.EARLY_PREFILLS)
-        stream = PrefetchedStream(self._frontend.answer(request, image_refs, received, timeline, use_placeholders=True))
-        early_prefill.num_waiting += 1
+        self.num_early_prefills += 1
         try:
-            await self._receiver.receive(encodings, received, grant_each=True)
-            early_prefill.record(encodings, received)
-            mismatch = self._frontend.mismatch_reason(image_refs, received)
-        except BaseException:
-            await stream.close()
-            raise
+            shapes = [(header.num_embeds, self._width) for header in headers]
+            await self._receiver.receive(encodings, shapes, received)
+        except EmbeddingMismatchError as error:
+            logger.error("embedding refused: %s", error)
+            self._counts.add(Counter.EARLY_PREFILLS_ABORTED, reason="shape_mismatch")
+            label = next(reference.label for reference in references if reference.item == error.image)
+            return ApiError(500, f"{label}: its embedding does not fit the model", code="embedding_mismatch")
         finally:
-            early_prefill.num_waiting -= 1
-        if mismatch is None:
-            return stream.read()
-        self._counts.add(Counter.EARLY_PREFILLS_ABORTED, reason=mismatch)
-        await stream.close()
-        return self._frontend.answer(request, image_refs, received, timeline)
+            self.num_early_prefills -= 1
+        for reference in references:
+            image = received.images[reference.item]
+            if isinstance(image, ImageRefused):
+                self._counts.add(Counter.EARLY_PREFILLS_ABORTED, reason="rejected")
+                return ApiError(400, f"{reference.label}: {image.message}", param="messages", code="invalid_image")
+        return None
 
     async def _accept(
         self,
         answer: AsyncGenerator[ResponseHead | bytes, None],
         received: ReceivedEmbeddings,
+        missing: Missing,
         timeline: RequestTimeline,
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted and the answer, or NotEncoded if the engine needs an embedding that was skipped."""
@@ -142,16 +164,20 @@ class Requests:
             return
         scheduled = False
         try:
-            with self._receiver.watch_skipped(received) as missing:
-                async with aclosing(
-                    stream_unless_missing(answer, missing, timeline.clock.first_token_event, accepted)
-                ) as pieces:
-                    async for piece in pieces:
-                        if not scheduled:
-                            self._receiver.count_skipped(received)
-                        scheduled = True
-                        yield piece
+            first_token = timeline.clock.first_token_event
+            async with aclosing(stream_unless_missing(answer, missing.needed, first_token, accepted)) as pieces:
+                async for piece in pieces:
+                    if not scheduled:
+                        self._receiver.count_skipped(received)
+                    scheduled = True
+                    yield piece
         except EmbeddingNeededError as error:
             if scheduled:  # vLLM preempted the request and evicted its prefix
                 raise TransferFailedError("the prefix cache no longer covers an image") from error
             yield NotEncoded(received.skipped[error.digest])
+
+
+async def _answer_error(error: ApiError) -> AsyncGenerator[ResponseHead | bytes, None]:
+    head, body = error_head_and_body(error)
+    yield head
+    yield body

@@ -1,8 +1,7 @@
-"""Requests to vLLM before the replica is ready: a warm-up, and a probe of whether the engine loads embeddings."""
+"""Requests to vLLM before the replica is ready: a warm-up, and a check that the engine loads embeddings."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -14,7 +13,7 @@ from deployments.common.messages import (
     EncodedImage,
     EncodeTimings,
     HttpRequest,
-    ImageReference,
+    ItemReference,
     SharedEmbedding,
     new_key,
 )
@@ -23,7 +22,8 @@ from deployments.llm.embedding_receiver import EmbeddingReceiver
 from deployments.transfer.header import HEADER_BYTES
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
-from deployments.vllm.compat import AsgiApp, EmbeddingShape
+from deployments.vllm.compat import AsgiApp
+from encoder.item_header import ItemHeader
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,7 +39,7 @@ MAX_TOKENS = 2
 CONNECT_TIMEOUT_S = 10.0
 """Timeout for the engine's processes to connect, which they begin before the engine is up."""
 
-Answer = Callable[[HttpRequest, ImageReference, SharedEmbedding], Awaitable[int]]
+Answer = Callable[[HttpRequest, ItemReference, ItemHeader, SharedEmbedding], Awaitable[int]]
 """Answers the request and returns the status."""
 
 
@@ -55,32 +55,33 @@ async def warm_up(app: AsgiApp, model: str) -> None:
                 logger.info("vLLM refuses the warm-up request with %s: status %d", options, message["status"])
 
 
+class EngineLoadError(RuntimeError):
+    """The engine does not load embeddings, so that no image could be answered."""
+
+
 async def probe_engine_loads(
-    receiver: EmbeddingReceiver, answer: Answer, model: str, shape: EmbeddingShape
-) -> str | None:
-    """Returns None if the engine loads an offered embedding of one token, else the reason why embeddings are sent with
-    the requests from now on."""
-    if not receiver.wait_for_engine(timeout_s=CONNECT_TIMEOUT_S):
-        return "the engine's processes have not connected"
-    grid = (1, shape.merge_size, shape.merge_size)
-    store = EmbeddingStore(HEADER_BYTES + 4 * shape.width)
+    receiver: EmbeddingReceiver, answer: Answer, model: str, header: ItemHeader, width: int
+) -> None:
+    """Checks that the engine loads an embedding `[1, width]`, that of `header`. Raises EngineLoadError."""
+    if not receiver.link.wait_for_engine(timeout_s=CONNECT_TIMEOUT_S):
+        raise EngineLoadError("the engine's processes have not connected")
+    store = EmbeddingStore(HEADER_BYTES + 4 * width)
     server = ShmServer(store)
     try:
-        tokens = store.allocate(1, shape.width, torch.float32)
+        tokens = store.allocate(1, width, torch.float32)
         assert tokens is not None
         tokens.zero_()
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
-        image = EncodedImage.pack(tokens, grid, hashlib.sha256(b"trial").hexdigest(), timings)
+        image = EncodedImage.pack(tokens, header.digest, timings)
         store.offer(image)
-        image_ref = ImageReference(new_key(), new_key(), 0, "the probe")
-        keys = {"image_embeds": image_ref.tokens_key, "image_grid_thw": image_ref.grid_key}
-        content = [{"type": "image_embeds", "image_embeds": keys, "uuid": image.digest}, {"type": "text", "text": "Hi"}]
+        reference = ItemReference(new_key(), 0, "the probe")
+        content = [{"type": "image_url", "image_url": {"url": reference.key}}, {"type": "text", "text": "Hi"}]
         before = receiver.num_loaded
-        status = await answer(_request(model, content, max_tokens=1), image_ref, image.to_shared(server.address))
-        if status == 200 and receiver.num_loaded > before:
-            return None
-        receiver.disable_engine_loads()
-        return f"a probe was answered with {status}, {receiver.num_loaded - before} embeddings were loaded"
+        request = _request(model, content, max_tokens=1)
+        status = await answer(request, reference, header, image.to_shared(server.address))
+        if status != 200 or receiver.num_loaded == before:
+            num_loaded = receiver.num_loaded - before
+            raise EngineLoadError(f"a probe was answered with {status}, {num_loaded} embeddings were loaded")
     finally:
         server.close()
 

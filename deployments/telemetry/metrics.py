@@ -75,12 +75,12 @@ class Counter(Enum):
         "installed there."
     )
     EMBEDDINGS_RECEIVED = (
-        "Embeddings received by a language model replica. `path`: engine_loads (shared memory, copied by the engine's "
-        "worker), in_request (shared memory, copied between vLLM's processes with the request), object_store, nixl."
+        "Embeddings received by a language model replica. `path`: engine_loads (shared memory, mapped by the engine's "
+        "workers), and through the receive buffer: copied (shared memory that they could not map), object_store, nixl."
     )
     EMBEDDING_BYTES_RECEIVED = (
         "Bytes of embeddings received by a language model replica, including embeddings that its engine already had. "
-        "`path` as for embeddings received: engine_loads, in_request, object_store, nixl."
+        "`path` as for embeddings received: engine_loads, copied, object_store, nixl."
     )
     EMBEDDINGS_LOADED = "Embeddings that engine workers copied from shared memory to their device."
     EMBEDDING_BYTES_LOADED = "Bytes of embeddings that engine workers copied from shared memory to their device."
@@ -94,9 +94,8 @@ class Counter(Enum):
     )
     EARLY_PREFILLS = "Requests submitted to vLLM before all of their embeddings had arrived."
     EARLY_PREFILLS_ABORTED = (
-        "Early prefills that were aborted and resubmitted once all embeddings had arrived. `reason`: rejected (an "
-        "image was refused), shape_mismatch (the grid differs from the file header), not_loaded (the engine could not "
-        "load an embedding), evicted (an embedding was no longer in the encoder's memory)."
+        "Requests that were aborted at vLLM and answered with an error. `reason`: rejected (an encoder refused an "
+        "image), shape_mismatch (an embedding does not have the shape that its header states)."
     )
     EMBEDDINGS_EVICTED_UNREAD = (
         "Embeddings evicted from an encoder's shared memory before their language model asked for them; a later "

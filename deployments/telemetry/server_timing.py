@@ -17,8 +17,7 @@ def format_metric(name: str, duration_ms: float) -> str:
 def format_server_timing(
     images: Sequence[EncodedImage | SharedEmbedding | ImageRefused],
     transfer_s: float | None,
-    received_at_s: float,
-    first_token_at_s: float | None,
+    first_token_s: float | None,
     path: str | None = None,
 ) -> str:
     """Returns the header's value: `preprocess, queue, encode, transfer, first-token` in milliseconds, and details.
@@ -45,8 +44,8 @@ def format_server_timing(
             for number, image in enumerate(images[:MAX_IMAGES_LISTED], 1)
             if not isinstance(image, ImageRefused)
         ]
-    if first_token_at_s is not None:
-        metrics.append(format_metric("first-token", (first_token_at_s - received_at_s) * 1e3))
+    if first_token_s is not None:
+        metrics.append(format_metric("first-token", first_token_s * 1e3))
     return ", ".join(metrics)
 
 

@@ -14,10 +14,10 @@ from deployments.common.messages import EncodedImage, SharedEmbedding, tensor_of
 HEADER_BYTES = mmap.PAGESIZE
 """One page, so that the embedding starts at a page boundary."""
 
-_MAGIC = b"vitray-1"
+_MAGIC = b"vitray-2"
 _DTYPES = {"bfloat16": 2, "float32": 4}
 """Bytes per element; a header stores the index in this table."""
-_FIELDS = struct.Struct("<8s32sIQQIII")
+_FIELDS = struct.Struct("<8s32sIQQ")
 _CHECK = struct.Struct("<I")
 
 
@@ -32,16 +32,13 @@ class Header:
     dtype: str
     shape: tuple[int, int]
     """`(num_tokens, width)`."""
-    grid_thw: tuple[int, int, int]
 
     @classmethod
     def of(cls, image: EncodedImage | SharedEmbedding) -> Header:
-        return cls(image.digest, image.dtype, image.shape, image.grid_thw)
+        return cls(image.digest, image.dtype, image.shape)
 
     def to_bytes(self) -> bytes:
-        fields = _FIELDS.pack(
-            _MAGIC, bytes.fromhex(self.digest), list(_DTYPES).index(self.dtype), *self.shape, *self.grid_thw
-        )
+        fields = _FIELDS.pack(_MAGIC, bytes.fromhex(self.digest), list(_DTYPES).index(self.dtype), *self.shape)
         return fields + _CHECK.pack(zlib.crc32(fields))
 
 
@@ -68,6 +65,6 @@ def verify_header(found: bytes | memoryview, expected: Header) -> None:
     fields = found[: _FIELDS.size]
     if len(found) < len(EMPTY_HEADER) or _CHECK.unpack(found[_FIELDS.size :])[0] != zlib.crc32(fields):
         raise WrongEmbeddingError(f"no embedding where that of {expected.digest[:12]} should be")
-    _, digest, dtype, rows, width, *grid = _FIELDS.unpack(fields)
-    there = f"{digest.hex()[:12]} {rows}x{width} grid {grid} dtype {dtype}"
+    _, digest, dtype, rows, width = _FIELDS.unpack(fields)
+    there = f"{digest.hex()[:12]} {rows}x{width} dtype {dtype}"
     raise WrongEmbeddingError(f"the embedding of {there} where {expected} should be")

@@ -124,7 +124,7 @@ class ShmServer:
 
 class EmbeddingLease(Protocol):
     """A reader's right to one copy of an embedding, which stays in place until `release`. Implemented by `Lease` and
-    `remote_receiver.ReceivedEmbedding`."""
+    `receive_buffer.ReceivedEmbedding`."""
 
     @property
     def offset(self) -> int: ...

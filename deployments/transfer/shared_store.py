@@ -40,7 +40,7 @@ class EmbeddingStore:
     """Shared memory of an encoder replica and the embeddings in it. Thread-safe.
 
     tokens = store.allocate(num_tokens, width, torch.bfloat16)  # the encoder writes to it
-    store.offer(EncodedImage.pack(tokens, grid_thw, digest, timings))
+    store.offer(EncodedImage.pack(tokens, digest, timings))
     offset, image = store.acquire(digest)  # kept while `image` is referenced
     """
 

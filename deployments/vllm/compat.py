@@ -1,9 +1,9 @@
 """All imports from vLLM, 0.26 to 0.33, in the replica's process. Names that moved between versions are looked up here.
 
-Embeddings enter through vLLM's public extension points: `enable_mm_embeds`, a connector registered with
-MEDIA_CONNECTOR_REGISTRY and, if the engine loads them itself, `deployments/vllm/connector/ec_connector.py`, which vLLM
-imports in its own processes. vLLM is imported only when a function is called, so that the other deployments do not pay
-for it.
+Items enter by reference: a connector registered with MEDIA_CONNECTOR_REGISTRY returns stand-ins, the renderer finds
+their headers (`deployments/vllm/renderer.py`), and the engine loads their embeddings by
+`deployments/vllm/connector/ec_connector.py`, which vLLM imports in its own processes. vLLM is imported only when a
+function is called, so that the other deployments do not pay for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from pydantic import JsonValue
 from configs.schema import unknown_key_message
 from deployments.vllm import import_shim
 from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY
-from deployments.vllm.media_connector import KeyStore, make_connector_class
+from deployments.vllm.references import References
 from deployments.vllm.stats import EngineStats
+from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
@@ -47,8 +48,6 @@ _SET_BY_VITRAY = {
     "enable_mm_embeds": "images come as embeddings",
     "mm_processor_cache_gb": "images come as embeddings, which encoders keep: encoder_replica.cache_bytes",
 }
-KEEPS_IDENTIFIERS_SINCE = (0, 32)
-"""First vLLM version in which images keep the identifiers that requests give them if nothing is cached."""
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -80,6 +79,7 @@ class Engine(Protocol):
 
     model_config: Any
     vllm_config: Any
+    renderer: Any
 
     @property
     def errored(self) -> bool: ...
@@ -181,15 +181,15 @@ def start_engine(
     *,
     cpu_kv_cache_gib: int | None,
     stats: EngineStats,
-    link: str | None = None,
+    link: str,
     early_prefill_min_tokens: int | None = None,
 ) -> tuple[Engine, Namespace]:
     """Starts vLLM and loads the model, which takes from 30 s to minutes. Returns the AsyncLLM and the arguments of its
     application.
 
     `cpu_kv_cache_gib`: size of the KV cache of vLLM's CPU backend, None on a GPU. `stats` receives the engine's load,
-    whether or not vLLM logs it. `link`: address for the engine's connectors, if the engine is to load embeddings
-    itself. `early_prefill_min_tokens`: minimum number of tokens for early prefill, None to disable it.
+    whether or not vLLM logs it. `link`: address for the engine's connectors. `early_prefill_min_tokens`: minimum number
+    of tokens for early prefill, None to disable it.
     """
     check_args(engine_args, server_args)
     if cpu_kv_cache_gib is not None:
@@ -207,25 +207,23 @@ def start_engine(
                 yield output
 
     arguments: dict[str, object] = {
-        # The tower of Qwen3-VL must stay loaded, or vLLM disables deepstack. Profiling it would reserve unused memory.
-        "skip_mm_profiling": True,
         "load_format": "safetensors",
         **engine_args,
         "model": model,
-        "enable_mm_embeds": True,
-        # vLLM's cache may hold the placeholder of an embedding that its engine loaded. Before 0.32 a later request with
-        # that embedding gets the placeholder instead, and waits for ever.
+        # Profiling would run the tower, which has no weights.
+        "skip_mm_profiling": True,
+        # Headers are short: without a cache in the engine, they always travel with the request.
         "mm_processor_cache_gb": 0,
-    }
-    if link is not None:
-        arguments["ec_transfer_config"] = lookup("ECTransferConfig")(
+        "ec_transfer_config": lookup("ECTransferConfig")(
             ec_connector="SharedMemoryConnector",
             ec_connector_module_path="deployments.vllm.connector.ec_connector",
             ec_role="ec_consumer",
             ec_connector_extra_config={ADDRESS_KEY: link, MIN_TOKENS_KEY: early_prefill_min_tokens},
-        )
-        if early_prefill_min_tokens is not None:
-            arguments["scheduler_cls"] = "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
+        ),
+    }
+    arguments.pop("media_io_kwargs", None)  # vLLM would hash them into the items' identifiers
+    if early_prefill_min_tokens is not None:
+        arguments["scheduler_cls"] = "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
     # With enforce_eager, vLLM still compiles part of its sampler, and fails without a C++ compiler.
     eager = {"TORCHDYNAMO_DISABLE": "1"} if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager") else {}
@@ -254,16 +252,14 @@ def _added_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
-    """Returns why an engine with these arguments cannot load embeddings itself; None if it can."""
+    """Returns why an engine with these arguments cannot load embeddings; None if it can."""
     for key in ("ec_transfer_config", "kv_transfer_config"):
         if engine_args.get(key) is not None:
             return f"llm.engine_args sets {key!r}"
     if engine_args.get("pipeline_parallel_size", 1) != 1:
         return "only the first stage of a pipeline loads embeddings"
     if engine_args.get("mm_processor_kwargs") is not None:
-        return "llm.engine_args sets 'mm_processor_kwargs', with which vLLM changes the identifiers of images"
-    if engine_args.get("enable_prefix_caching") is False and _version() < KEEPS_IDENTIFIERS_SINCE:
-        return "without prefix caching this vLLM replaces the identifiers of images"
+        return "llm.engine_args sets 'mm_processor_kwargs', but encoders process the images"
     if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
         return "this vLLM has no connectors that wait for embeddings"
     # By default this vLLM then uses its older runner; its engine would not start with the newer one.
@@ -273,7 +269,7 @@ def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str 
 
 
 def early_prefill_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
-    """Returns why an engine that loads embeddings itself cannot do early prefill; None if it can."""
+    """Returns why an engine with these arguments cannot do early prefill; None if it can."""
     for key in ("scheduler_cls", "speculative_config"):
         if engine_args.get(key) is not None:
             return f"llm.engine_args sets {key!r}"
@@ -282,13 +278,6 @@ def early_prefill_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> st
     if not hasattr(lookup("Scheduler"), SCHEDULER_METHOD):
         return f"this vLLM's scheduler has no {SCHEDULER_METHOD}"
     return None
-
-
-def _version() -> tuple[int, int]:
-    import vllm
-
-    major, minor = vllm.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def has_prefix_cache(engine: Engine) -> bool:
@@ -303,32 +292,37 @@ def early_prefill_refused_by_model(engine: Engine) -> str | None:
     return None
 
 
-async def build_application(engine: Engine, args: Namespace, store: KeyStore) -> AsgiApp:
-    """Returns vLLM's OpenAI application on `engine`, which takes embeddings from `store` and fetches no media."""
-    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector_class(store))
+async def build_application(engine: Engine, args: Namespace, references: References) -> AsgiApp:
+    """Returns vLLM's OpenAI application on `engine`, which takes items by `references` and fetches no media."""
+    from deployments.vllm.renderer import install_references, make_connector_class
+
+    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector_class(references))
     os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME  # vLLM has no other way to choose it
     tasks = await engine.get_supported_tasks()
     app = lookup("build_app")(args, tasks, engine.model_config)
     await lookup("init_app_state")(engine, app.state, args, tasks)
+    install_references(engine.renderer, references)  # after vLLM's warm-up, which processes an image
     # vLLM's error handler stops its HTTP server when the engine is dead; here Serve's health check does that.
     app.state.server = SimpleNamespace(should_exit=False)
     return cast(AsgiApp, app)
 
 
-@dataclass(frozen=True)
-class EmbeddingShape:
-    """Shape of the embeddings that the language model takes."""
+def embedding_width(engine: Engine) -> int:
+    """Returns the columns of the embeddings that the model takes: hidden size times (1 + deepstack levels).
 
-    width: int
-    """Columns of an embedding: hidden size times (1 + deepstack levels)."""
-    merge_size: int
-
-
-def embedding_shape(engine: Engine) -> EmbeddingShape:
-    """Reads it from the config that vLLM loaded. Raises VllmNotUsableError if the model takes no images."""
+    Raises VllmNotUsableError if the model takes no images.
+    """
     config = engine.model_config.hf_config
     vision = getattr(config, "vision_config", None)
     if vision is None:
         raise VllmNotUsableError(f"model type {config.model_type!r} has no vision_config: it takes no images")
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    return EmbeddingShape(int(vision.out_hidden_size) * (1 + levels), int(vision.spatial_merge_size))
+    return int(engine.model_config.get_inputs_embeds_size()) * (1 + levels)
+
+
+def one_token_header(engine: Engine, digest: str) -> ItemHeader:
+    """Returns the header of an image of one token for one of vitray's own towers."""
+    config = engine.model_config.hf_config
+    token, merge_size = int(config.image_token_id), int(config.vision_config.spatial_merge_size)
+    update = PromptUpdate("replace", (token,), (PromptRun(token, 1, True),))
+    return ItemHeader(digest, "image", 1, (update,), (1, merge_size, merge_size))

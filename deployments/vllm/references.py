@@ -32,7 +32,7 @@ class References:
     """Headers of the items of all requests in flight, by key and by digest. Thread-safe: the event loop adds and
     releases, vLLM's media and processor threads look up.
 
-    key = references.add(header)                      # 128 random bits; the URL of the item in the request's body
+    key = references.add(header, reference.key)       # 128 random bits; the URL of the item in the request's body
     try:
         ...                                           # vLLM may look it up any number of times
     finally:
@@ -53,10 +53,15 @@ class References:
         """Number of different digests."""
         return len(self._entries)
 
-    def add(self, header: ItemHeader) -> str:
-        """Returns a new key, valid until `release`. Raises HeaderError if another header has the same digest."""
-        key = new_key()
+    def add(self, header: ItemHeader, key: str | None = None) -> str:
+        """Returns the key of a new reference, `key` or a new one, valid until `release`.
+
+        Raises HeaderError if another header has the same digest, ValueError if the key is in use.
+        """
+        key = key or new_key()
         with self._lock:
+            if key in self._digests:
+                raise ValueError(f"reference {key!r} is already in use")
             entry = self._entries.setdefault(header.digest, _Entry(header))
             if entry.header != header:
                 raise HeaderError(f"two headers of item {header.digest} differ: {entry.header} and {header}")

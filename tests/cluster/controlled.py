@@ -22,20 +22,25 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from configs.schema import AppConfig
-from deployments.common.messages import EncodedImage
 from deployments.common.model_path import local_model
 from deployments.common.replica_status import max_ongoing_requests
 from deployments.encoder_replica import deployment as encoder_module
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.llm.deployment import LLM
 from deployments.llm.embedding_receiver import EmbeddingReceiver
+from deployments.llm.received import ReceivedEmbeddings
 from deployments.llm.requests import Requests
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.routing.prefill_load import PrefillLoad
 from deployments.telemetry.metrics import Counters, Histograms
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.unix_socket import host_id
-from deployments.vllm.compat import AsgiApp, EmbeddingShape, first_token_clock
-from deployments.vllm.media_connector import KeyStore, make_connector_class
+from deployments.vllm.compat import AsgiApp, first_token_clock
+from deployments.vllm.connector.link import Loaded
+from deployments.vllm.connector.scheduler_link import SchedulerLink
+from deployments.vllm.connector.worker_link import WorkerLink
+from deployments.vllm.connector.worker_memory import WorkerMemory
+from deployments.vllm.references import References
 from deployments.vllm.stats import EngineStats
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.encoder import Encoder
@@ -48,6 +53,8 @@ from tests.cluster.watched import RecordedCounts
 GATE_WAIT_S = 60
 MAX_EARLY = 128
 """Where there is no Serve that bounds requests."""
+LOOK_S = 0.001
+BUFFER_BYTES = 2**28
 EVENT_EVERY_S = 0.1
 """Of an answer without end; several with many events a second would keep a core busy."""
 
@@ -137,25 +144,47 @@ class SeenAnswers(VllmFrontend):
     """What it is asked with."""
 
     calls = 0
-    came: Sequence[str] = ()
-    writeable: Sequence[bool] = ()
+    received: ReceivedEmbeddings | None = None
+    """Of the last request."""
 
-    def answer(self, request: Any, image_refs: Any, received: Any, *arguments: Any, **options: Any) -> Any:
+    def answer(self, request: Any, references: Any, headers: Any, received: Any, timeline: Any) -> Any:
         self.calls += 1
-        images = received.images
-        self.came = [type(image).__name__ for image in images]
-        self.writeable = [image.bits.flags.writeable for image in images if isinstance(image, EncodedImage)]
-        return super().answer(request, image_refs, received, *arguments, **options)
+        self.received = received
+        return super().answer(request, references, headers, received, timeline)
+
+    @property
+    def paths(self) -> list[str]:
+        """How the last request's embeddings came."""
+        return [] if self.received is None else [path.value for _, path in self.received.list_transfers()]
 
 
 class StandInEngine:
-    """What becomes of it; the answers are those of `stand_in`."""
+    """Loads embeddings as an engine with one worker does, in this process; the answers are those of `stand_in`."""
 
     errored = False
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        """`address`: of the replica's link."""
         self.goes_on = asyncio.Event()
         self.goes_on.set()
+        self._memory = WorkerMemory(torch.device("cpu"))
+        self.scheduler = SchedulerLink(address)
+        self._worker = WorkerLink(address, self._memory)
+        self._names = itertools.count()
+
+    async def load(self, digests: Sequence[str]) -> list[torch.Tensor]:
+        """The embeddings, once all can be loaded."""
+        name, table = f"request {next(self._names)}", self.scheduler.table
+        try:
+            while self.scheduler.reserve(name, digests) < len(digests):  # noqa: ASYNC110 - another thread grants
+                await asyncio.sleep(LOOK_S)
+            loaded = []
+            for lease in map(table.plan_load, digests):
+                loaded.append(self._memory.load(lease, getattr(torch, lease.header.dtype)))
+                self._worker.report_loaded(Loaded(lease.name, loaded[-1].nbytes, 0.0))
+            return loaded
+        finally:
+            self.scheduler.finish_request(name)
 
     async def check_health(self) -> None:
         if self.errored:
@@ -167,19 +196,25 @@ class StandInEngine:
 class StandInLLM(LLM):
     """The application's replica around a stand-in for vLLM, which answers with what it was given."""
 
-    def __init__(self, config: AppConfig, width: int, merge_size: int) -> None:
-        self._engine = self.engine = StandInEngine()  # type: ignore[assignment]
-        self._receiver = EmbeddingReceiver(Counters(), Histograms(), num_workers=1)
+    def __init__(self, config: AppConfig, width: int) -> None:
+        buffer = ReceiveBuffer(None, BUFFER_BYTES)
+        self._receiver = EmbeddingReceiver(Counters(), Histograms(), num_workers=1, receive_buffer=buffer)
+        self._engine = self.engine = StandInEngine(self._receiver.link.address)  # type: ignore[assignment]
+        assert self._receiver.link.wait_for_engine(timeout_s=GATE_WAIT_S)
         self._stats = EngineStats()
         self._tower = "" if config.model == "auto" else tower_identity(resolve_checkpoint(local_model(config.model)))
         self._prefill_load = PrefillLoad(has_prefix_cache=True)
-        keys = KeyStore()
-        shape = EmbeddingShape(width, merge_size)
-        self._frontend = self.seen = SeenAnswers(stand_in(keys, self), keys, shape, engine_died=self._engine_died)
+        references = References()
+        self._frontend = self.seen = SeenAnswers(stand_in(references, self), references, engine_died=self._engine_died)
         shm_host = None if config.transfer == "object_store" else host_id()
         max_early_requests = max_ongoing_requests() // 2 or MAX_EARLY
         self._requests = Requests(
-            self._receiver, self._frontend, Counters(), shm_host=shm_host, max_early_requests=max_early_requests
+            self._receiver,
+            self._frontend,
+            Counters(),
+            width=width,
+            shm_host=shm_host,
+            max_early_requests=max_early_requests,
         )
         self.disconnects = 0
 
@@ -200,29 +235,29 @@ class StandInLLM(LLM):
             "pid": os.getpid(),
             "calls": self.seen.calls,
             "disconnects": self.disconnects,
-            "keys": len(self.seen.keys),
-            "came": self.seen.came,
-            "writeable": self.seen.writeable,
+            "keys": len(self.seen.references),
+            "paths": self.seen.paths,
         }
 
 
-def stand_in(store: KeyStore, replica: StandInLLM) -> AsgiApp:
+def stand_in(references: References, replica: StandInLLM) -> AsgiApp:
     """`/v1/chat/completions`: the shapes and sums of the embeddings; `stream` in the body streams without end, or
     `max_tokens` events that carry them, and `[DONE]`; `user`: the seconds between two events."""
 
     async def chat(request: Request) -> Response:
         body = await request.json()
-        connector = make_connector_class(store)()
-        found = []
-        for message in body["messages"]:
-            for part in message["content"] if isinstance(message["content"], list) else []:
-                if part["type"] == "image_embeds":
-                    tokens = connector.fetch_image_embedding(part["image_embeds"]["image_embeds"])
-                    grid = connector.fetch_image_embedding(part["image_embeds"]["image_grid_thw"])
-                    found.append(
-                        {"shape": list(tokens.shape), "norm": float(tokens.norm()), "grid": grid.tolist()}
-                        | {"uuid": part["uuid"], "dtype": str(tokens.dtype), "first": tokens[0, :4].tolist()}
-                    )
+        headers = [
+            references.header(part["image_url"]["url"])
+            for message in body["messages"]
+            for part in (message["content"] if isinstance(message["content"], list) else [])
+            if part["type"] == "image_url"
+        ]
+        embeddings = await replica.engine.load([header.digest for header in headers])
+        found = [
+            {"shape": list(tokens.shape), "norm": float(tokens.norm()), "grid": header.metadata}
+            | {"uuid": header.digest, "dtype": str(tokens.dtype), "first": tokens[0, :4].tolist()}
+            for header, tokens in zip(headers, embeddings, strict=True)
+        ]
         await replica.engine.goes_on.wait()
         if replica.engine.errored:  # as vLLM's application says it
             return JSONResponse({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, 500)

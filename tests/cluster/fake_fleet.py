@@ -26,7 +26,7 @@ from deployments.common.messages import (
     EncodeTimings,
     HttpRequest,
     ImageJob,
-    ImageReference,
+    ItemReference,
     NotEncoded,
     Piece,
     ResponseHead,
@@ -35,6 +35,7 @@ from deployments.common.replica_errors import OtherIdentityError
 from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata, llm_metadata, wait_for_rollout_turn
 from encoder.images.identity import EncoderIdentity, tower_fingerprint
+from encoder.item_header import ItemHeader
 from tests.unit.deployments.samples import RULES, VISION
 
 NAME = f"{__name__}:build"
@@ -76,7 +77,7 @@ class FakeEncoder:
         number, folder = started(config.model, fusion), Path(config.model)
         self._held_by = folder / f"hold-{fusion}-{number}"
         forward = "odd" if (folder / f"odd-{fusion}-{number}").exists() else fusion
-        self._identity = EncoderIdentity(weights_of(config.model), VISION, "float32", RULES, forward)
+        self._identity = EncoderIdentity(weights_of(config.model), VISION, "float32", RULES, forward, image_token_id=7)
 
     async def record_replica_metadata(self) -> dict[str, str]:
         while self._held_by.exists():  # noqa: ASYNC110  # another process makes it
@@ -89,9 +90,7 @@ class FakeEncoder:
             raise OtherIdentityError
         await asyncio.sleep(ENCODE_S)
         bits = np.full((job.num_tokens, VISION.width), mark_of(self._identity.weights), np.float32)
-        return EncodedImage(
-            job.digest, (1, 2, 2 * job.num_tokens), "float32", bits, EncodeTimings(0, 0, 0, time.time(), False)
-        )
+        return EncodedImage(job.digest, "float32", bits, EncodeTimings(0, 0, 0, time.time(), False))
 
 
 class FakeLLM:
@@ -104,7 +103,12 @@ class FakeLLM:
         return llm_metadata(tower_fingerprint(self._weights, VISION, RULES))
 
     async def handle(
-        self, request: HttpRequest, places: Sequence[ImageReference], encodings: Sequence[Any], call: Call
+        self,
+        request: HttpRequest,
+        references: Sequence[ItemReference],
+        headers: Sequence[ItemHeader],
+        encodings: Sequence[Any],
+        call: Call,
     ) -> AsyncIterator[Piece]:
         marks = []
         for number, encoding in enumerate(encodings):

@@ -39,4 +39,4 @@ def build(args: dict[str, Any]) -> Application:
     )
     llm = serve.deployment(name="LLM", request_router_config=routing(config.llm), **light)(BusyLLM)
     ingress = serve.deployment(name="Ingress", **light)(WatchedIngress)
-    return ingress.bind(config, encoder.bind(config), llm.bind(config, vision.width, vision.spatial_merge_size))
+    return ingress.bind(config, encoder.bind(config), llm.bind(config, vision.width))

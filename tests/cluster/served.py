@@ -148,7 +148,7 @@ def deploy(
         health_check_period_s=0.5,
         request_router_config=routing(config.llm),
         **of_llm,
-    )(StandInLLM).bind(config, vision.width, vision.spatial_merge_size)
+    )(StandInLLM).bind(config, vision.width)
     door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(WatchedIngress)
     serve.run(door.bind(config, encoder_app, llm_app), name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)

@@ -56,7 +56,7 @@ def url(cluster: Cluster, checkpoints: dict[str, Path], keys: Path) -> Iterator[
     vision = VisionConfig.from_checkpoint(checkpoints["qwen3_vl"])
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 64}
     encoder = serve.deployment(name="Encoder", **light)(ControlledEncoder).bind(config)
-    llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width, vision.spatial_merge_size)
+    llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width)
     ingress = serve.deployment(name="Ingress", **light)(WatchedIngress).bind(config, encoder, llm)
     serve.run(ingress, name="door", route_prefix="/door")
     yield f"http://127.0.0.1:{cluster.http_port}/door"

@@ -48,7 +48,7 @@ def unfused(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedAp
     vision = VisionConfig.from_checkpoint(checkpoint)
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}}
     encoder = serve.deployment(name="Encoder", **light)(UnfusedEncoder).bind(config)
-    llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width, vision.spatial_merge_size)
+    llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width)
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=64, **light)(WatchedIngress)
     serve.run(ingress.bind(config, encoder, llm), name="unfused", route_prefix="/unfused")
     yield ServedApp(cluster, "unfused")

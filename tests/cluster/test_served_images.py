@@ -97,7 +97,7 @@ def test_embeddings_pass_the_ingress_by(app: ServedApp) -> None:
     ingress has heard that it reads on the encoder's host."""
     for colour in ((1, 2, 3), (3, 2, 1)):
         assert ask(app, chat(png(640, 320, colour))).status_code == 200
-    assert app.llm("state")["came"] == ["SharedEmbedding"]
+    assert app.llm("state")["paths"] == ["engine_loads"]
 
 
 def test_the_ingress_loads_nothing_that_computes(app: ServedApp) -> None:
@@ -114,7 +114,7 @@ def test_an_embedding_that_cannot_be_had_from_shared_memory_comes_through_the_ob
     try:
         assert ask(app, body).json()["images"] == first
         state = app.llm("state")
-        assert (state["came"], state["writeable"]) == (["EncodedImage"], [False])
+        assert state["paths"] == ["object_store"]
         outdated = {"EMBEDDING_DIRECTORY_HITS": 1, "EMBEDDING_DIRECTORY_STALE": 1}
         assert added(before, app.ingress("counts")) == {
             "GRPC_CALLS": 1,  # and none of the next, with a reference
@@ -125,7 +125,7 @@ def test_an_embedding_that_cannot_be_had_from_shared_memory_comes_through_the_ob
     finally:
         app.encoder("lend_again")
     assert ask(app, body).json()["images"] == first
-    assert app.llm("state")["came"] == ["SharedEmbedding"]
+    assert app.llm("state")["paths"] == ["engine_loads"]
 
 
 def test_nothing_is_left_behind(app: ServedApp) -> None:

@@ -34,9 +34,9 @@ ANSWER_S = 10.0
 class HeldLLM(StandInLLM):
     """Its replica starts once the file is gone."""
 
-    def __init__(self, config: AppConfig, width: int, merge_size: int, held_by: str) -> None:
+    def __init__(self, config: AppConfig, width: int, held_by: str) -> None:
         until(lambda: not Path(held_by).exists(), "the start of the language model")
-        super().__init__(config, width, merge_size)
+        super().__init__(config, width)
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,7 @@ def starting(
     vision = VisionConfig.from_checkpoint(checkpoint)
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "health_check_period_s": 0.5}
     encoder = serve.deployment(name="Encoder", **light)(ControlledEncoder).bind(config)
-    llm = serve.deployment(name="LLM", **light)(HeldLLM).bind(
-        config, vision.width, vision.spatial_merge_size, str(hold)
-    )
+    llm = serve.deployment(name="LLM", **light)(HeldLLM).bind(config, vision.width, str(hold))
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=64, **light)(WatchedIngress)
     target = serve.RunTarget(ingress.bind(config, encoder, llm), name="probes", route_prefix="/probes")
     serve.run_many([target], wait_for_applications_running=False)

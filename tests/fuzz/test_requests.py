@@ -67,9 +67,9 @@ def in_messages(stand_ins: StandIns, path: str) -> None:
             ]
             for part in parts:
                 if isinstance(part, dict) and not MEDIA_KEYS.isdisjoint(part):
-                    assert set(part) == {"type", "image_embeds", "uuid"}
-                    assert part["image_embeds"]["image_embeds"].startswith(KEY_PREFIX)
-                    assert len(part["uuid"]) == 64
+                    assert set(part) == {"type", "image_url"}
+                    assert set(part["image_url"]) == {"url"}
+                    assert part["image_url"]["url"].startswith(KEY_PREFIX)
 
 
 def _list(value: object) -> list[Any]:

@@ -45,14 +45,14 @@ def test_it_arrives_bit_by_bit(dtype: torch.dtype) -> None:
         assert staging.counts.bytes_fetched_pinned == 0
         assert torch.equal(second, outputs[6:].cpu())
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
-        image = EncodedImage.pack(first, (1, 4, 6), DIGEST, timings)
+        image = EncodedImage.pack(first, DIGEST, timings)
         assert store.offer(image)
         held = client.acquire(Header.of(image)).result(PATIENCE_S)
         place = EngineLease("lease", server.address, held.offset, held.header, 0.0)
         loaded = memory.load(place, torch.bfloat16)
         assert loaded.device.type == "cuda"
         assert torch.equal(loaded, outputs[:6].to(torch.bfloat16))
-        other = EncodedImage("b" * 64, image.grid_thw, image.dtype, image.bits, timings)
+        other = EncodedImage("b" * 64, image.dtype, image.bits, timings)
         store.offer(other)
         with pytest.raises(WrongEmbeddingError):
             memory.load(place, torch.bfloat16)
@@ -86,11 +86,11 @@ def test_a_load_waits_for_nothing_on_the_current_stream_and_is_whole_when_it_ret
         assert room is not None
         room.copy_(torch.randn(1024, WIDTH))
         expected = room.clone()
-        image = EncodedImage.pack(room, (1, 64, 64), DIGEST, EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=False))
+        image = EncodedImage.pack(room, DIGEST, EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=False))
         store.offer(image)
         lent = store.acquire(DIGEST)
         assert lent is not None
-        place = EngineLease("lease", "here", lent[0], Header(DIGEST, "bfloat16", (1024, WIDTH), (1, 64, 64)), 0.0)
+        place = EngineLease("lease", "here", lent[0], Header(DIGEST, "bfloat16", (1024, WIDTH)), 0.0)
         torch.cuda._sleep(200_000_000)  # cycles: the current stream has something to do
         loaded = memory.load(place, torch.bfloat16)
         room.zero_()

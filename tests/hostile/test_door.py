@@ -330,7 +330,10 @@ def test_visual_tokens_are_counted(keys: Path, monkeypatch: pytest.MonkeyPatch) 
 def sent(stand_ins: StandIns) -> list[tuple[str | None, str | None]]:
     """What vLLM is sent of every request: its salt and the first image's digest."""
     bodies = [json.loads(request.body) for request in stand_ins.requests]
-    return [(body.get("cache_salt"), body["messages"][0]["content"][0].get("uuid")) for body in bodies]
+    return [
+        (body.get("cache_salt"), headers[0].digest if headers else None)
+        for body, headers in zip(bodies, stand_ins.headers, strict=True)
+    ]
 
 
 def test_tenants_are_apart_in_every_cache(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:

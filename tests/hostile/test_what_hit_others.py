@@ -33,7 +33,7 @@ from tests.hostile.files import encoded, picture
 from tests.hostile.ingress_server import CHAT, PICTURE, TEXT, asked, started
 from tests.hostile.naive import naive_fetch
 from tests.unit.deployments.llm.test_llm import encoded as embedding
-from tests.unit.deployments.llm.test_llm import place, replica
+from tests.unit.deployments.llm.test_llm import header, place, replica
 from tests.unit.deployments.llm.test_llm import request as chat_request
 from tests.unit.deployments.samples import RULES, at_once
 from tests.unit.deployments.stand_ins import Pieces, StandIns
@@ -176,13 +176,15 @@ def test_an_image_that_could_not_be_encoded_is_never_left_out(lost: int) -> None
     gathered = [image for image in images if not isinstance(image, ImageRefused)]
     places = [place(number, f"image {number + 1} of 3") for number in range(3)]
 
-    async def pieces(of: list[Any], there: list[Any]) -> list[Any]:
+    async def pieces(of: list[Any], there: list[Any], headers: list[Any]) -> list[Any]:
         llm = replica()
-        return [piece async for piece in llm.handle(chat_request(*there), there, at_once(*of))]
+        return [piece async for piece in llm.handle(chat_request(*there), there, headers, at_once(*of))]
 
-    _, naive, *_ = asyncio.run(pieces(gathered, [place(number) for number in range(2)]))
+    headers = [header(float(number + 1)) for number in range(3)]
+    kept = [header for number, header in enumerate(headers) if number != lost]
+    _, naive, *_ = asyncio.run(pieces(gathered, [place(number) for number in range(2)], kept))
     assert naive.status == 200
-    _, head, *body = asyncio.run(pieces(images, places))
+    _, head, *body = asyncio.run(pieces(images, places, headers))
     assert isinstance(head, ResponseHead)
     assert head.status == 400
     assert f"image {lost + 1} of 3: truncated or corrupt".encode() in b"".join(body)

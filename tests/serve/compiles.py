@@ -11,3 +11,9 @@ class Compiles:
         from torch._dynamo.utils import counters
 
         return int(counters["stats"]["unique_graphs"])
+
+    def weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the vision tower's weights in memory, and of the whole model's."""
+        model = self.get_model()  # type: ignore[attr-defined]  # vLLM's worker has it
+        tower = sum(each.nbytes for each in model.visual.parameters() if not each.is_meta)
+        return tower, sum(each.nbytes for each in model.parameters() if not each.is_meta)

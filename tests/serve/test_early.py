@@ -8,9 +8,10 @@ engine, which takes half a minute to start.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from deployments.common.messages import (
     EncodedImage,
     EncodeTimings,
     HttpRequest,
-    ImageReference,
     ImageRefused,
+    ItemReference,
     NotEncoded,
     ResponseHead,
     SharedEmbedding,
@@ -34,10 +35,10 @@ from deployments.common.messages import (
 )
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.deployment import LLM
-from deployments.llm.early_prefill import EarlyPrefill
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually
 
 PATIENCE_S = 120.0
@@ -54,12 +55,13 @@ Coming = asyncio.Future[SharedEmbedding | EncodedImage | ImageRefused]
 @dataclass
 class Replica:
     llm: LLM
-    early: EarlyPrefill
     counts: FreeAdded
     store: EmbeddingStore
     server: ShmServer
     width: int
     merge: int
+    token: int
+    """Of an image in a prompt."""
     loop: asyncio.AbstractEventLoop
     num_compiled: int
     """What torch had compiled in the engine when the replica was ready."""
@@ -67,11 +69,10 @@ class Replica:
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None:
         self.counts.added.clear()
-        self.early._loaded.clear()
         self.loop.run_until_complete(asyncio.wait_for(scenario, PATIENCE_S))
 
     def images(self) -> list[EncodedImage]:
-        """New ones, in the encoder's memory."""
+        """New ones of SIDES, in the encoder's memory."""
         made = []
         for h, w in SIDES:
             self.num_made += 1
@@ -80,24 +81,26 @@ class Replica:
             assert tokens is not None
             tokens.copy_(torch.randn(rows, self.width, generator=torch.Generator().manual_seed(self.num_made)))
             timings = EncodeTimings(1.0, 2.0, 3.0, time.time(), cached=False)
-            made.append(EncodedImage.pack(tokens, (1, h, w), f"{self.num_made:064x}", timings))
+            made.append(EncodedImage.pack(tokens, f"{self.num_made:064x}", timings))
             assert self.store.offer(made[-1])
         return made
 
     def lent(self, image: EncodedImage) -> SharedEmbedding:
         return image.to_shared(self.server.address)
 
-    def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ImageReference]]:
+    def header(self, image: EncodedImage) -> ItemHeader:
+        (grid,) = ((1, h, w) for h, w in SIDES if h * w == image.num_tokens * self.merge**2)
+        update = PromptUpdate("replace", (self.token,), (PromptRun(self.token, image.num_tokens, True),))
+        return ItemHeader(image.digest, "image", image.num_tokens, (update,), grid)
+
+    def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ItemReference]]:
         """Each with a salt of its own, by which it finds nothing in the prefix cache."""
-        places = [
-            ImageReference(new_key(), new_key(), n, f"image {n}", image.grid_thw) for n, image in enumerate(images)
-        ]
+        references = [ItemReference(new_key(), n, f"image {n}") for n in range(len(images))]
         content: list[object] = []
-        for place, image in zip(places, images, strict=True):
-            keys = {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key}
+        for reference in references:
             content += [
                 {"type": "text", "text": "And this one?"},
-                {"type": "image_embeds", "image_embeds": keys, "uuid": image.digest},
+                {"type": "image_url", "image_url": {"url": reference.key}},
             ]
         body = {
             "model": "tiny",
@@ -109,11 +112,14 @@ class Replica:
             **fields,
         }
         headers = [(b"content-type", b"application/json")]
-        return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode()), places
+        return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode()), references
 
-    async def told(self, images: list[EncodedImage], encodings: list[Awaitable[Any]], **fields: object) -> list[object]:
-        request, places = self.request(images, **fields)
-        return [piece async for piece in self.llm.handle(request, places, encodings)]
+    async def told(
+        self, images: list[EncodedImage], encodings: Sequence[Awaitable[Any] | SharedEmbedding], **fields: object
+    ) -> list[object]:
+        request, references = self.request(images, **fields)
+        headers = [self.header(image) for image in images]
+        return [piece async for piece in self.llm.handle(request, references, headers, encodings)]
 
     def asked(self, images: list[EncodedImage], **fields: object) -> tuple[list[Coming], asyncio.Task[list[object]]]:
         """What encoders are to answer, and what is told."""
@@ -134,8 +140,8 @@ class Replica:
 
     def nothing_is_left(self) -> bool:
         return (
-            len(self.llm._receiver) == len(self.llm._frontend.keys) == self.early.num_waiting == 0
-            and self.llm._requests.num_in_flight == 0
+            len(self.llm._receiver) == len(self.llm._frontend.references) == 0
+            and self.llm._requests.num_early_prefills == self.llm._requests.num_in_flight == 0
         )
 
     def in_vain(self) -> dict[str | None, int]:
@@ -170,16 +176,15 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     loop = asyncio.new_event_loop()
     llm = LLM.__new__(LLM)
     loop.run_until_complete(llm.__init__(config))  # type: ignore[misc]
-    early = llm._requests.early_prefill
-    assert early is not None
     num_compiled = loop.run_until_complete(compiled(llm))
     counts = FreeAdded()
     llm._requests._counts = llm._receiver._counts = counts
-    shape = llm._frontend._shape
+    config_of_model = llm._engine.model_config.hf_config
+    merge, token = config_of_model.vision_config.spatial_merge_size, config_of_model.image_token_id
     store = EmbeddingStore(2**22)
     server = ShmServer(store)
     try:
-        yield Replica(llm, early, counts, store, server, shape.width, shape.merge_size, loop, num_compiled)
+        yield Replica(llm, counts, store, server, llm._requests._width, merge, token, loop, num_compiled)
     finally:
         server.close()
         llm.__del__()
@@ -209,15 +214,8 @@ def answered(pieces: Sequence[object]) -> tuple[int, list[tuple[str, float]]]:
 
 
 async def at_once(replica: Replica, images: list[EncodedImage]) -> list[tuple[str, float]]:
-    """The answer without anything of this."""
-    replica.llm._requests.early_prefill = None
-    try:
-        futures = coming(replica.loop, len(images))
-        for future, image in zip(futures, images, strict=True):
-            future.set_result(replica.lent(image))
-        status, tokens = answered(await replica.told(images, list(futures)))
-    finally:
-        replica.llm._requests.early_prefill = replica.early
+    """The answer without anything of this: the embeddings are there before the request."""
+    status, tokens = answered(await replica.told(images, [replica.lent(image) for image in images]))
     assert status == 200
     return tokens
 
@@ -268,7 +266,7 @@ def test_images_that_come_in_another_order_are_read_in_the_prompts(replica: Repl
 def test_others_are_answered_while_one_waits(replica: Replica) -> None:
     async def scenario() -> None:
         waiting, futures, answer = await replica.begun()
-        assert replica.early.num_waiting == 1
+        assert replica.llm._requests.num_early_prefills == 1
         await at_once(replica, replica.images())
         assert not answer.done()
         for number in (1, 2):
@@ -324,55 +322,86 @@ def test_an_encoder_that_fails_is_told_and_nothing_is_left(replica: Replica) -> 
 
 
 @pytest.mark.parametrize("which", [2, 0])
-def test_what_comes_through_the_object_store_goes_with_the_request(replica: Replica, which: int) -> None:
+def test_what_comes_through_the_object_store_is_loaded_like_the_others(replica: Replica, which: int) -> None:
     async def scenario() -> None:
         images = replica.images()
+        before = replica.num_loaded
         futures, answer = replica.asked(images)
         await asyncio.sleep(LOOK_S)
         for number, (future, image) in enumerate(zip(futures, images, strict=True)):
             future.set_result(image if number == which else replica.lent(image))
         status, tokens = answered(await answer)
         assert status == 200
-        assert replica.in_vain() == {"not_loaded": 1}
+        assert replica.num_loaded == before + 3
+        assert replica.in_vain() == {}
         await eventually(replica.nothing_is_left)
         same(tokens, await at_once(replica, images))
 
     replica.run(scenario())
 
 
-def test_where_embeddings_come_otherwise_requests_are_given_to_vllm_once(replica: Replica) -> None:
-    """As where encoders are on other hosts; and begun again when the engine loads what comes."""
+def test_an_embedding_that_is_not_what_its_file_said_never_reaches_the_engine(replica: Replica) -> None:
+    """It would end the engine. The prompt is computed for the image that the header told of."""
 
-    async def scenario() -> None:
-        begun = []
-        for by_the_store in [True] * 3 + [False] * 12:
-            images = replica.images()[:1]
-            before = replica.counts.added[Counter.EARLY_PREFILLS, None]
-            (future,) = coming(replica.loop, 1)
-            future.set_result(images[0] if by_the_store else replica.lent(images[0]))
-            assert answered(await replica.told(images, [future], max_tokens=1))[0] == 200
-            begun.append(replica.counts.added[Counter.EARLY_PREFILLS, None] > before)
-        assert begun == [True] + [False] * 11 + [True] * 3, "3 of 4 have come so"
-        assert replica.in_vain() == {"not_loaded": 1}
-
-    replica.run(scenario())
-
-
-def test_an_embedding_that_is_not_what_its_file_said_is_answered_as_what_it_is(replica: Replica) -> None:
     async def scenario() -> None:
         images = replica.images()
-        futures = coming(replica.loop, 3)
-        request, places = replica.request(images)
-        places[1] = ImageReference(places[1].tokens_key, places[1].grid_key, 1, "image 1", (1, 4, 4))
-        for future, image in zip(futures, images, strict=True):
-            future.set_result(replica.lent(image))
-        pieces = [piece async for piece in replica.llm.handle(request, places, list(futures))]
-        status, tokens = answered(pieces)
-        assert status == 200
+        futures, answer = replica.asked(images)
+        wrong = EncodedImage.pack(torch.zeros(4, replica.width), images[1].digest, images[1].timings)
+        futures[0].set_result(replica.lent(images[0]))
+        futures[1].set_result(wrong)
+        futures[2].set_result(replica.lent(images[2]))
+        pieces = await answer
+        assert answered(pieces)[0] == 500
+        assert b"image 1: its embedding does not fit the model" in b"".join(
+            one for one in pieces if isinstance(one, bytes)
+        )
         assert replica.in_vain() == {"shape_mismatch": 1}
-        same(tokens, await at_once(replica, images))
+        await eventually(replica.nothing_is_left)
+        await at_once(replica, images)
 
     replica.run(scenario())
+
+
+def test_the_engine_has_no_tower(replica: Replica) -> None:
+    async def scenario() -> None:
+        engine: Any = replica.llm._engine
+        ((tower_bytes, model_bytes),) = await engine.collective_rpc("weight_bytes")
+        assert tower_bytes == 0
+        assert model_bytes > 0
+
+    replica.run(scenario())
+
+
+def test_images_that_come_by_every_path_mix_in_a_request(replica: Replica) -> None:
+    """One that vLLM has, a new one, the same again, and one through the object store; the text between them counts."""
+
+    async def scenario() -> None:
+        images = replica.images()
+        await at_once(replica, images[:1])
+        request, references = replica.request([*images, images[1]])
+        references[3] = dataclasses.replace(references[3], item=1)
+        headers = [replica.header(image) for image in images]
+        futures = coming(replica.loop, 2)
+        given: list[Any] = [replica.lent(images[0]), *futures]
+        pieces = asyncio.ensure_future(_all(replica.llm.handle(request, references, headers, given)))
+        await asyncio.sleep(LOOK_S)
+        futures[1].set_result(images[2])
+        await asyncio.sleep(LOOK_S)
+        futures[0].set_result(replica.lent(images[1]))
+        status, tokens = answered(await pieces)
+        assert status == 200
+        request, references = replica.request([*images, images[1]])
+        references[3] = dataclasses.replace(references[3], item=1)
+        lent = [replica.lent(image) for image in images]
+        _, expected = answered(await _all(replica.llm.handle(request, references, headers, lent)))
+        same(tokens, expected)
+        await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+async def _all(pieces: AsyncIterator[object]) -> list[object]:
+    return [piece async for piece in pieces]
 
 
 def test_an_embedding_that_has_gone_is_asked_for_again(replica: Replica) -> None:
@@ -416,35 +445,15 @@ def test_what_vllm_refuses_is_told_once_all_has_come(replica: Replica) -> None:
 
 
 def test_what_lies_in_shared_memory_is_not_waited_for(replica: Replica) -> None:
-    """To begin without it would take longer than to have it."""
-
     async def scenario() -> None:
         images = replica.images()
-        request, places = replica.request(images)
         lent = [replica.lent(image) for image in images]
-        assert answered([piece async for piece in replica.llm.handle(request, places, lent)])[0] == 200
+        assert answered(await replica.told(images, lent))[0] == 200
         assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 0
         (late,) = coming(replica.loop, 1)
-        request, places = replica.request(images)
         late.set_result(lent[2])
-        assert answered([piece async for piece in replica.llm.handle(request, places, [*lent[:2], late])])[0] == 200
+        assert answered(await replica.told(images, [*lent[:2], late]))[0] == 200
         assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 1
-
-    replica.run(scenario())
-
-
-def test_where_a_place_does_not_say_what_comes_all_is_waited_for(replica: Replica) -> None:
-    """As of an ingress of a version before it."""
-
-    async def scenario() -> None:
-        images = replica.images()
-        futures = coming(replica.loop, 3)
-        request, places = replica.request(images)
-        places = [ImageReference(place.tokens_key, place.grid_key, place.image, place.label) for place in places]
-        for future, image in zip(futures, images, strict=True):
-            future.set_result(replica.lent(image))
-        assert answered([piece async for piece in replica.llm.handle(request, places, list(futures))])[0] == 200
-        assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 0
 
     replica.run(scenario())
 
@@ -465,7 +474,7 @@ def test_no_option_of_a_request_has_anything_compiled_while_others_wait(replica:
     async def scenario() -> None:
         for given in options:
             request, _ = replica.request([], messages=[{"role": "user", "content": "Hi"}], **given)
-            pieces = [piece async for piece in replica.llm.handle(request, [], [])]
+            pieces = [piece async for piece in replica.llm.handle(request, [], [], [])]
             assert [piece.status for piece in pieces if isinstance(piece, ResponseHead)] == [200], given
         assert await compiled(replica.llm) == replica.num_compiled
 

@@ -100,16 +100,18 @@ def _settled(value: Callable[[], float]) -> float:
     return seen[-1]
 
 
-def test_an_image_that_the_engine_has_loaded_may_come_with_a_request(application: ServedApplication) -> None:
-    """Where one embedding finds no room in shared memory, all of the request's go with the request. What vLLM keeps of
-    an image by its name must not be the placeholder of the time before: the engine would wait for ever."""
+def test_images_without_room_in_shared_memory_mix_with_others(application: ServedApplication) -> None:
+    """Such an embedding goes through the object store, and the engine loads it like the others of the request."""
     qwen25 = application.base_url("qwen25")
     small, large = image(pictures.url(413)), image(pictures.url(414, 896, 896))
     ask(qwen25, chat(user(image(pictures.url(415)), text("What is it?"))))
     first = post(qwen25, CHAT, chat(user(small, text("What is it?"))))
     assert timing(first)["path"] == 'desc="engine_loads"'
-    both = httpx.post(qwen25 + CHAT, json=chat(user(small, large, text("Compare."))), timeout=120)
-    assert timing(both)["path"] == 'desc="in_request"'
+    both = chat(user(small, large, text("Compare.")))
+    answer = ask(qwen25, both)
+    alone = post(qwen25, CHAT, chat(user(large, text("What is it?"))))
+    assert timing(alone)["path"] == 'desc="object_store"'
+    difference(ask(qwen25, both), answer, tolerance=1e-3)
 
 
 def test_answers_stay_right_while_clients_leave(qwen3: str) -> None:

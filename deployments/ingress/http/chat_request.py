@@ -1,5 +1,5 @@
 """A chat request: finds its images, refuses other media and client-supplied embeddings, and writes the body for vLLM,
-in which keys replace the images.
+in which references replace the images.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import ImageReference
+from deployments.common.messages import ItemReference
 from deployments.ingress.http.data_url import decode_base64, decode_data_url, is_data_url, raise_as_api_error
 from deployments.ingress.http.request_body import LARGE_BYTES, Body, parse_body
 from encoder.images.size import PixelBounds
 
 DETAILS = ("auto", "low", "high")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
-IMAGE_PARTS = ("image_url", "input_image")
+IMAGE_PART = "image_url"
+IMAGE_PARTS = (IMAGE_PART, "input_image")
 UNSUPPORTED_MEDIA = {
     "video_url": "video",
     "video": "video",
@@ -49,7 +50,7 @@ class ImagePart:
     """An image part of a message."""
 
     part: Body
-    """The part's JSON object, which `replace_by_key` changes in place."""
+    """The part's JSON object, which `put_reference` changes in place."""
     url: str
     """Its URL; empty once a `data:` URL is decoded."""
     detail: str
@@ -107,16 +108,18 @@ class ChatRequest:
         return cls(decoded, bounds, max(len(data) - file_bytes // 3, file_bytes), body)
 
     def to_json(
-        self, references: Sequence[ImageReference] = (), digests: Sequence[str] = ()
+        self, references: Sequence[ItemReference] = (), digests: Sequence[str] = ()
     ) -> tuple[bytes, str | None]:
-        """Returns the body for the language model, with keys instead of images, and its `conversation`.
+        """Returns the body for the language model, with references instead of images, and its `conversation`.
 
         The parsed body is written, since another parser could read duplicate names of the original differently.
         `digests` has one entry per image. Raises ApiError 400 for a body that is nested too deeply.
         """
-        for image, reference, digest in zip(self.images, references, digests, strict=True):
-            replace_by_key(image, reference, digest)
-        key = conversation(self._body)
+        for image, reference in zip(self.images, references, strict=True):
+            put_reference(image, reference)
+        key = conversation(
+            self._body, {reference.key: digest for reference, digest in zip(references, digests, strict=True)}
+        )
         return body_to_json(self._body, self.num_bytes), key
 
 
@@ -187,26 +190,35 @@ def set_cache_salt(body: Body, salt: str) -> None:
     body["cache_salt"] = hashlib.sha256(json.dumps([salt, own]).encode()).hexdigest()
 
 
-def conversation(body: Body) -> str | None:
+def conversation(body: Body, digests: Mapping[str, str]) -> str | None:
     """Returns a hash (64 hex characters) that all turns of a conversation share: of the messages up to the first
-    user message, with images as digests, and the tenant's salt. Returns None for a body without messages."""
+    user message, with images as digests, and the tenant's salt. Returns None for a body without messages.
+
+    `digests`: digest of each image by the key of its reference.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
     users = (at for at, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user")
     opening = messages[: next(users, 0) + 1]
-    common = [body.get("cache_salt"), body.get("model"), body.get("system"), body.get("tools"), _by_digest(opening)]
+    common = [
+        body.get("cache_salt"),
+        body.get("model"),
+        body.get("system"),
+        body.get("tools"),
+        _by_digest(opening, digests),
+    ]
     try:
         return hashlib.sha256(json.dumps(common).encode()).hexdigest()
     except RecursionError:  # nested deeper than Python's recursion limit
         return None
 
 
-def _by_digest(messages: Sequence[object]) -> list[object]:
-    """Returns the messages with a digest instead of each image's keys, which differ between requests."""
+def _by_digest(messages: Sequence[object], digests: Mapping[str, str]) -> list[object]:
+    """Returns the messages with a digest instead of each image's key, which differs between requests."""
     return [
         [
-            part.get("uuid") if isinstance(part, dict) and "image_embeds" in part else part
+            _digest_or_part(part, digests)
             for part in (message["content"] if isinstance(message["content"], list) else [message["content"]])
         ]
         if isinstance(message, dict) and "content" in message
@@ -215,14 +227,16 @@ def _by_digest(messages: Sequence[object]) -> list[object]:
     ]
 
 
-def replace_by_key(image: ImagePart, reference: ImageReference, digest: str) -> None:
-    """Replaces the image part by one that names an embedding by its keys."""
+def _digest_or_part(part: object, digests: Mapping[str, str]) -> object:
+    image = part.get(IMAGE_PART) if isinstance(part, dict) else None
+    url = image.get("url") if isinstance(image, dict) else None
+    return digests.get(url, part) if isinstance(url, str) else part
+
+
+def put_reference(image: ImagePart, reference: ItemReference) -> None:
+    """Replaces the image part by one whose URL is the reference's key."""
     image.part.clear()
-    image.part.update(
-        type="image_embeds",
-        image_embeds={"image_embeds": reference.tokens_key, "image_grid_thw": reference.grid_key},
-        uuid=digest,
-    )
+    image.part.update(type=IMAGE_PART, image_url={"url": reference.key})
 
 
 def pop_pixel_bounds(body: Body) -> PixelBounds | None:
@@ -304,7 +318,7 @@ def _decode(image: ImagePart, files: Mapping[str, memoryview], max_bytes: int) -
             file = decode_data_url(image.url, max_bytes=max_bytes)
         else:
             return image
-    image.part.clear()  # frees the URL's text; `replace_by_key` fills the part before it is read
+    image.part.clear()  # frees the URL's text; `put_reference` fills the part before it is read
     return dataclasses.replace(image, url="", file=file)
 
 

@@ -1,8 +1,8 @@
 """vLLM `ECConnector`, as a consumer, for embeddings in encoders' shared memory.
 
 vLLM imports this module by name in the engine's processes and creates one connector in the scheduler process and one in
-every worker. vLLM 0.26 to 0.33 call the same six methods. A request contains a placeholder, an embedding without
-columns, in place of an embedding that the engine is to load.
+every worker. vLLM 0.26 to 0.33 call the same six methods. The engine loads the embeddings of all items: requests
+contain headers only, and the engine's own tower has no weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY, Loaded
 from deployments.vllm.connector.scheduler_link import SchedulerLink
 from deployments.vllm.connector.worker_link import WorkerLink
 from deployments.vllm.connector.worker_memory import WorkerMemory
+from deployments.vllm.towerless import build_towers_on_meta
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 DIGEST_CHARACTERS = 64
+IDLE_STEP_S = 0.0005
+"""Pause of a step that schedules nothing: vLLM's scheduler polls while all of its requests wait for embeddings."""
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Loads(ECConnectorMetadata):  # type: ignore[misc]  # untyped: vLLM
     """Loads of the workers before a step."""
 
     leases: dict[str, EngineLease] = field(default_factory=dict)
-    """Leases by vLLM's identifier of the image."""
+    """Leases by vLLM's identifier of the item."""
 
 
 class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
@@ -42,13 +45,16 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
         get_config = vllm_config.ec_transfer_config.get_from_extra_config
-        address, self._min_tokens = get_config(ADDRESS_KEY, None), get_config(MIN_TOKENS_KEY, None)
+        address = get_config(ADDRESS_KEY, None)
+        # Layers with a recurrent state need prefill chunks that end where its blocks do.
+        self._min_tokens = None if vllm_config.model_config.is_hybrid else get_config(MIN_TOKENS_KEY, None)
         self._loads = Loads()
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerLink(address)
             self._partial_prefills: set[str] = set()
             self._max_partial_prefills = max(1, vllm_config.scheduler_config.max_num_seqs // 2)
         else:
+            build_towers_on_meta()  # vLLM loads the model after it has created its connectors
             self._dtype = vllm_config.model_config.dtype
             self._memory = WorkerMemory(_device())
             self._worker = WorkerLink(address, self._memory)
@@ -64,14 +70,14 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
     def prefill_limit(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens of the prompt can be computed next; None if no embedding is missing.
 
-        These are the tokens before the first missing image. 0 if they are fewer than the configured minimum, if that
-        image is the first one needed, or without early prefill, because vLLM's own scheduler cannot stop there. At most
+        These are the tokens before the first missing item. 0 if they are fewer than the configured minimum, if that
+        item is the first one needed, or without early prefill, because vLLM's own scheduler cannot stop there. At most
         half of `max_num_seqs` requests are prefilled partially, so that stuck encoders do not block complete requests.
         """
         needed = [
             feature
             for feature in request.mm_features
-            if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens and is_placeholder(feature)
+            if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         ]
         if not needed:
             return None
@@ -98,6 +104,8 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
             self._loads.leases[identifier] = table.plan_load(parse_digest(identifier))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        if not scheduler_output.total_num_scheduled_tokens:
+            time.sleep(IDLE_STEP_S)
         self._scheduler.end_step()
         loads, self._loads = self._loads, Loads()
         return loads
@@ -121,18 +129,13 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
             self._worker.report_loaded(Loaded(lease.name, num_bytes, time.time() - lease.ready_at_s))
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: object) -> None:
-        """Does nothing: a consumer saves no embeddings."""
+        """Raises RuntimeError, which ends the engine: vLLM calls it for what its own tower has computed."""
+        raise RuntimeError(f"the engine ran its own tower for item {mm_hash}")
 
 
 def parse_digest(identifier: str) -> str:
     """Returns the digest at the end of `identifier`, before which vLLM may put a LoRA adapter's name."""
     return identifier[-DIGEST_CHARACTERS:]
-
-
-def is_placeholder(feature: Any) -> bool:  # noqa: ANN401 - vLLM's MultiModalFeatureSpec
-    """Whether the request contains a placeholder instead of this embedding."""
-    element = None if feature.data is None else feature.data.get("image_embeds")
-    return element is not None and element.data.shape[-1] == 0
 
 
 def _device() -> torch.device:

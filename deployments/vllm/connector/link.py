@@ -27,6 +27,8 @@ CONNECT_TIMEOUT_S = 60.0
 """Timeout of a connect to the replica."""
 MAX_LEASES = 1024
 """Maximum number of leases in one message, so that it fits a packet."""
+MAX_DIGESTS = 512
+"""Maximum number of digests in one message."""
 
 T = TypeVar("T")
 
@@ -91,9 +93,9 @@ class LeasesEnded(Struct, frozen=True, tag=True):
 
 
 class Missing(Struct, frozen=True, tag=True):
-    """From the scheduler: a request needs an embedding for which there is no lease."""
+    """From the scheduler: a request needs embeddings for which there are no leases."""
 
-    digest: str
+    digests: list[str]
 
 
 class ListenerFailed(Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with early prefill: a prompt is prefilled up to the first image whose embedding is not available.
+"""vLLM's scheduler with early prefill: a prompt is prefilled up to the first item whose embedding is not available.
 
 vLLM itself schedules a request once all of its embeddings are available. `make_scheduler` is the value of
 `--scheduler-cls`: it creates the scheduler that vLLM would have chosen, but one method first asks the
@@ -11,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deployments.vllm.connector.ec_connector import SharedMemoryConnector, is_placeholder
+from deployments.vllm.connector.ec_connector import SharedMemoryConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,8 +28,8 @@ def make_scheduler(vllm_config: VllmConfig, *args: object, **kwargs: object) -> 
 def with_partial_prefill(base: type[Any]) -> type[Any]:
     """Returns a subclass of `base`, one of vLLM's schedulers (0.26 to 0.33), whose steps need no missing embedding.
 
-    The overridden method decides which of a request's images a step needs, and how many tokens the step computes. Its
-    first result lists the images for which the vision tower would run.
+    The overridden method decides which of a request's items a step needs, and how many tokens the step computes. Its
+    first result lists the items for which the engine's own tower would run.
     """
 
     class PartialPrefillScheduler(base):  # type: ignore[misc]
@@ -43,8 +43,8 @@ def with_partial_prefill(base: type[Any]) -> type[Any]:
             found: Sequence[Any] = super()._try_schedule_encoder_inputs(
                 request, num_computed_tokens, num_new_tokens, *args, **kwargs
             )
-            if any(is_placeholder(request.mm_features[index]) for index in found[0]):
-                raise RuntimeError("the engine scheduled an image for its own vision tower but has no pixels of it")
+            if found[0] and isinstance(connector, SharedMemoryConnector):
+                raise RuntimeError("the engine scheduled items for its own tower, which has no weights")
             return found
 
     return PartialPrefillScheduler

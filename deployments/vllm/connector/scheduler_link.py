@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from deployments.vllm.connector.lease_table import EndedLease, LeaseTable
 from deployments.vllm.connector.link import (
+    MAX_DIGESTS,
     MAX_LEASES,
     SCHEDULER_DECODER,
     EngineConnection,
@@ -30,10 +31,14 @@ class SchedulerLink:
         num_loadable = self.table.reserve(request, digests)
         if num_loadable < len(digests):
             reported = self._reported_missing.setdefault(request, set())
-            for digest in digests[num_loadable:]:
-                if digest not in reported and not self.table.has(digest):
-                    reported.add(digest)
-                    self._connection.send(Missing(digest))
+            missing = [
+                digest
+                for digest in dict.fromkeys(digests[num_loadable:])
+                if digest not in reported and not self.table.has(digest)
+            ]
+            reported.update(missing)
+            for first in range(0, len(missing), MAX_DIGESTS):
+                self._connection.send(Missing(missing[first : first + MAX_DIGESTS]))
         return num_loadable
 
     def end_step(self) -> None:

@@ -30,7 +30,7 @@ VISION = VisionConfig.from_dict(
         },
     }
 )
-IDENTITY = EncoderIdentity("weights", VISION, "float32", RULES)
+IDENTITY = EncoderIdentity("weights", VISION, "float32", RULES, image_token_id=7)
 
 T = TypeVar("T")
 

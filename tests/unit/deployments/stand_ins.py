@@ -15,12 +15,13 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from configs.schema import AppConfig
-from deployments.common.messages import Accepted, HttpRequest, ImageJob, ImageReference, ResponseHead
+from deployments.common.messages import Accepted, HttpRequest, ImageJob, ItemReference, ResponseHead
 from deployments.ingress.attempt import MAX_ATTEMPTS
 from deployments.ingress.deployment import Ingress
 from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata
 from encoder.images.identity import EncoderIdentity
+from encoder.item_header import ItemHeader
 from tests.unit.deployments.samples import IDENTITY, png
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
@@ -102,7 +103,8 @@ class StandIns:
         self.answers = list(answers)
         self._encodings = list(encodings)
         self.requests: list[HttpRequest] = []
-        self.places: list[list[ImageReference]] = []
+        self.references: list[list[ItemReference]] = []
+        self.headers: list[list[ItemHeader]] = []
         self.encodings: list[Pieces] = []
         self.given: list[list[object]] = []
         """To the language model, of each request: references, or where embeddings lie."""
@@ -137,9 +139,17 @@ class StandIns:
             return Method(self._report, [])
         return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
 
-    def _handle(self, request: HttpRequest, places: list[ImageReference], given: list[object], call: Call) -> Pieces:
+    def _handle(
+        self,
+        request: HttpRequest,
+        references: list[ItemReference],
+        headers: list[ItemHeader],
+        given: list[object],
+        call: Call,
+    ) -> Pieces:
         self.requests.append(request)
-        self.places.append(places)
+        self.references.append(references)
+        self.headers.append(headers)
         self.given.append(given)
         assert call.to_session_id() == self.labels["handle"][-1], "the replica is told as what it comes"
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
@@ -161,8 +171,15 @@ class Accepting(StandIns):
         self.jobs.append(job)
         return super()._encode(job)
 
-    def _handle(self, request: HttpRequest, places: list[ImageReference], given: list[object], call: Call) -> Pieces:
-        answer = super()._handle(request, places, given, call)
+    def _handle(
+        self,
+        request: HttpRequest,
+        references: list[ItemReference],
+        headers: list[ItemHeader],
+        given: list[object],
+        call: Call,
+    ) -> Pieces:
+        answer = super()._handle(request, references, headers, given, call)
         if answer._pieces and isinstance(answer._pieces[0], Accepted):
             answer._pieces[0] = self.accepted()
         return answer

@@ -19,15 +19,15 @@ from deployments.llm.received import NotEncodedError
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.same_host import EmbeddingUnavailableError, ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
-from tests.unit.deployments.llm.test_embedding_receiver import run, setting
+from tests.unit.deployments.llm.test_embedding_receiver import eventually, received_by, run, setting
 from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
-from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded, header
+from tests.unit.deployments.transfer.test_same_host import TIMINGS, digest, encoded, header
 
 HOST = "this-host"
 
 
 def seen(name: str, *, server: str = "somewhere") -> SharedEmbedding:
-    return SharedEmbedding(name, (1, 4, 6), "float32", (6, 8), TIMINGS, server)
+    return SharedEmbedding(name, "float32", (6, 8), TIMINGS, server)
 
 
 def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
@@ -123,16 +123,17 @@ def test_on_several_hosts_encoders_are_asked() -> None:
 
 def test_a_language_model_takes_what_it_is_told_to_lie_somewhere() -> None:
     async def scenario() -> None:
-        async with setting(engine=False) as given:
+        async with setting() as given:
             image = given.offered()
-            first = await given.receiver.receive([image])
+            first = await received_by(given.receiver, image)
             assert first.locations == (image,)
-            again = await given.receiver.receive([image])  # no offer is open now, and the first holds it
-            expected = encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=2)
-            assert torch.equal(given.tensor(again, 0), expected)
+            again = await received_by(given.receiver, image)  # no offer is open now, and the first holds it
             given.receiver.close(first)
+            await eventually(lambda: len(given.scheduler.table) == 1)
+            expected = encoded(EmbeddingStore(2**20)).unpack().float()
+            assert torch.equal(given.loaded(image)[0], expected)
             given.receiver.close(again)
-            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, "in_request"] == 2
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, "engine_loads"] == 2
 
     run(scenario())
 
@@ -147,7 +148,7 @@ def test_what_has_gone_is_told_from_what_was_lost_on_the_way(server_has_gone: bo
             if server_has_gone:
                 given.server.close()
             with pytest.raises(NotEncodedError) as raised:
-                await given.receiver.receive([there, gone] if not server_has_gone else [gone])
+                await received_by(given.receiver, *([there, gone] if not server_has_gone else [gone]))
             assert raised.value.image == (0 if server_has_gone else 1)
 
     run(scenario())

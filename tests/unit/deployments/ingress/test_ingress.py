@@ -105,13 +105,14 @@ def test_images_become_keys_that_differ_every_time() -> None:
     response = chat(stand_ins, {"type": "text", "text": "x"}, IMAGE, IMAGE)
     assert "fetch;dur=" in response.headers["server-timing"]
     assert len(stand_ins.encodings) == 1, "the same image twice"
-    (places,) = stand_ins.places
-    assert [place.image for place in places] == [0, 0]
-    keys = [key for place in places for key in (place.tokens_key, place.grid_key)]
-    assert len(set(keys)) == 4
+    (references,), (headers,) = stand_ins.references, stand_ins.headers
+    assert [reference.item for reference in references] == [0, 0]
+    keys = [reference.key for reference in references]
+    assert len(set(keys)) == 2
     sent = json.loads(stand_ins.requests[0].body)["messages"][0]["content"]
-    assert [part["type"] for part in sent] == ["text", "image_embeds", "image_embeds"]
-    assert [part["image_embeds"]["image_embeds"] for part in sent[1:]] == [place.tokens_key for place in places]
+    assert [part["type"] for part in sent] == ["text", "image_url", "image_url"]
+    assert [part["image_url"] for part in sent[1:]] == [{"url": key} for key in keys]
+    assert [(header.metadata, header.num_embeds) for header in headers] == [((1, 4, 4), 4)]
     assert b"base64" not in stand_ins.requests[0].body
 
 

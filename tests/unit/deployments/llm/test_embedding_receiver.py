@@ -14,13 +14,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding, WireError
+from deployments.common.messages import PREFIX_CACHE_ONLY, EncodedImage, ImageRefused, SharedEmbedding
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.received import ReceivedEmbeddings, TransferPath
+from deployments.llm.received import EmbeddingMismatchError, ReceivedEmbeddings, SlotState, TransferPath
 from deployments.telemetry.clocks import MAX_DURATION_S, ClockDifference
 from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
 from deployments.transfer import unix_socket
+from deployments.transfer.header import HEADER_BYTES
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError
@@ -33,8 +35,8 @@ from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.telemetry.test_metrics import Added
 from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded
 
-MERGE = 2
 PATIENCE_S = 60.0
+MIB = 2**20
 
 
 class FreeAdded(Added):
@@ -51,9 +53,19 @@ class FreeAdded(Added):
         self.observed.setdefault(histogram, []).append(seconds)
 
 
-def receiver_for(counts: FreeAdded, **settings: Any) -> EmbeddingReceiver:
+def receiver_for(
+    counts: FreeAdded, *, receive_buffer: ReceiveBuffer | None = None, **settings: Any
+) -> EmbeddingReceiver:
     """Its counters and its histograms are `counts`."""
-    return EmbeddingReceiver(counts, cast(Histograms, counts), **settings)
+    buffer = receive_buffer or ReceiveBuffer(None, MIB)
+    return EmbeddingReceiver(counts, cast(Histograms, counts), receive_buffer=buffer, **settings)
+
+
+async def received_by(receiver: EmbeddingReceiver, *encodings: Any) -> ReceivedEmbeddings:
+    """All of `encodings`, of six tokens each."""
+    received = receiver.new_batch()
+    await receiver.receive(encodings, [(6, WIDTH)] * len(encodings), received)
+    return received
 
 
 async def eventually(true: Callable[[], bool]) -> None:
@@ -68,7 +80,7 @@ class Setting:
     counts: FreeAdded
     store: EmbeddingStore
     server: ShmServer
-    scheduler: SchedulerLink | None
+    scheduler: SchedulerLink
     workers: list[WorkerLink]
     memories: list[WorkerMemory]
 
@@ -77,13 +89,23 @@ class Setting:
         assert self.store.offer(image)
         return image.to_shared(self.server.address)
 
-    def tensor(self, arrived: ReceivedEmbeddings, number: int) -> torch.Tensor:
-        return arrived.tensor(number, width=WIDTH, merge_size=MERGE)
+    def loaded(self, *images: EncodedImage | SharedEmbedding) -> list[torch.Tensor]:
+        """What a step of an engine loads, which then has ended the request."""
+        table, found = self.scheduler.table, []
+        assert table.reserve("request", [image.digest for image in images]) == len(images)
+        for image in images:
+            lease = table.plan_load(image.digest)
+            for memory, worker in zip(self.memories, self.workers, strict=True):
+                found.append(memory.load(lease, torch.float32))
+                worker.report_loaded(Loaded(lease.name, found[-1].nbytes, 0.0))
+        self.scheduler.finish_request("request")
+        return found
 
     @property
     def nothing_is_lent(self) -> bool:
         gc.collect()
-        return self.store.arena.free_bytes == self.store.arena.num_bytes
+        arenas = self.store.arena, self.receiver._receive_buffer.arena
+        return all(arena.free_bytes == arena.num_bytes for arena in arenas)
 
 
 class RaysCounts(FreeAdded):
@@ -100,16 +122,15 @@ class RaysCounts(FreeAdded):
 
 @asynccontextmanager
 async def setting(
-    *, num_workers: int = 1, engine: bool = True, counts: FreeAdded | None = None
+    *, num_workers: int = 1, counts: FreeAdded | None = None, receive_buffer: ReceiveBuffer | None = None
 ) -> AsyncIterator[Setting]:
     counts = counts or FreeAdded()
-    receiver = receiver_for(counts, num_workers=num_workers)
+    receiver = receiver_for(counts, num_workers=num_workers, receive_buffer=receive_buffer)
     store = EmbeddingStore(2**20)
-    memories = [WorkerMemory(torch.device("cpu")) for _ in range(num_workers if engine else 0)]
-    scheduler = SchedulerLink(receiver.link.address) if engine else None
+    memories = [WorkerMemory(torch.device("cpu")) for _ in range(num_workers)]
+    scheduler = SchedulerLink(receiver.link.address)
     workers = [WorkerLink(receiver.link.address, memory) for memory in memories]
-    if engine:
-        assert receiver.wait_for_engine(timeout_s=PATIENCE_S)
+    assert receiver.link.wait_for_engine(timeout_s=PATIENCE_S)
     server = ShmServer(store)
     try:
         yield Setting(receiver, counts, store, server, scheduler, workers, memories)
@@ -127,9 +148,7 @@ def test_the_engine_loads_by_itself(num_workers: int) -> None:
     async def scenario() -> None:
         async with setting(num_workers=num_workers) as given:
             images = [given.offered(1), given.offered(2)]
-            arrived = await given.receiver.receive(at_once(*images))
-            assert [tuple(given.tensor(arrived, n).shape) for n in range(2)] == [(6, 0)] * 2
-            assert given.scheduler is not None
+            arrived = await received_by(given.receiver, *at_once(*images))
             table = given.scheduler.table
             await eventually(lambda: len(table) == 2)
             assert table.reserve("request", [image.digest for image in images])
@@ -137,7 +156,7 @@ def test_the_engine_loads_by_itself(num_workers: int) -> None:
                 lease = table.plan_load(image.digest)
                 for memory, worker in zip(given.memories, given.workers, strict=True):
                     loaded = memory.load(lease, torch.float32)
-                    assert torch.equal(loaded, expected.unpack(width=WIDTH, merge_size=MERGE).float())
+                    assert torch.equal(loaded, expected.unpack().float())
                     worker.report_loaded(Loaded(lease.name, loaded.nbytes, 0.005))
             given.receiver.close(arrived)
             await eventually(lambda: given.receiver.num_loaded == 2 * num_workers)
@@ -157,8 +176,7 @@ def test_a_lease_ends_when_the_last_worker_has_loaded_what_it_was_told_to() -> N
     async def scenario() -> None:
         async with setting(num_workers=2) as given:
             image = given.offered()
-            arrived = await given.receiver.receive(at_once(image))
-            assert given.scheduler is not None
+            arrived = await received_by(given.receiver, *at_once(image))
             table = given.scheduler.table
             await eventually(lambda: table.reserve("request", [image.digest]) == 1)
             lease = table.plan_load(image.digest)
@@ -183,13 +201,11 @@ def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead
 
     async def scenario() -> None:
         async with setting(counts=RaysCounts()) as given:
-            assert given.scheduler is not None
             table = given.scheduler.table
             for number in (1, 2):
                 image = given.offered(number)
                 timings = dataclasses.replace(image.timings, ready_at_s=time.time() + ahead_s)
-                arrived = await given.receiver.receive(at_once(dataclasses.replace(image, timings=timings)))
-                assert arrived.engine_loads
+                arrived = await received_by(given.receiver, *at_once(dataclasses.replace(image, timings=timings)))
                 await eventually(lambda digest=image.digest: table.reserve("request", [digest]) == 1)  # type: ignore[misc]
                 lease = table.plan_load(image.digest)
                 loaded = given.memories[0].load(lease, torch.float32)
@@ -210,34 +226,65 @@ def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead
     run(scenario())
 
 
-def test_without_an_engine_that_loads_they_go_with_the_request() -> None:
-    async def scenario() -> None:
-        async with setting(engine=False) as given:
-            image = given.offered()
-            arrived = await given.receiver.receive(at_once(image))
-            expected = encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=MERGE)
-            assert torch.equal(given.tensor(arrived, 0), expected)
-            given.receiver.close(arrived)
-            await eventually(lambda: given.nothing_is_lent)
-            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.REQUEST.value] == 1
-            assert given.counts.added[Counter.EMBEDDING_BYTES_RECEIVED, TransferPath.REQUEST.value] == image.num_bytes
-
-    run(scenario())
-
-
-def test_one_embedding_from_the_object_store_takes_the_others_along() -> None:
-    """vLLM joins the embeddings of a request: those without columns do not fit to those with."""
+def test_what_comes_by_value_is_copied_and_loaded_like_the_others() -> None:
+    """Embeddings of one request come by any path; one refused image does not hold up the others."""
 
     async def scenario() -> None:
         async with setting() as given:
             shared = given.offered()
-            other = EncodedImage.pack(torch.ones(6, WIDTH), (1, 4, 6), digest(2), TIMINGS)
-            arrived = await given.receiver.receive(at_once(shared, other, ImageRefused("truncated")))
-            shapes = [tuple(given.tensor(arrived, n).shape) for n in range(2)]
-            assert shapes == [(6, WIDTH)] * 2
+            other = EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS)
+            arrived = await received_by(given.receiver, *at_once(shared, other, ImageRefused("truncated")))
+            assert [slot.state for slot in arrived.slots] == [SlotState.GRANTED] * 2 + [SlotState.REJECTED]
+            await eventually(lambda: len(given.scheduler.table) == 2)
+            first, second = given.loaded(shared, other)
+            assert torch.equal(first, encoded(EmbeddingStore(MIB)).unpack().float())
+            assert torch.equal(second, torch.ones(6, WIDTH))
             given.receiver.close(arrived)
-            ways = {reason for (count, reason) in given.counts.added if count is Counter.EMBEDDINGS_RECEIVED}
-            assert ways == {TransferPath.REQUEST.value, TransferPath.OBJECT_STORE.value}
+            await eventually(lambda: len(given.receiver) == 0 and given.nothing_is_lent)
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.ENGINE.value] == 1
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.OBJECT_STORE.value] == 1
+            by_value = given.counts.added[Counter.EMBEDDING_BYTES_RECEIVED, TransferPath.OBJECT_STORE.value]
+            assert by_value == other.num_bytes
+            assert arrived.path is TransferPath.ENGINE
+
+    run(scenario())
+
+
+def test_what_comes_by_value_waits_for_room() -> None:
+    """A request with more embeddings than the buffer holds at once, and one with an embedding that never fits."""
+
+    async def scenario() -> None:
+        buffer = ReceiveBuffer(None, 2 * HEADER_BYTES)
+        async with setting(receive_buffer=buffer) as given:
+            one, two = (EncodedImage.pack(torch.full((6, WIDTH), n), digest(int(n)), TIMINGS) for n in (1.0, 2.0))
+            first = await received_by(given.receiver, *at_once(one))
+            second = asyncio.create_task(received_by(given.receiver, *at_once(two)))
+            await asyncio.sleep(0.05)
+            assert not second.done()
+            given.receiver.close(first)
+            await eventually(lambda: len(given.scheduler.table) == 1 and given.scheduler.table.has(two.digest))
+            (found,) = given.loaded(two)
+            assert torch.equal(found, torch.full((6, WIDTH), 2.0))
+            given.receiver.close(await second)
+            large = EncodedImage.pack(torch.ones(HEADER_BYTES, 4), digest(3), TIMINGS)
+            received = given.receiver.new_batch()
+            with pytest.raises(TransferFailedError, match="does not fit the buffer"):
+                await given.receiver.receive(at_once(large), [(HEADER_BYTES, 4)], received)
+            await eventually(lambda: given.nothing_is_lent)
+
+    run(scenario())
+
+
+def test_a_buffer_that_stays_full_fails_the_request() -> None:
+    async def scenario() -> None:
+        buffer = ReceiveBuffer(None, 2 * HEADER_BYTES, timeout_s=1.0)
+        async with setting(receive_buffer=buffer) as given:
+            one, two = (EncodedImage.pack(torch.ones(6, WIDTH), digest(n), TIMINGS) for n in (1, 2))
+            first = await received_by(given.receiver, *at_once(one))
+            with pytest.raises(TransferFailedError, match="no room"):
+                await received_by(given.receiver, *at_once(two))
+            given.receiver.close(first)
+            given.receiver.close(await received_by(given.receiver, *at_once(two)))
 
     run(scenario())
 
@@ -249,7 +296,7 @@ def test_an_embedding_that_is_gone_fails_the_request_and_gives_the_others_back()
             given.store._offers.clear()  # nobody refers to the second one now
             given.store.offer(encoded(given.store, 1))
             with pytest.raises(TransferFailedError):
-                await given.receiver.receive(at_once(there, gone))
+                await received_by(given.receiver, *at_once(there, gone))
             await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
@@ -258,10 +305,10 @@ def test_an_embedding_that_is_gone_fails_the_request_and_gives_the_others_back()
 def test_a_bad_message_of_an_encoder_is_counted_and_ends_nothing() -> None:
     async def scenario() -> None:
         async with setting() as given:
-            await given.receiver.receive(at_once(given.offered(1)))
+            await received_by(given.receiver, *at_once(given.offered(1)))
             (connection,) = given.server._listener._connections
             unix_socket.send(connection, {"lease": "of nobody", "start": 0})
-            arrived = await given.receiver.receive(at_once(given.offered(2)))
+            arrived = await received_by(given.receiver, *at_once(given.offered(2)))
             assert [slot.is_leased for slot in arrived.slots] == [True]
             assert given.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1
 
@@ -272,14 +319,14 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
     async def scenario() -> None:
         async with setting() as given:
             image = given.offered()
-            arrived = await given.receiver.receive(at_once(image))
+            arrived = await received_by(given.receiver, *at_once(image))
             given.server.close()
             given.receiver.unmap_dead_peers()
             assert given.memories[0]._mapped, "a lease is open"
             given.receiver.close(arrived)
             await eventually(lambda: len(given.receiver) == 0)
             with pytest.raises(TransferFailedError):
-                await given.receiver.receive(at_once(image))
+                await received_by(given.receiver, *at_once(image))
 
             def forgotten() -> bool:
                 given.receiver.unmap_dead_peers()
@@ -287,7 +334,7 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
 
             await eventually(forgotten)
             with pytest.raises(TransferFailedError, match="cannot connect"):
-                await given.receiver.receive(at_once(image))
+                await received_by(given.receiver, *at_once(image))
 
     run(scenario())
 
@@ -304,19 +351,19 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             assert other_store.offer(second)
             first, second_is_encoded = given.offered(1), asyncio.get_running_loop().create_future()
             arrived = given.receiver.new_batch()
-            arriving = asyncio.create_task(given.receiver.receive([*at_once(first), second_is_encoded], arrived))
+            arriving = asyncio.create_task(
+                given.receiver.receive([*at_once(first), second_is_encoded], [(6, WIDTH)] * 2, arrived)
+            )
             await eventually(lambda: [slot.is_leased for slot in arrived.slots] == [True, False])
             given.server.close()
             await eventually(lambda: not given.receiver._peers[first.server].result().client.is_alive)
             given.receiver.unmap_dead_peers()
             second_is_encoded.set_result(second.to_shared(other_server.address))
             await arriving  # the worker maps the second server's memory after it has forgotten the first server's
-            assert arrived.engine_loads
-            assert given.scheduler is not None
             table = given.scheduler.table
             await eventually(lambda: table.reserve("request", [first.digest, second.digest]) == 2)
             loaded = given.memories[0].load(table.plan_load(first.digest), torch.float32)
-            expected = encoded(EmbeddingStore(2**20), 1).unpack(width=WIDTH, merge_size=MERGE).float()
+            expected = encoded(EmbeddingStore(2**20), 1).unpack().float()
             assert torch.equal(loaded, expected)
             given.receiver.close(arrived)
             other_server.close()
@@ -327,8 +374,7 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
 def test_an_engine_that_has_gone_holds_nothing() -> None:
     async def scenario() -> None:
         async with setting() as given:
-            arrived = await given.receiver.receive(at_once(given.offered()))
-            assert given.scheduler is not None
+            arrived = await received_by(given.receiver, *at_once(given.offered()))
             given.receiver.check()
             given.scheduler.close()
             await eventually(lambda: given.receiver.link._scheduler is None)
@@ -337,41 +383,48 @@ def test_an_engine_that_has_gone_holds_nothing() -> None:
             given.receiver.close(arrived)
             await eventually(lambda: given.nothing_is_lent)
             with pytest.raises(TransferFailedError):
-                await given.receiver.receive(at_once(given.offered(2)))
+                await received_by(given.receiver, *at_once(given.offered(2)))
             await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
 
 
-def test_memory_that_the_engine_cannot_map_goes_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA refused to pin it")
+def refuse(*_: object, **__: object) -> None:
+    raise RuntimeError("CUDA refused to pin it")
 
-    monkeypatch.setattr(WorkerMemory, "map", refuse)
+
+def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_copied() -> None:
+    """The others kept it mapped, and pinned, for as long as the engine lived."""
 
     async def scenario() -> None:
-        async with setting() as given:
+        async with setting(num_workers=2) as given:
+            buffer, worker = given.receiver._receive_buffer, given.memories[1]
+            map_memory = worker.map
+            worker.map = lambda server, *rest: (map_memory if server == buffer.address else refuse)(server, *rest)  # type: ignore[method-assign]
             image = given.offered()
-            arrived = await given.receiver.receive(at_once(image))
-            assert given.tensor(arrived, 0).shape == (6, WIDTH)
+            arrived = await received_by(given.receiver, *at_once(image))
+            assert arrived.path is TransferPath.COPIED
+            assert arrived.locations == (image,)
+            await eventually(lambda: list(given.memories[0]._mapped) == [buffer.address])
+            await eventually(lambda: len(given.scheduler.table) == 1)
+            for found in given.loaded(image):
+                assert torch.equal(found, encoded(EmbeddingStore(MIB)).unpack().float())
             given.receiver.close(arrived)
+            await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
 
 
-def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others() -> None:
-    """The others kept it mapped, and pinned, for as long as the engine lived."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA refused to pin it")
-
+def test_a_receive_buffer_that_could_not_be_mapped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with setting(num_workers=2) as given:
-            given.memories[1].map = refuse  # type: ignore[method-assign]
-            arrived = await given.receiver.receive(at_once(given.offered()))
-            assert not arrived.engine_loads
-            await eventually(lambda: not given.memories[0]._mapped)
-            given.receiver.close(arrived)
+        async with setting() as given:
+            image = EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS)
+            with monkeypatch.context() as patched:
+                patched.setattr(WorkerMemory, "map", refuse)
+                with pytest.raises(TransferFailedError, match="cannot map the receive buffer"):
+                    await received_by(given.receiver, *at_once(image))
+            given.receiver.close(await received_by(given.receiver, *at_once(image)))
+            await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
 
@@ -381,7 +434,7 @@ def test_who_leaves_while_it_is_borrowed_holds_nothing() -> None:
         async with setting() as given:
             for pause in range(6):  # event loop turns until the client leaves
                 image = given.offered()
-                borrowing = asyncio.create_task(given.receiver.receive(at_once(image)))
+                borrowing = asyncio.create_task(received_by(given.receiver, *at_once(image)))
                 for _ in range(pause):
                     await asyncio.sleep(0)
                 borrowing.cancel()
@@ -393,13 +446,37 @@ def test_who_leaves_while_it_is_borrowed_holds_nothing() -> None:
     run(scenario())
 
 
-def test_what_does_not_fit_the_model_is_told_before_it_is_read() -> None:
+@pytest.mark.parametrize("shape", [(6, WIDTH + 1), (5, WIDTH)])
+@pytest.mark.parametrize("by", ["a location", "an encoder", "value"])
+def test_what_does_not_fit_the_model_is_never_granted(by: str, shape: tuple[int, int]) -> None:
     async def scenario() -> None:
         async with setting() as given:
             image = given.offered()
-            arrived = await given.receiver.receive(at_once(image))
-            with pytest.raises(WireError, match="shape"):
-                arrived.tensor(0, width=WIDTH + 1, merge_size=MERGE)
+            encoding: Any = image
+            if by == "an encoder":
+                (encoding,) = at_once(image)
+            elif by == "value":
+                (encoding,) = at_once(EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS))
+            with pytest.raises(EmbeddingMismatchError, match="is not the expected") as error:
+                await given.receiver.receive([encoding], [shape], given.receiver.new_batch())
+            assert error.value.image == 0
+            assert len(given.receiver) == len(given.scheduler.table) == 0
+
+    run(scenario())
+
+
+def test_what_came_by_value_is_not_kept_in_the_object_store() -> None:
+    """Its memory is freed once the bytes are copied, and not at the end of the answer."""
+
+    async def scenario() -> None:
+        async with setting() as given:
+            arrived = await received_by(
+                given.receiver, *at_once(EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS))
+            )
+            (image,) = arrived.images
+            assert isinstance(image, SharedEmbedding)
+            assert image.server == PREFIX_CACHE_ONLY
+            assert arrived.locations == (None,), "it is stored nowhere"
             given.receiver.close(arrived)
 
     run(scenario())

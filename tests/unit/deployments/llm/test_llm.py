@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import pickle
 from argparse import Namespace
@@ -26,8 +27,8 @@ from deployments.common.messages import (
     EncodedImage,
     EncodeTimings,
     HttpRequest,
-    ImageReference,
     ImageRefused,
+    ItemReference,
     NotEncoded,
     ResponseHead,
     TooEarly,
@@ -36,40 +37,48 @@ from deployments.common.messages import (
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.llm import asgi_client
 from deployments.llm import deployment as llm_module
+from deployments.llm.startup_requests import EngineLoadError
 from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
 from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
 from deployments.vllm import compat
 from deployments.vllm.compat import AsgiApp
 from deployments.vllm.connector.replica_link import LinkLostError
+from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.samples import at_once
 
-WIDTH, MERGE = 6, 2
+WIDTH = 6
 TIMINGS = EncodeTimings(1.0, 2.0, 3.0, 4.0, cached=False)
 
 
 def replica() -> StandInLLM:
-    return StandInLLM(AppConfig(), WIDTH, MERGE)
+    return StandInLLM(AppConfig(), WIDTH)
 
 
-def encoded(value: float = 1.0, width: int = WIDTH, grid: tuple[int, int, int] = (1, 4, 6)) -> EncodedImage:
-    return EncodedImage.pack(torch.full((6, width), value), grid, f"digest {value}", TIMINGS)
+def digest(value: float) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest()
 
 
-def place(image: int, label: str = "image 1 of 1") -> ImageReference:
-    return ImageReference(new_key(), new_key(), image, label)
+def encoded(value: float = 1.0, width: int = WIDTH, rows: int = 6) -> EncodedImage:
+    return EncodedImage.pack(torch.full((rows, width), value), digest(value), TIMINGS)
 
 
-def request(*places: ImageReference, roles: Sequence[str] = (), joined: bool = False, **fields: object) -> HttpRequest:
+def header(value: float = 1.0, grid: tuple[int, int, int] = (1, 4, 6)) -> ItemHeader:
+    """Of `encoded`."""
+    update = PromptUpdate("replace", (7,), (PromptRun(7, 6, True),))
+    return ItemHeader(digest(value), "image", 6, (update,), grid)
+
+
+HEADERS = [header()]
+
+
+def place(item: int, label: str = "image 1 of 1") -> ItemReference:
+    return ItemReference(new_key(), item, label)
+
+
+def request(*places: ItemReference, roles: Sequence[str] = (), joined: bool = False, **fields: object) -> HttpRequest:
     """All images in one message of a user, or each in one of its role."""
-    parts = [
-        {
-            "type": "image_embeds",
-            "image_embeds": {"image_embeds": place.tokens_key, "image_grid_thw": place.grid_key},
-            "uuid": "u",
-        }
-        for place in places
-    ]
+    parts = [{"type": "image_url", "image_url": {"url": place.key}} for place in places]
     messages = [{"role": role, "content": [part]} for role, part in zip(roles, parts, strict=bool(roles))]
     body = {"messages": messages or [{"role": "user", "content": parts}], **fields}
     headers = [(b"content-type", b"application/json")]
@@ -81,10 +90,17 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def answered(
-    llm: StandInLLM, places: list[ImageReference], images: list[Any], **asked: Any
+    llm: StandInLLM,
+    places: list[ItemReference],
+    images: list[Any],
+    headers: Sequence[ItemHeader] | None = None,
+    **asked: Any,
 ) -> tuple[ResponseHead, Any]:
+    """`headers`: by default those of embeddings of 1.0, 2.0 and so on."""
+    headers = headers or [header(float(1 + number)) for number in range(len(images))]
+
     async def ask() -> list[Any]:
-        return [piece async for piece in llm.handle(request(*places, **asked), places, at_once(*images))]
+        return [piece async for piece in llm.handle(request(*places, **asked), places, headers, at_once(*images))]
 
     accepted, head, *chunks = asyncio.run(ask())
     assert isinstance(accepted, Accepted)
@@ -93,7 +109,7 @@ def answered(
 
 def test_embeddings_are_there_under_their_keys_and_gone_afterwards() -> None:
     llm, places = replica(), [place(1, "image 1 of 3"), place(0, "image 2 of 3"), place(1, "image 3 of 3")]
-    head, body = answered(llm, places, [encoded(1.0), encoded(2.0, grid=(1, 6, 4))])
+    head, body = answered(llm, places, [encoded(1.0), encoded(2.0)], [header(1.0), header(2.0, (1, 6, 4))])
     assert head.status == 200
     assert [image["norm"] for image in body["images"]] == [12.0, 6.0, 12.0]
     assert [image["grid"] for image in body["images"]] == [[1, 6, 4], [1, 4, 6], [1, 6, 4]]
@@ -101,19 +117,18 @@ def test_embeddings_are_there_under_their_keys_and_gone_afterwards() -> None:
     assert llm.state()["keys"] == 0
 
 
-@pytest.mark.parametrize(
-    "image", [encoded(width=WIDTH - 1), encoded(grid=(1, 4, 8)), encoded(grid=(1, 3, 8)), encoded(grid=(0, 4, 6))]
-)
+@pytest.mark.parametrize("image", [encoded(2.0, width=WIDTH - 1), encoded(2.0, rows=5), encoded(2.0, rows=7)])
 def test_an_embedding_that_does_not_fit_never_reaches_the_engine(image: EncodedImage) -> None:
     """It would kill the engine. The client is told which image, and nothing of the inside."""
     llm = replica()
-    called: list[object] = []
-    llm._frontend.app = cast(AsgiApp, lambda *_: called.append(1))
+    granted: list[str] = []
+    grant = llm.engine.scheduler.table.grant
+    llm.engine.scheduler.table.grant = lambda lease: (granted.append(lease.header.digest), grant(lease))[1]  # type: ignore[method-assign,func-returns-value]
     head, body = answered(llm, [place(0), place(1, "image 2 of 2")], [encoded(), image])
     assert head.status == 500
     assert body["error"]["code"] == "embedding_mismatch"
     assert body["error"]["message"] == "image 2 of 2: its embedding does not fit the model"
-    assert called == []
+    assert image.digest not in granted
     assert llm.state()["keys"] == 0
 
 
@@ -131,9 +146,9 @@ def test_where_an_encoder_failed_the_ingress_is_told_at_once_and_nothing_else(er
         llm, places = replica(), [place(0), place(1)]
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         encodings: list[Awaitable[Any]] = [never, *at_once(error)]
-        pieces = llm.handle(request(*places), places, encodings)
+        pieces = llm.handle(request(*places), places, [header(1.0), header(2.0)], encodings)
         assert [piece async for piece in pieces] == [NotEncoded(1)]
-        assert (never.cancelled(), llm.seen.calls, llm.state()["keys"]) == (True, 0, 0)
+        assert (never.cancelled(), llm.state()["keys"]) == (True, 0)
 
     run(scenario())
 
@@ -146,19 +161,22 @@ def test_requests_that_wait_for_encoders_leave_places_to_others() -> None:
         llm._requests._max_early_requests = 1
         early = dataclasses.replace(request(*places), early_prefill=True)
         coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        waits = cast(AsyncGenerator[Any, None], llm.handle(early, places, [coming]))
+        waits = cast(AsyncGenerator[Any, None], llm.handle(early, places, HEADERS, [coming]))
         first = asyncio.ensure_future(anext(waits))
         await asyncio.sleep(0)
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        assert [piece async for piece in llm.handle(early, places, [never])] == [TooEarly()]
+        assert [piece async for piece in llm.handle(early, places, HEADERS, [never])] == [TooEarly()]
         others = [(request(), []), (request(*places), at_once(encoded()))]
         for other, encodings in others:
-            pieces = cast(AsyncGenerator[Any, None], llm.handle(other, places[: len(encodings)], encodings))
+            pieces = cast(
+                AsyncGenerator[Any, None],
+                llm.handle(other, places[: len(encodings)], HEADERS[: len(encodings)], encodings),
+            )
             assert isinstance(await anext(pieces), Accepted)
             await pieces.aclose()
         coming.set_result(encoded())
         assert isinstance(await first, Accepted)
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(early, places, at_once(encoded())))
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(early, places, HEADERS, at_once(encoded())))
         assert isinstance(await anext(pieces), Accepted), "the other one does not wait any more"
         await pieces.aclose()
         await waits.aclose()
@@ -205,9 +223,8 @@ def with_template(taken: Sequence[str], status: int = 200) -> StandInLLM:
         missing = []
         for message in (await asked.json())["messages"]:
             for part in message["content"]:
-                if part["type"] == "image_embeds":
-                    for key in part["image_embeds"].values():
-                        llm._frontend.keys.pop(key)
+                if part["type"] == "image_url":
+                    llm._frontend.references.header(part["image_url"]["url"])
                     missing += [part] * (message["role"] not in taken)
         if missing:
             return JSONResponse({"error": "ListenerError to apply prompt replacement"}, 500)
@@ -245,7 +262,7 @@ def test_keys_are_withdrawn_when_the_application_fails() -> None:
 def test_closing_a_stream_disconnects_and_withdraws() -> None:
     async def scenario() -> None:
         llm, places = replica(), [place(0)]
-        stream = llm.handle(request(*places, stream=True), places, at_once(encoded()))
+        stream = llm.handle(request(*places, stream=True), places, HEADERS, at_once(encoded()))
         assert isinstance(await anext(stream), Accepted)
         assert isinstance(await anext(stream), ResponseHead)
         assert cast(bytes, await anext(stream)).startswith(b"data: ")
@@ -321,7 +338,7 @@ def test_the_engine_has_the_request_while_it_is_told_that_it_is_there() -> None:
 
         llm, places = replica(), [place(0)]
         llm._frontend.app = cast(AsgiApp, slow)
-        stream = llm.handle(request(*places), places, at_once(encoded()))
+        stream = llm.handle(request(*places), places, HEADERS, at_once(encoded()))
         assert isinstance(await anext(stream), Accepted)
         await asyncio.wait_for(begun.wait(), 10)
         with mock.patch.object(asgi_client, "DISCONNECT_GRACE_S", 0.05):
@@ -339,7 +356,9 @@ def test_requests_at_the_same_time_do_not_see_each_others_embeddings() -> None:
 
         async def ask(value: float) -> float:
             places = [place(0)]
-            _, _, *chunks = [piece async for piece in llm.handle(request(*places), places, at_once(encoded(value)))]
+            _, _, *chunks = [
+                piece async for piece in llm.handle(request(*places), places, [header(value)], at_once(encoded(value)))
+            ]
             norm: float = json.loads(b"".join(cast(list[bytes], chunks)))["images"][0]["norm"]
             return norm
 
@@ -388,7 +407,7 @@ def test_an_error_of_a_dead_engine_is_no_answer(status: int, content_type: bytes
     async def scenario() -> None:
         llm, places = replica(), [place(0)]
         llm._frontend.app = failing(status, content_type, llm)
-        pieces = llm.handle(request(*places), places, at_once(encoded()))
+        pieces = llm.handle(request(*places), places, HEADERS, at_once(encoded()))
         assert isinstance(await anext(pieces), Accepted)
         with pytest.raises(EngineDeadError) as ended:
             await anext(pieces)
@@ -451,7 +470,8 @@ def started(
     engine = Namespace(model_config=Namespace(is_hybrid=hybrid))
     monkeypatch.setattr(compat, "start_engine", lambda *_, **__: (engine, Namespace(model="scenes")))
     monkeypatch.setattr(compat, "build_application", application)
-    monkeypatch.setattr(compat, "embedding_shape", lambda _: compat.EmbeddingShape(WIDTH, MERGE))
+    monkeypatch.setattr(compat, "embedding_width", lambda _: WIDTH)
+    monkeypatch.setattr(compat, "one_token_header", lambda *_: header())
     monkeypatch.setattr(compat, "has_prefix_cache", lambda _: True)
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
@@ -476,9 +496,19 @@ def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_prompts_of_a_hybrid_model_are_not_prefilled_early(monkeypatch: pytest.MonkeyPatch, hybrid: bool) -> None:
-    llm, _ = started(monkeypatch, AppConfig(model="/somewhere"), hybrid=hybrid)
-    assert (llm._requests.early_prefill is None) is hybrid
+def test_prompts_of_a_hybrid_model_are_not_prefilled_early(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hybrid: bool
+) -> None:
+    """The connector decides it: tests/unit/deployments/vllm/connector."""
+    started(monkeypatch, AppConfig(model="/somewhere"), hybrid=hybrid)
+    assert ("early prefill is disabled: some layers keep a recurrent state" in caplog.text) is hybrid
+
+
+def test_an_engine_that_cannot_load_embeddings_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no other way for an image into it."""
+    config = AppConfig.model_validate({"model": "/somewhere", "llm": {"engine_args": {"pipeline_parallel_size": 2}}})
+    with pytest.raises(EngineLoadError, match="only the first stage of a pipeline"):
+        started(monkeypatch, config)
 
 
 def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
@@ -488,7 +518,7 @@ def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
 
     async def scenario() -> None:
         coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(place(0)), [place(0)], [coming], call))
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(place(0)), [place(0)], HEADERS, [coming], call))
         accepted = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
         assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
@@ -498,7 +528,7 @@ def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
         assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
         await pieces.aclose()
         assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: b""}
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(stream=True), [], [], call))
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(stream=True), [], [], [], call))
         assert isinstance(await anext(pieces), Accepted)
         assert (await anext(pieces)).status == 200
         assert llm.record_routing_stats() == {PENDING_TOKENS: RUNNING_TOKENS, PUBLISHED_DIGESTS: held}
@@ -525,7 +555,7 @@ def test_a_prompt_is_read_at_its_first_token_though_its_answer_is_not_streamed()
             await send({"type": "http.response.body", "body": b"{}"})
 
         llm._frontend.app = cast(AsgiApp, app)
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(), [], [], call))
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(), [], [], [], call))
         assert isinstance(await anext(pieces), Accepted)
         head = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,15 +22,14 @@ from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.prefix_cache_skip import EmbeddingNeededError, MissingWatch, stream_unless_missing
 from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, first_token_clock
-from deployments.vllm.media_connector import make_connector_class
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
 from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually
-from tests.unit.deployments.llm.test_llm import encoded, place, replica, request, run
+from tests.unit.deployments.llm.test_llm import digest, encoded, header, place, replica, request, run
 from tests.unit.deployments.samples import at_once, png
 from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, ingress_of
 
-DIGEST = "digest 1.0"
+DIGEST = digest(1.0)
 CHAT = "/v1/chat/completions"
 TEXT = {"type": "text", "text": "And now?"}
 
@@ -55,17 +56,16 @@ class Engine:
         self.llm: StandInLLM = replica()
         self.receiver = self.llm._receiver
         self.receiver._counts = self.counts = FreeAdded()
-        self.receiver._engine_loads = self.receiver.has_prefix_cache = True
-        self.came: list[tuple[int, ...]] = []
+        self.receiver.has_prefix_cache = True
+        self.came: list[str] = []
         self.left = asyncio.Event()
         self._then, self._at_chunk = then, at_chunk
         app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
         self.llm._frontend.app = cast(AsgiApp, app)
 
     async def _chat(self, given: Request) -> Response:
-        connector = make_connector_class(self.llm._frontend.keys)()
         for part in (await given.json())["messages"][0]["content"]:
-            self.came.append(tuple(connector.fetch_image_embedding(part["image_embeds"]["image_embeds"]).shape))
+            self.came.append(self.llm._frontend.references.header(part["image_url"]["url"]).digest)
         if self._at_chunk is not None:
             return StreamingResponse(self._chunks(), media_type="text/event-stream")
         self._then()
@@ -91,12 +91,13 @@ class Engine:
         finally:
             self.left.set()
 
-    def misses(self, digest: str) -> None:
-        self.receiver.missing.report(digest)
+    def misses(self, *digests: str) -> None:
+        self.receiver.missing.report(digests)
 
     async def answer(self, *given: Any) -> list[object]:
         places = [place(number) for number in range(len(given))]
-        return [piece async for piece in self.llm.handle(request(*places), places, given)]
+        headers = [header(float(1 + number)) for number in range(len(given))]
+        return [piece async for piece in self.llm.handle(request(*places), places, headers, given)]
 
 
 async def put(told: list[T], pieces: AsyncIterable[T]) -> None:
@@ -112,7 +113,7 @@ def test_what_the_engine_has_no_need_of_is_not_fetched() -> None:
         assert accepted == Accepted(engine.llm._requests.shm_host, (nowhere(), nowhere(2.0)))
         assert isinstance(head, ResponseHead)
         assert b'path;desc="prefix_cache"' in dict(head.headers)[b"server-timing"]
-        assert engine.came == [(6, 0), (6, 0)], "placeholders"
+        assert engine.came == [digest(1.0), digest(2.0)]
         assert engine.counts.added[Counter.EMBEDDINGS_SKIPPED, None] == 2
         assert not any(count is Counter.EMBEDDINGS_RECEIVED for count, _ in engine.counts.added)
         assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
@@ -124,7 +125,7 @@ def test_what_the_engine_waits_for_is_to_be_encoded() -> None:
     """The ingress is told once the engine has given the request up, since it comes again with the same keys."""
 
     async def scenario() -> None:
-        engine = Engine(lambda: engine.misses("digest 2.0"), at_chunk=0)
+        engine = Engine(lambda: engine.misses(digest(2.0)), at_chunk=0)
         assert await engine.answer(nowhere(), nowhere(2.0)) == [NotEncoded(1)]
         assert engine.left.is_set()
         assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
@@ -138,7 +139,7 @@ def test_what_the_engine_waits_for_is_to_be_encoded() -> None:
 
 def test_what_another_request_waits_for_is_its_own() -> None:
     async def scenario() -> None:
-        engine = Engine(lambda: engine.misses("digest 2.0"))
+        engine = Engine(lambda: engine.misses(digest(2.0)))
         assert isinstance((await engine.answer(nowhere()))[0], Accepted)
 
     run(scenario())
@@ -151,7 +152,7 @@ def test_a_prefix_that_leaves_the_cache_in_mid_answer_ends_the_answer() -> None:
         engine = Engine(lambda: engine.misses(DIGEST), at_chunk=2)
         places, pieces = [place(0)], list[object]()
         with pytest.raises(TransferFailedError):
-            await put(pieces, engine.llm.handle(request(*places), places, [nowhere()]))
+            await put(pieces, engine.llm.handle(request(*places), places, [header()], [nowhere()]))
         assert [type(piece) for piece in pieces[:2]] == [Accepted, ResponseHead]
         assert b"".join(cast(list[bytes], pieces[2:])) == b"data: 0\n\ndata: 1\n\n"
         assert engine.left.is_set()
@@ -159,19 +160,29 @@ def test_a_prefix_that_leaves_the_cache_in_mid_answer_ends_the_answer() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("why", ["the engine keeps no prefixes", "it does not load", "another comes with the request"])
-def test_where_the_engine_cannot_be_asked_encoders_are(why: str) -> None:
+def test_where_the_engine_keeps_no_prefixes_encoders_are_asked() -> None:
     async def scenario() -> None:
         engine = Engine()
-        given: list[Any] = [nowhere()]
-        if why == "the engine keeps no prefixes":
-            engine.receiver.has_prefix_cache = False
-        elif why == "it does not load":
-            engine.receiver.disable_engine_loads()
-        else:
-            given = [*at_once(encoded(2.0)), nowhere()]
-        assert await engine.answer(*given) == [NotEncoded(len(given) - 1)]
-        assert engine.came == []
+        engine.receiver.has_prefix_cache = False
+        assert await engine.answer(nowhere()) == [NotEncoded(0)]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_embeddings_that_are_skipped_and_others_mix_in_a_request(missed: bool) -> None:
+    """The engine reports what it misses before the others have come; of what is being received that means nothing."""
+
+    async def scenario() -> None:
+        def then() -> None:
+            engine.misses(digest(1.0), *([digest(2.0)] if missed else []))
+
+        engine = Engine(then, at_chunk=0 if missed else None)
+        pieces = await engine.answer(*at_once(encoded(1.0)), nowhere(2.0))
+        assert pieces[0] == (
+            NotEncoded(1) if missed else Accepted(engine.llm._requests.shm_host, (nowhere(1.0), nowhere(2.0)))
+        )
+        assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
 
     run(scenario())
 
@@ -195,7 +206,8 @@ def test_a_client_that_leaves_leaves_nothing_behind(streamed: bool) -> None:
     async def scenario() -> None:
         engine = Engine(at_chunk=1) if streamed else Engine(whole_takes_long=True)
         places = [place(0)]
-        answer = cast(AsyncGenerator[object], engine.llm.handle(request(*places), places, [nowhere()]))
+        handled = engine.llm.handle(request(*places), places, [header()], [nowhere()])
+        answer = cast(AsyncGenerator[object], handled)
         assert isinstance(await anext(answer), Accepted), "with the first token, not with the answer's end"
         if streamed:
             assert isinstance(await anext(answer), ResponseHead)
@@ -209,12 +221,35 @@ def test_only_those_who_watch_are_told() -> None:
     async def scenario() -> None:
         watch = MissingWatch()
         with watch.watch(["a", "a", "b"]) as one, watch.watch(["b"]) as other:
-            watch.report("c")
-            await asyncio.to_thread(watch.report, "a")
-            watch.report("a")
-            await eventually(one.done)
-            assert (one.result(), other.done()) == ("a", False)
-        assert (len(watch), other.cancelled()) == (0, True)
+            one.skip(["a"])
+            other.skip(["b"])
+            watch.report(["c"])
+            await asyncio.to_thread(watch.report, ["a"])
+            watch.report(["a"])
+            await eventually(one.needed.done)
+            assert (one.needed.result(), other.needed.done()) == ("a", False)
+        assert (len(watch), other.needed.cancelled()) == (0, True)
+
+    run(scenario())
+
+
+@given(st.permutations(["report a", "report b", "skip", "report c"]))
+def test_what_is_missed_and_skipped_is_needed_whichever_comes_first(order: Sequence[str]) -> None:
+    """vLLM has the request before it is known that `a` is skipped, and reports an embedding once; `b` is received."""
+
+    async def scenario() -> None:
+        watch = MissingWatch()
+        with watch.watch(["a", "b"]) as missing:
+            for each in order:
+                if each == "skip":
+                    missing.skip(["a"])
+                else:
+                    watch.report([each[-1]])
+                await asyncio.sleep(0)
+                done = order.index(each)
+                expected = done >= max(order.index("skip"), order.index("report a"))
+                assert missing.needed.done() == expected
+            assert missing.needed.result() == "a"
 
     run(scenario())
 

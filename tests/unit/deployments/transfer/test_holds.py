@@ -78,7 +78,7 @@ class Holds(RuleBasedStateMachine):
             return
         self.value += 1
         room.fill_(self.value)
-        image = EncodedImage.pack(room, (1, 2, 2 * ROWS), digest(number), TIMINGS)
+        image = EncodedImage.pack(room, digest(number), TIMINGS)
         assert self.store.publish(image)
         self.cache[number], self.last[number] = image, self.value
 
@@ -100,9 +100,7 @@ class Holds(RuleBasedStateMachine):
     @rule(number=digests, reader=readers, direct_read=st.booleans())
     def hold(self, number: int, reader: int, direct_read: bool) -> None:
         found = self.found(number)
-        asked = self.readers[reader].acquire(
-            Header(digest(number), "float32", (ROWS, WIDTH), (1, 2, 2 * ROWS)), direct_read=direct_read
-        )
+        asked = self.readers[reader].acquire(Header(digest(number), "float32", (ROWS, WIDTH)), direct_read=direct_read)
         if found is None:
             with pytest.raises(EmbeddingUnavailableError):
                 asked.result(PATIENCE_S)

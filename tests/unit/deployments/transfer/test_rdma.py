@@ -19,7 +19,7 @@ import torch
 
 from deployments.common.messages import RemoteLocation, SharedEmbedding
 from deployments.transfer.rdma import NixlMemory, NotInstalledError
-from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_store import EmbeddingStore
 from tests.unit.deployments.transfer.test_remote_sender import is_free
@@ -46,9 +46,7 @@ class Source:
         told = self._answer({"number": number, "tokens": tokens})
         agent_metadata, lease = (base64.b64decode(told[key]) for key in ("agent_metadata", "lease"))
         place = RemoteLocation(agent_metadata, told["address"], lease)
-        return SharedEmbedding(
-            digest(number), (1, 4, tokens), "bfloat16", (tokens, WIDTH), TIMINGS, server="", remote=place
-        )
+        return SharedEmbedding(digest(number), "bfloat16", (tokens, WIDTH), TIMINGS, server="", remote=place)
 
     def lent(self) -> int:
         """Embeddings that it keeps for readers."""
@@ -90,7 +88,7 @@ def test_embeddings_arrive_bit_by_bit(source: Source, buffer: ReceiveBuffer) -> 
     for number, tokens in ((1, 6), (2, LARGE)):
         image = source.lend(number, tokens=tokens)
         received = buffer.receive(image).result(PATIENCE_S)
-        expected = encoded(EmbeddingStore(2**27), number, tokens=tokens).unpack(width=WIDTH, merge_size=2)
+        expected = encoded(EmbeddingStore(2**27), number, tokens=tokens).unpack()
         assert torch.equal(received.tensor(), expected)
         del received
     eventually(lambda: is_free(buffer))
@@ -102,7 +100,7 @@ def test_what_is_not_the_encoders_cannot_be_read(source: Source, buffer: Receive
     image = source.lend()
     assert image.remote is not None
     outside = RemoteLocation(image.remote.agent_metadata, image.remote.address + 2**28, b"")
-    wrong = SharedEmbedding(image.digest, image.grid_thw, image.dtype, image.shape, TIMINGS, "", outside)
+    wrong = SharedEmbedding(image.digest, image.dtype, image.shape, TIMINGS, "", outside)
     with pytest.raises(EmbeddingUnavailableError, match="NOT_FOUND"):
         buffer.receive(wrong).result(PATIENCE_S)
     buffer.receive(image).result(PATIENCE_S)
@@ -159,7 +157,7 @@ def test_a_new_process_is_read_from_after_the_old_one(source: Source, buffer: Re
 
 READER = """
 import pickle, sys, time
-from deployments.transfer.remote_receiver import ReceiveBuffer
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.rdma import NixlMemory
 buffer = ReceiveBuffer(NixlMemory(), 2**27, timeout_s=60)
 print("ready", flush=True)  # an embedding is lent for a bounded time

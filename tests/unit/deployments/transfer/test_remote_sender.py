@@ -12,12 +12,12 @@ import torch
 
 from deployments.common.messages import SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, WrongEmbeddingError
-from deployments.transfer.remote_receiver import ReceiveBuffer, ReceivedEmbedding
+from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_store import EmbeddingStore
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
-from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, WIDTH, encoded, eventually
+from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, encoded, eventually
 
 SHORT_S = 0.05
 OFFER_TIMEOUT_S = 600.0
@@ -77,7 +77,7 @@ def test_an_embedding_arrives_bit_by_bit_and_both_ends_give_back(
 ) -> None:
     image = published(sender, store)
     received = buffer.receive(image).result(PATIENCE_S)
-    expected = encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=2)
+    expected = encoded(EmbeddingStore(2**20)).unpack()
     assert torch.equal(received.tensor(), expected)
     eventually(lambda: len(sender) == 0 and is_free(store))
     kept = received.tensor()

@@ -52,7 +52,7 @@ def digest(number: int) -> str:
 
 def header(number: int, *, tokens: int = 6) -> Header:
     """Of what `encoded` makes."""
-    return Header(digest(number), "bfloat16", (tokens, WIDTH), (1, 4, tokens))
+    return Header(digest(number), "bfloat16", (tokens, WIDTH))
 
 
 def encoded(
@@ -68,7 +68,7 @@ def encoded(
     assert room is not None
     generator = torch.Generator().manual_seed(number if seed is None else seed)
     room.copy_(torch.randn(tokens, WIDTH, generator=generator))
-    return EncodedImage.pack(room, (1, 4, tokens), digest(number), TIMINGS)
+    return EncodedImage.pack(room, digest(number), TIMINGS)
 
 
 def eventually(true: Callable[[], bool]) -> None:
@@ -107,9 +107,9 @@ def test_an_embedding_arrives_bit_by_bit_and_uncopied(
     assert store.offer(image)
     found = hold(client, image).tensor()
     assert found.dtype == dtype
-    assert torch.equal(found, image.unpack(width=WIDTH, merge_size=2))
+    assert torch.equal(found, image.unpack())
     image.bits[0, 0] += 1
-    assert torch.equal(found, image.unpack(width=WIDTH, merge_size=2)), "it is the same memory"
+    assert torch.equal(found, image.unpack()), "it is the same memory"
 
 
 def test_what_is_held_stays_and_what_is_released_makes_room(store: EmbeddingStore, client: ShmClient) -> None:
@@ -117,7 +117,7 @@ def test_what_is_held_stays_and_what_is_released_makes_room(store: EmbeddingStor
     image = encoded(store)
     store.offer(image)
     held = hold(client, image)
-    wanted, expected = Header.of(image), image.unpack(width=WIDTH, merge_size=2).clone()
+    wanted, expected = Header.of(image), image.unpack().clone()
     del image
     gc.collect()
     assert store.arena.free_bytes < whole
@@ -139,7 +139,7 @@ def test_each_answer_is_for_one_reader(store: EmbeddingStore, client: ShmClient)
     client.acquire(wanted).result(PATIENCE_S).release()
     barrier(client)
     held = client.acquire(wanted).result(PATIENCE_S)
-    assert torch.equal(held.tensor(), encoded(EmbeddingStore(2**20)).unpack(width=WIDTH, merge_size=2))
+    assert torch.equal(held.tensor(), encoded(EmbeddingStore(2**20)).unpack())
     held.release()
     barrier(client)
     assert store.arena.free_bytes == store.arena.num_bytes
@@ -273,7 +273,7 @@ def test_a_server_answers_and_goes_on_after_an_error(store: EmbeddingStore, monk
         client._sender.send({"neither": 1})
         barrier(client)
         assert [failed.get(timeout=PATIENCE_S) for _ in range(3)] == [ListenerError.MESSAGE] * 3
-        assert torch.equal(held.tensor(), image.unpack(width=WIDTH, merge_size=2))
+        assert torch.equal(held.tensor(), image.unpack())
 
 
 def test_a_client_goes_on_after_an_error(store: EmbeddingStore, server: ShmServer) -> None:
@@ -317,7 +317,7 @@ def test_a_server_of_another_version_is_not_read_from(server: ShmServer, monkeyp
 
 
 def test_an_embedding_of_other_memory_is_not_offered(store: EmbeddingStore, client: ShmClient) -> None:
-    image = EncodedImage.pack(torch.zeros(6, WIDTH), (1, 4, 6), digest(1), TIMINGS)
+    image = EncodedImage.pack(torch.zeros(6, WIDTH), digest(1), TIMINGS)
     assert not store.offer(image)
     with pytest.raises(EmbeddingUnavailableError):
         client.acquire(Header.of(image)).result(PATIENCE_S)
@@ -327,7 +327,7 @@ def test_another_embedding_in_its_place_is_told_from_it(store: EmbeddingStore, c
     image = encoded(store)
     store.offer(image)
     held = hold(client, image)
-    store.offer(EncodedImage(digest(2), image.grid_thw, image.dtype, image.bits, TIMINGS))
+    store.offer(EncodedImage(digest(2), image.dtype, image.bits, TIMINGS))
     with pytest.raises(WrongEmbeddingError, match=digest(2)[:12]):
         held.tensor()
 
@@ -351,21 +351,20 @@ def test_memory_that_is_being_written_holds_nothing(store: EmbeddingStore, clien
 @pytest.mark.parametrize(
     "other",
     [
-        Header(digest(2), "bfloat16", (6, 64), (1, 4, 6)),
-        Header(digest(1), "float32", (6, 64), (1, 4, 6)),
-        Header(digest(1), "bfloat16", (3, 128), (1, 4, 6)),
-        Header(digest(1), "bfloat16", (6, 64), (1, 6, 4)),
+        Header(digest(2), "bfloat16", (6, 64)),
+        Header(digest(1), "float32", (6, 64)),
+        Header(digest(1), "bfloat16", (3, 128)),
     ],
 )
 def test_every_field_of_a_header_counts(other: Header) -> None:
-    written = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)).to_bytes()
-    verify_header(written, Header(digest(1), "bfloat16", (6, 64), (1, 4, 6)))
+    written = Header(digest(1), "bfloat16", (6, 64)).to_bytes()
+    verify_header(written, Header(digest(1), "bfloat16", (6, 64)))
     with pytest.raises(WrongEmbeddingError):
         verify_header(written, other)
 
 
 def test_a_torn_header_is_none() -> None:
-    expected = Header(digest(1), "bfloat16", (6, 64), (1, 4, 6))
+    expected = Header(digest(1), "bfloat16", (6, 64))
     written = bytearray(expected.to_bytes())
     written[20] ^= 1
     with pytest.raises(WrongEmbeddingError, match="no embedding"):
@@ -484,7 +483,7 @@ def survives(client: ShmClient, lends: subprocess.Popen[str], image: EncodedImag
     held = hold(client, image)
     lends.send_signal(signal.SIGKILL)
     eventually(lambda: not client.is_alive)
-    assert torch.equal(held.tensor(), image.unpack(width=WIDTH, merge_size=2))
+    assert torch.equal(held.tensor(), image.unpack())
     inode = str(os.fstat(client.file).st_ino)
     assert any(inode == line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines())
     return inode, client.file

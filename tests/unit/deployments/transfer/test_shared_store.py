@@ -111,7 +111,7 @@ def test_an_embedding_can_be_found_for_as_long_as_anybody_holds_it(store: Embedd
     assert store.find(image.digest) is None
     assert store.publish(image)
     assert store.find(image.digest) is image
-    again = EncodedImage(image.digest, image.grid_thw, image.dtype, image.bits, TIMINGS)  # as an answer from the cache
+    again = EncodedImage(image.digest, image.dtype, image.bits, TIMINGS)  # as an answer from the cache
     store.offer(again)
     lent = store.acquire(image.digest)
     assert lent is not None
@@ -124,6 +124,6 @@ def test_an_embedding_can_be_found_for_as_long_as_anybody_holds_it(store: Embedd
 
 
 def test_an_embedding_of_other_memory_is_not_found(store: EmbeddingStore) -> None:
-    image = EncodedImage.pack(torch.zeros(6, WIDTH), (1, 4, 6), digest(1), TIMINGS)
+    image = EncodedImage.pack(torch.zeros(6, WIDTH), digest(1), TIMINGS)
     assert not store.publish(image)
     assert store.find(image.digest) is None

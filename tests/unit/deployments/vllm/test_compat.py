@@ -138,6 +138,7 @@ SOURCES = {
     "vllm/v1/engine/async_llm.py": (
         "from ..base import Base\n"
         "class AsyncLLM(Base):\n    def from_engine_args(cls): ...\n    async def generate(self): ...\n"
+        "    def __init__(self): self.renderer = None\n"
         "    async def get_supported_tasks(self): ...\n    def check_health(self): ...\n"
     ),
     "vllm/config/__init__.py": "from vllm.config.ec_transfer import ECTransferConfig\n",
@@ -187,7 +188,7 @@ def test_the_static_check_passes_a_tree_that_has_everything(tmp_path: Path) -> N
          "build_app does not take 3 positional arguments"),
         ("vllm/entrypoints/openai/api_server.py", "def build_app(args, tasks=None, model_config=None): ...",
          "build_app = None", "build_app does not take 3 positional arguments"),
-        ("vllm/engine/arg_utils.py", "enable_mm_embeds", "renamed", "AsyncEngineArgs has no enable_mm_embeds"),
+        ("vllm/engine/arg_utils.py", "skip_mm_profiling", "renamed", "AsyncEngineArgs has no skip_mm_profiling"),
         ("vllm/v1/base.py", "shutdown", "stop", "AsyncLLM has no shutdown"),
         ("vllm/v1/engine/async_llm.py", "generate", "produce", "AsyncLLM has no generate"),
         ("vllm/multimodal/media/connector.py", "MEDIA_CONNECTOR_REGISTRY", "X", "MEDIA_CONNECTOR_REGISTRY is in none"),
@@ -244,17 +245,6 @@ def test_an_engine_that_cannot_read_a_prompt_before_all_is_there(engine_args: di
 def test_a_scheduler_that_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SCHEDULER_METHOD", "_renamed")
     assert "no _renamed" in (compat.early_prefill_unsupported_reason({}) or "")
-
-
-def test_names_of_images_are_kept_where_nothing_is_cached_or_the_engine_does_not_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before 0.32 vLLM itself names images of which it caches nothing, and its connector would not know them."""
-    monkeypatch.setattr("vllm.__version__", "0.26.0")
-    assert "replaces the identifiers" in (compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) or "")
-    assert compat.engine_load_unsupported_reason({"enable_prefix_caching": True}) is None
-    monkeypatch.setattr("vllm.__version__", "0.32.0.post1+cpu")
-    assert compat.engine_load_unsupported_reason({"enable_prefix_caching": False}) is None
 
 
 def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.common.api_error import ApiError
-from deployments.common.messages import ImageReference
+from deployments.common.messages import ItemReference
 from deployments.ingress.http import chat_request
 from deployments.ingress.http.chat_request import (
     has_media,
     image_parts,
     pop_pixel_bounds,
+    put_reference,
     refuse_fields,
-    replace_by_key,
 )
 from encoder.images.size import PixelBounds
 
@@ -50,7 +50,7 @@ def test_images_of_all_messages_come_in_order_with_labels() -> None:
     assert [image.label for image in found] == ["image 1 of 3", "image 2 of 3", "image 3 of 3"]
     assert [image.url for image in found] == [URL, URL, URL + "B"]
     assert [image.detail for image in found] == ["auto", "auto", "low"]
-    assert found[2].part is body["messages"][3]["content"][0], "the part itself, for replace_by_key"
+    assert found[2].part is body["messages"][3]["content"][0], "the part itself, for put_reference"
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,8 @@ def test_the_refusal_tells_where() -> None:
 def test_put_key_leaves_nothing_of_the_clients_part() -> None:
     body = chat({**IMAGE, "extra": "x"})
     (image,) = image_parts(body)
-    replace_by_key(image, ImageReference("vitray:t", "vitray:g", 0, "image 1 of 1"), "d" * 64)
-    assert body["messages"][0]["content"] == [
-        {
-            "type": "image_embeds",
-            "image_embeds": {"image_embeds": "vitray:t", "image_grid_thw": "vitray:g"},
-            "uuid": "d" * 64,
-        }
-    ]
+    put_reference(image, ItemReference("vitray:t", 0, "image 1 of 1"))
+    assert body["messages"][0]["content"] == [{"type": "image_url", "image_url": {"url": "vitray:t"}}]
     assert image.url == URL, "a second try fetches it again"
 
 
@@ -291,7 +285,7 @@ def test_no_body_makes_anything_but_an_answer_or_an_api_error(body: dict[str, An
     except ApiError:
         return
     for number, image in enumerate(found):
-        replace_by_key(image, ImageReference(f"t{number}", f"g{number}", number, image.label), "digest")
+        put_reference(image, ItemReference(f"t{number}", number, image.label))
         image.part.clear()
     for message in body["messages"] if isinstance(body["messages"], list) else []:
         content = message.get("content") if isinstance(message, dict) else None

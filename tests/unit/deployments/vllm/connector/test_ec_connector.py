@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,12 @@ from deployments.transfer.header import WrongEmbeddingError
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.vllm import compat
-from deployments.vllm.connector.link import ADDRESS_KEY
-from tests.unit.deployments.llm.test_embedding_receiver import MERGE, FreeAdded, receiver_for
+from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY
+from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, received_by, receiver_for
 from tests.unit.deployments.samples import at_once
-from tests.unit.deployments.transfer.test_same_host import WIDTH, encoded, eventually
+from tests.unit.deployments.transfer.test_same_host import encoded, eventually
+
+STEP = SimpleNamespace(total_num_scheduled_tokens=1)
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Engine:
         images = [encoded(self.store, number) for number in numbers]
         for image in images:
             self.store.offer(image)
-        borrowing = self.receiver.receive(at_once(*(image.to_shared(self.server.address) for image in images)))
+        borrowing = received_by(self.receiver, *at_once(*(image.to_shared(self.server.address) for image in images)))
         arrived = self.loop.run_until_complete(borrowing)
         eventually(lambda: all(self.can_load(image.digest) for image in images))
         return images, arrived
@@ -50,13 +54,13 @@ class Engine:
 
     def step(self, cache: dict[str, torch.Tensor]) -> None:
         """What vLLM does between scheduling and the forward pass."""
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(SimpleNamespace()))
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(STEP))
         self.worker.start_load_caches(cache)
         self.worker.clear_connector_metadata()
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@contextmanager
+def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterator[Engine]:
     compat.lookup("ECConnectorBase")  # the packages that vLLM needs are mended by now
     from vllm.config import ECTransferConfig
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
@@ -69,16 +73,16 @@ def engine() -> Iterator[Engine]:
         ec_connector="SharedMemoryConnector",
         ec_connector_module_path="deployments.vllm.connector.ec_connector",
         ec_role="ec_consumer",
-        ec_connector_extra_config={ADDRESS_KEY: receiver.link.address},
+        ec_connector_extra_config={ADDRESS_KEY: receiver.link.address, MIN_TOKENS_KEY: min_tokens},
     )
     config: Any = SimpleNamespace(
         ec_transfer_config=transfer,
-        model_config=SimpleNamespace(dtype=torch.float32),
+        model_config=SimpleNamespace(dtype=torch.float32, is_hybrid=is_hybrid),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
     worker = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
-    assert receiver.wait_for_engine(timeout_s=60)
+    assert receiver.link.wait_for_engine(timeout_s=60)
     loop = asyncio.new_event_loop()
     try:
         yield Engine(receiver, store, server, scheduler, worker, loop)
@@ -90,11 +94,15 @@ def engine() -> Iterator[Engine]:
         loop.close()
 
 
-def feature(image: EncodedImage | str, offset: int, *, width: int = 0, length: int = 6) -> Any:
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with started() as engine:
+        yield engine
+
+
+def feature(image: EncodedImage | str, offset: int, *, length: int = 6) -> Any:
     digest = image if isinstance(image, str) else image.digest
-    data = {"image_embeds": SimpleNamespace(data=torch.empty(length, width))}
-    position = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(data=data, identifier=digest, mm_position=position)
+    return SimpleNamespace(identifier=digest, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
 def request(*features: Any, name: str = "request") -> Any:
@@ -110,7 +118,7 @@ def test_an_embedding_is_loaded_before_its_step_and_never_twice(engine: Engine) 
     cache: dict[str, torch.Tensor] = {}
     engine.step(cache)
     for each in (image, other):
-        assert torch.equal(cache[each.digest], each.unpack(width=WIDTH, merge_size=MERGE).float())
+        assert torch.equal(cache[each.digest], each.unpack().float())
     eventually(lambda: engine.receiver.num_loaded == 2)
     engine.step(cache)
     engine.scheduler.update_state_after_alloc(asked, 0)
@@ -121,12 +129,11 @@ def test_an_embedding_is_loaded_before_its_step_and_never_twice(engine: Engine) 
     assert engine.receiver.num_loaded == 2
 
 
-def test_a_request_waits_for_what_is_not_there_and_not_for_what_it_brings(engine: Engine) -> None:
+def test_a_request_waits_for_what_is_not_there(engine: Engine) -> None:
     (image,), arrived = engine.given(1)
     missing = "f" * 64
     assert not engine.scheduler.ensure_cache_available(request(feature(image, 0), feature(missing, 10)), 0)
-    assert engine.scheduler.ensure_cache_available(request(feature(missing, 0, width=WIDTH)), 0)
-    assert not engine.scheduler.has_cache_item(missing), "vLLM takes what the request brings"
+    assert not engine.scheduler.has_cache_item(missing)
     assert engine.scheduler.ensure_cache_available(request(), 0)
     engine.receiver.close(arrived)
 
@@ -141,30 +148,28 @@ def test_what_the_prefix_cache_has_is_not_waited_for(engine: Engine) -> None:
 def test_what_a_request_waits_for_is_told_once_and_what_the_prefix_cache_has_is_not(engine: Engine) -> None:
     """By which the replica learns whether the engine can do without an embedding that lies nowhere near."""
     (image,), arrived = engine.given(1)
-    told: list[str] = []
-    engine.receiver.link._on_missing = told.append
-    covered, wanted = "c" * 64, "f" * 64
-    features = feature(covered, 0), feature(image, 10), feature(wanted, 20)
+    told: list[list[str]] = []
+    engine.receiver.link._on_missing = lambda digests: told.append(list(digests))
+    covered, wanted, too = "c" * 64, "f" * 64, "e" * 64
+    features = feature(covered, 0), feature(image, 10), feature(wanted, 20), feature(too, 30), feature(wanted, 40)
     for name in ("one", "two"):
         for _ in range(3):
             assert not engine.scheduler.ensure_cache_available(request(*features, name=name), 6)
-    eventually(lambda: told == [wanted] * 2)
+    eventually(lambda: told == [[wanted, too]] * 2)
     assert engine.scheduler.ensure_cache_available(request(*features[:2], name="one"), 6)
     for name in ("one", "two"):
         engine.scheduler.request_finished(request(name=name))
     assert engine.scheduler._scheduler._reported_missing == {}
     assert not engine.scheduler.ensure_cache_available(request(*features, name="one"), 0)
-    eventually(lambda: told[2:] == [covered, wanted])
+    eventually(lambda: told[2:] == [[covered, wanted, too]])
     engine.receiver.close(arrived)
 
 
 def test_a_lease_does_not_end_between_the_question_for_it_and_the_load(engine: Engine) -> None:
-    """vLLM asks for the embedding of a request that brings its own data, then plans the load, all in one step. The
-    lease, another request's, could end between the two: the load was not made, and the engine ended with an encoder
-    cache miss."""
+    """vLLM asks for an embedding, then plans its load, all in one step. The lease could end between the two: the load
+    was not made, and the engine ended with an encoder cache miss."""
     (image,), arrived = engine.given(1)
-    asked = request(feature(image, 0, width=WIDTH))
-    assert engine.scheduler.ensure_cache_available(asked, 0)
+    asked = request(feature(image, 0))
     assert engine.scheduler.has_cache_item(image.digest)
     engine.receiver.close(arrived)
     table = engine.scheduler._scheduler.table
@@ -196,9 +201,43 @@ def test_another_embedding_in_its_place_is_never_loaded(engine: Engine) -> None:
     asked = request(feature(image, 0))
     assert engine.scheduler.ensure_cache_available(asked, 0)
     engine.scheduler.update_state_after_alloc(asked, 0)
-    engine.store.offer(EncodedImage("e" * 64, image.grid_thw, image.dtype, image.bits, image.timings))
+    engine.store.offer(EncodedImage("e" * 64, image.dtype, image.bits, image.timings))
     cache: dict[str, torch.Tensor] = {}
     with pytest.raises(WrongEmbeddingError):
         engine.step(cache)
     assert cache == {}
     engine.receiver.close(arrived)
+
+
+def test_an_item_that_the_engines_own_tower_computed_ends_the_engine(engine: Engine) -> None:
+    """The tower has no weights: an answer would be about nothing."""
+    with pytest.raises(RuntimeError, match="ran its own tower for item abc"):
+        engine.worker.save_caches({}, "abc")
+
+
+def test_towers_are_built_without_weights_in_a_worker(engine: Engine) -> None:
+    """vLLM creates the connector before it loads the model."""
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+    assert SupportsMultiModal._mark_tower_model.__module__ == "deployments.vllm.towerless"
+
+
+def test_a_step_without_tokens_pauses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler polls while all of its requests wait for embeddings, which took a core."""
+    from deployments.vllm.connector import ec_connector
+
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    engine.scheduler.build_connector_meta(STEP)
+    assert pauses == []
+    engine.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert pauses == [ec_connector.IDLE_STEP_S]
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_prompts_of_a_hybrid_model_are_not_prefilled_early(is_hybrid: bool) -> None:
+    with started(min_tokens=8, is_hybrid=is_hybrid) as engine:
+        (image,), arrived = engine.given(1)
+        asked = request(feature(image, 2), feature("f" * 64, 10))
+        assert engine.scheduler.prefill_limit(asked, 0) == (0 if is_hybrid else 10)
+        engine.receiver.close(arrived)

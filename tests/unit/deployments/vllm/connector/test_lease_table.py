@@ -15,7 +15,7 @@ def digest(number: int) -> str:
 
 
 def engine_lease(lease: str, number: int = 1) -> EngineLease:
-    return EngineLease(lease, "server", 4096, Header(digest(number), "bfloat16", (6, 8), (1, 4, 6)), 0.0)
+    return EngineLease(lease, "server", 4096, Header(digest(number), "bfloat16", (6, 8)), 0.0)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ class Scheduling(RuleBasedStateMachine):
     def give(self, wanted: str) -> None:
         self.num_leases += 1
         lease = f"lease {self.num_leases:03}"
-        self.table.grant(EngineLease(lease, "server", 0, Header(wanted, "bfloat16", (6, 8), (1, 4, 6)), 0.0))
+        self.table.grant(EngineLease(lease, "server", 0, Header(wanted, "bfloat16", (6, 8)), 0.0))
         self.open[lease] = wanted
 
     @precondition(lambda self: self.open)

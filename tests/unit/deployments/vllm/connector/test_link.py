@@ -34,7 +34,7 @@ def digest(request: int, image: int) -> str:
 
 
 def engine_lease(lease: str, of: str = "d" * 64) -> EngineLease:
-    return EngineLease(lease, "server", 0, Header(of, "bfloat16", (1024, 16384), (1, 64, 64)), 0.0)
+    return EngineLease(lease, "server", 0, Header(of, "bfloat16", (1024, 16384)), 0.0)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Told:
             num_workers,
             on_ended=self.ended.put,
             on_loaded=self.loaded.append,
-            on_missing=self.missing.append,
+            on_missing=self.missing.extend,
             on_error=self.errors.append,
         )
 

@@ -14,7 +14,7 @@ from tests.unit.deployments.vllm.connector.test_ec_connector import Engine, engi
 __all__ = ["engine"]  # a fixture
 
 LEAST = 8
-MISSING, LATER = "f" * 64, "e" * 64
+MISSING = "f" * 64
 
 
 class OwnScheduler:
@@ -103,15 +103,13 @@ def test_what_a_prompt_was_begun_with_stays_until_it_ends(engine: Engine) -> Non
     assert not engine.can_load(image.digest)
 
 
-def test_an_image_without_pixels_is_never_encoded_in_the_engine(engine: Engine) -> None:
+def test_an_item_is_never_encoded_in_the_engine(engine: Engine) -> None:
     """It could only come to that by a fault; then the engine ends rather than answer without the image."""
     (image,), arrived = engine.given(1)
     scheduler = reading(engine.scheduler)
     scheduler.to_encode = (1,)
-    brought = feature(LATER, 10, width=4)
-    assert scheduler._try_schedule_encoder_inputs(request(feature(image, 0), brought), 0, 9, 7)[0] == [1]
-    with pytest.raises(RuntimeError, match="has no pixels"):
-        scheduler._try_schedule_encoder_inputs(request(brought, feature(image, 10)), 0, 9, 7)
+    with pytest.raises(RuntimeError, match="which has no weights"):
+        scheduler._try_schedule_encoder_inputs(request(feature(image, 0), feature(image, 10)), 0, 9, 7)
     engine.receiver.close(arrived)
 
 
