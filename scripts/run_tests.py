@@ -37,6 +37,9 @@ BACKGROUND_NICENESS = 10
 WORKER_NICENESS = 5
 """Niceness of Ray's workers, between Ray's own processes and the other tests. Ray's default, 15, starves replicas."""
 
+REPORT_INTERVAL_MS = 60_000
+"""Interval at which Ray's agent of each cluster reads the state of all processes of the host, of no use to a test."""
+
 
 def run(first: Sequence[str], *beside: Sequence[str], background: Sequence[Sequence[str]] = ()) -> int:
     """Runs commands side by side to their end, those in `background` with a lower priority.
@@ -47,6 +50,7 @@ def run(first: Sequence[str], *beside: Sequence[str], background: Sequence[Seque
     """
     given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     given["RAY_worker_niceness"] = str(WORKER_NICENESS)
+    given["REPORTER_UPDATE_INTERVAL_MS"] = str(REPORT_INTERVAL_MS)
     with ExitStack() as stack:
         commands = [*beside, *(["nice", "-n", str(BACKGROUND_NICENESS), *command] for command in background)]
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]

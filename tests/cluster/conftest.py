@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deployments.http_proxy import limits as proxy_bounds
-from tests.cluster.served import Cluster, ServedApp, deploy
+from tests.cluster.served import Cluster, ServedApp, deploy, until
 from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port
 
@@ -48,8 +48,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             log_to_driver=False,
             _temp_dir=folder,
             _metrics_export_port=ports.metrics_port,
-            _system_config={"metrics_report_interval_ms": 200},
+            _system_config={"metrics_report_interval_ms": 500},
         )
+        until(ports.exports_metrics, "Ray's metrics port")  # what a replica counts before that is lost
         serve.start(http_options={"host": "127.0.0.1", "port": ports.http_port})
         yield ports
     finally:

@@ -25,6 +25,16 @@ class Cluster:
     spans: SpanReceiver
     """Of requests whose client asks for a trace; no others are traced."""
 
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.metrics_port}/metrics"
+
+    def exports_metrics(self) -> bool:
+        try:
+            return httpx.get(self.metrics_url, timeout=START_S).is_success
+        except httpx.TransportError:
+            return False
+
 
 def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
     """The first true value of `condition`, asked again and again; fails naming `what` when there is none for long."""
@@ -43,7 +53,7 @@ class ServedApp:
         from ray import serve
 
         self.url = f"http://127.0.0.1:{cluster.http_port}/{name}"
-        self._metrics_url = f"http://127.0.0.1:{cluster.metrics_port}/metrics"
+        self._metrics_url = cluster.metrics_url
         self._name = name
         self._encoder = serve.get_deployment_handle("Encoder", name)
         self._llm = serve.get_deployment_handle("LLM", name)

@@ -168,7 +168,7 @@ def reading(pair: ServedApp) -> list[int]:
 
 def test_long_prompts_go_to_the_language_model_with_less_to_read(pair: ServedApp) -> None:
     """Whichever ingress they come to: those do not know of each other. By chance ten are seldom five and five, pair by
-    pair. A host so busy that a probe is late routes by chance, so one of three tries has to be right."""
+    pair. A host so busy that a load is reported late routes by chance, so one of three tries has to be right."""
     assert any(are_spread(pair) for _ in range(3))
 
 

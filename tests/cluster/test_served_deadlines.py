@@ -39,7 +39,7 @@ def test_a_deadline_that_passes_behind_the_gate_gives_up_its_place(app: ServedAp
             await asyncio.to_thread(until, lambda: app.encoder("state")["queued_tokens"] == 4, "an image at the gate")
             headers = {"x-request-timeout-s": str(LIMIT_S)}
             behind = asyncio.create_task(client.post(url, json=chat(png(320, 320, (151, 0, 0))), headers=headers))
-            await asyncio.to_thread(until, lambda: in_flight(app) == (2, 104), "both in the metrics")
+            await asyncio.to_thread(until, lambda: app.ingress("in_flight") == (2, 104, 0), "both to be in flight")
             late = await behind
             await asyncio.to_thread(until, lambda: app.encoder("state")["queued_tokens"] == 4, "its place to be free")
             await asyncio.to_thread(app.encoder, "release")
@@ -55,7 +55,7 @@ def test_a_deadline_that_passes_behind_the_gate_gives_up_its_place(app: ServedAp
         now = app.exported("Ingress")
         added = {name: now.get(name, 0) - shed.get(name, 0) for name in now if name.endswith("_total")}
         return (
-            in_flight(app) == (0, 0)
+            in_flight(now) == (0, 0, 0)
             and {
                 "vitray_shed_requests_total": 1,
                 "vitray_shed_tokens_total": 100,
@@ -67,8 +67,7 @@ def test_a_deadline_that_passes_behind_the_gate_gives_up_its_place(app: ServedAp
     until(counted, "what was shed in the metrics")
 
 
-def in_flight(app: ServedApp) -> tuple[float | None, float | None]:
-    """Requests and visual tokens, as the metrics tell them."""
-    levels = app.exported("Ingress")
-    assert levels.get("vitray_ingress_queued_tokens", 0) == 0
-    return levels.get("vitray_ingress_waiting_requests"), levels.get("vitray_ingress_in_flight_tokens")
+def in_flight(metrics: dict[str, float]) -> tuple[float | None, ...]:
+    """Requests, and visual tokens in flight and queued; None before the first was told."""
+    names = ("waiting_requests", "in_flight_tokens", "queued_tokens")
+    return tuple(metrics.get(f"vitray_ingress_{name}") for name in names)

@@ -11,7 +11,11 @@ from configs.schema import AppConfig
 from deployments.common.messages import EncodedImage
 from deployments.common.ray_private import serve_host
 from deployments.ingress.deployment import Ingress
+from deployments.routing import serve_router
 from deployments.telemetry.metrics import Counter, Counters
+
+PATIENT_PROBE_S = 5.0
+"""Time in which a replica of a busy host answers a probe, so that tests of routing see no late ones."""
 
 
 class RecordedCounts(Counters):
@@ -35,12 +39,17 @@ class WatchedIngress(Ingress):
 
     def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
         EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
+        serve_router.PROBE_TIMEOUT_S = PATIENT_PROBE_S
         super().__init__(config, encoder, llm)
         recorded = RecordedCounts()
         self._replicas._counts = self._replicas.failures._counts = recorded
 
     def listens_on(self) -> str | None:
         return serve_host()
+
+    def in_flight(self) -> tuple[int, int, int]:
+        """Requests, and visual tokens in flight and queued."""
+        return self._admission.requests, self._admission.tokens_in_flight, self._admission.tokens_queued
 
     def modules(self) -> list[str]:
         """What is imported in its process."""

@@ -27,6 +27,9 @@ MAX_BYTES = 200_000
 TIMEOUT_S = 0.4
 CONFIG = FetchConfig(http=True, timeout_s=TIMEOUT_S)
 
+PATIENT_S = 30.0
+"""Where the limit that is tested is another."""
+
 URL = "http://a.example/image.png"
 
 
@@ -247,7 +250,7 @@ def test_lengths_that_are_not_true() -> None:
                 assert await refused(URL, network, names()) == "the image could not be fetched"
         endless = attacks.wrong_length(10**12, bytes(2 * MAX_BYTES), close=False)
         async with attacks.network(public=endless, other=attacks.good) as network:
-            await refused(URL, network, names(), MediaTooLargeError)
+            await refused(URL, network, names(), MediaTooLargeError, FetchConfig(http=True, timeout_s=PATIENT_S))
 
     asyncio.run(scenario())
 
