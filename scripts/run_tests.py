@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SERVERS = ("tests/serve",)
 CLUSTERS = ("tests/cluster",)
 """Folders of tests that start language models, and clusters."""
-PARTS = ("tests/unit", "--ignore=tests/unit/deployments")
+PARTS = ("tests/unit", "tests/models", "--ignore=tests/unit/deployments")
 OTHERS = (
-    *("tests", *(f"--ignore={folder}" for folder in ("tests/serve", "tests/cluster"))),
+    *("tests", *(f"--ignore={folder}" for folder in ("tests/serve", "tests/cluster", "tests/models"))),
     *(
         f"--ignore=tests/unit/{path.name}"
         for path in sorted((ROOT / "tests/unit").iterdir())

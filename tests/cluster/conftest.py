@@ -16,6 +16,11 @@ from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port
 
 
+REPORT_INTERVAL_MS = 2000
+"""Interval at which processes report what they have counted since the last time. Ray drops a report that takes half of
+it, so that on a busy host a shorter one loses counts."""
+
+
 def tell_errors(folder: Path) -> None:
     """What replicas logged as errors, whose files go with the cluster."""
     for log in sorted(folder.glob("session_2*/logs/serve/*.log")):
@@ -48,7 +53,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             log_to_driver=False,
             _temp_dir=folder,
             _metrics_export_port=ports.metrics_port,
-            _system_config={"metrics_report_interval_ms": 500},
+            _system_config={"metrics_report_interval_ms": REPORT_INTERVAL_MS},
         )
         until(ports.exports_metrics, "Ray's metrics port")  # what a replica counts before that is lost
         serve.start(http_options={"host": "127.0.0.1", "port": ports.http_port})
