@@ -15,7 +15,6 @@ from tests.cluster.served import Cluster, ServedApp, deploy, until
 from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port
 
-
 REPORT_INTERVAL_MS = 2000
 """Interval at which processes report what they have counted since the last time. Ray drops a report that takes half of
 it, so that on a busy host a shorter one loses counts."""
