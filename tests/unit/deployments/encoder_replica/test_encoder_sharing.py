@@ -15,6 +15,7 @@ import torch
 
 from configs.schema import AppConfig
 from deployments.common.messages import EncodedImage, ImageJob, SharedEmbedding
+from deployments.common.replica_errors import OtherIdentityError
 from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
@@ -85,8 +86,8 @@ class Replica(EncoderReplica):
         if self._remote is not None:
             self._remote.close()
 
-    def answer(self, number: int = 1, *, reader_hosts: str = HERE) -> Any:
-        job = ImageJob(png(), None, digest(number), IDENTITY.fingerprint, (4, 4), 6, reader_hosts=(reader_hosts,))
+    def answer(self, number: int = 1, *, reader_hosts: str = HERE, identity: str = IDENTITY.fingerprint) -> Any:
+        job = ImageJob(png(), None, digest(number), identity, (4, 4), 6, reader_hosts=(reader_hosts,))
         return asyncio.run(self.encode(job))
 
 
@@ -122,6 +123,14 @@ def test_what_a_reader_holds_is_not_encoded_again(cache_bytes: int) -> None:
         barrier(client)
         replica.answer(1)
         assert replica.num_encoded == 3, "nobody had it any more"
+
+
+def test_a_job_made_for_other_weights_is_refused_and_not_encoded(replica: Replica) -> None:
+    """Its digest was computed with the other encoder's identity: the embedding would be cached under a wrong key."""
+    with pytest.raises(OtherIdentityError, match="other weights or numerics"):
+        replica.answer(identity="other weights")
+    assert replica.num_encoded == 0
+    assert not replica.counts.added
 
 
 def test_offers_that_make_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

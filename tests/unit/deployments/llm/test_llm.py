@@ -227,7 +227,7 @@ def with_template(taken: Sequence[str], status: int = 200) -> StandInLLM:
                     llm._frontend.references.header(part["image_url"]["url"])
                     missing += [part] * (message["role"] not in taken)
         if missing:
-            return JSONResponse({"error": "ListenerError to apply prompt replacement"}, 500)
+            return JSONResponse({"error": "Failed to apply prompt replacement"}, 500)
         return JSONResponse({"error": "another"}, status if asked.url.path.startswith("/v1") else 200)
 
     routes = [Route(path, tell, methods=["POST"]) for path in ("/v1/chat/completions", "/tokenize")]
