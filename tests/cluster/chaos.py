@@ -64,7 +64,11 @@ class HAProxy:
 
 
 async def kill_in_turn(load: Load, haproxy: HAProxy, kinds: Sequence[str], *, times: int, every_s: float) -> None:
-    """One that works, of each kind in turn, where another of its kind works."""
+    """One that works, of each kind in turn, where another of its kind works.
+
+    Each start of an ingress restarts HAProxy; requests at the process before know one ingress only, so that the other
+    one must not be killed until they have their answers.
+    """
     chance = random.Random(SEED)
 
     def works(kind: str) -> list[int]:
@@ -73,6 +77,8 @@ async def kill_in_turn(load: Load, haproxy: HAProxy, kinds: Sequence[str], *, ti
 
     for kind in itertools.islice(itertools.cycle(kinds), times):
         pids = await asyncio.to_thread(until, partial(works, kind), f"two of {kind}")
+        if kind == "Ingress":
+            await load.wait_for_earlier()
         load.killed = kind
         os.kill(chance.choice(pids), signal.SIGKILL)
         await asyncio.sleep(every_s)

@@ -95,19 +95,29 @@ class Load:
         """Answers, by what was killed last."""
         self.images = 0
         self.times_s: list[float] = []
+        self._began: dict[int, float] = {}
+        """When each client's request began, while it is in flight."""
 
     async def run(self) -> None:
         async with httpx.AsyncClient(timeout=2 * START_S) as client:
-            await asyncio.gather(*(self._ask_on(client, random.Random(SEED + number)) for number in range(CLIENTS)))
+            await asyncio.gather(*(self._ask_on(client, number) for number in range(CLIENTS)))
 
-    async def _ask_on(self, client: httpx.AsyncClient, chance: random.Random) -> None:
+    async def wait_for_earlier(self) -> None:
+        """Waits until every request has ended that is in flight now."""
+        now = time.perf_counter()
+        await asyncio.to_thread(
+            until, lambda: all(began > now for began in [*self._began.values()]) or self.ended, "answers to requests"
+        )
+
+    async def _ask_on(self, client: httpx.AsyncClient, number: int) -> None:
+        chance = random.Random(SEED + number)
         while not self.ended:
             asked = [chance.randrange(len(self._pictures)) for _ in range(chance.randint(1, 4))]
             streamed, body_bytes = chance.random() < STREAMED_SHARE, chance.choice(self._body_bytes)
             self.images += len(asked)
-            began = time.perf_counter()
+            self._began[number] = time.perf_counter()
             await self._ask(client, asked, streamed=streamed, body_bytes=body_bytes)
-            self.times_s.append(time.perf_counter() - began)
+            self.times_s.append(time.perf_counter() - self._began.pop(number))
             await asyncio.sleep(self._pause_s)
 
     async def _ask(self, client: httpx.AsyncClient, asked: Sequence[int], *, streamed: bool, body_bytes: int) -> None:
