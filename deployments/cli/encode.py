@@ -42,12 +42,7 @@ _LISTED = 10
     default=lambda: min(8, os.cpu_count() or 1),
     show_default="number of CPUs, at most 8",
     type=int,
-    help="Threads that decode pictures, in each process.",
-)
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    help="Encoding processes, started by Ray Data. Default: one for each GPU.",
+    help="Threads that decode pictures.",
 )
 @click.option("--images-per-file", default=256, show_default=True, type=click.IntRange(min=1),
               help="Maximum number of embeddings in a file.")  # fmt: skip
@@ -60,7 +55,6 @@ def encode(
     min_pixels: int | None,
     max_pixels: int | None,
     threads: int,
-    processes: int | None,
     images_per_file: int,
 ) -> None:
     """Encode the PICTURES of a folder and its subfolders, and store the embeddings in another folder.
@@ -72,39 +66,36 @@ def encode(
     names a picture's `file` and in it the tensor `digest`: `[num_tokens, width]`, as the language model expects it.
     Unreadable pictures are listed in bad.jsonl; the next run tries them again.
 
-    With several GPUs, Ray Data starts one process for each, here or on the cluster that RAY_ADDRESS names, whose nodes
-    must be able to access both folders. `--device cpu --processes 4` uses no GPUs.
+    The command uses one GPU. For several, run it once for each (CUDA_VISIBLE_DEVICES), on parts of the
+    pictures and with a folder for the embeddings of each part.
 
     Exits with 1 if embeddings could not be computed or written; unreadable pictures are not a failure.
     """
     from tqdm import tqdm
 
-    from deployments.cli import encode_ray_data
-    from deployments.cli.encode_ray_data import Job
+    from configs.encoder_config import EncoderConfig
+    from encoder import Encoder
     from encoder.checkpoint.files import resolve_checkpoint
+    from encoder.checkpoint.image_rules import PixelBounds
     from encoder.offline.encode_folder import encode_folder, list_images
     from encoder.offline.store import EmbeddingFiles, EmbeddingFilesError
 
-    several = _processes(processes, device)
     try:
-        job = Job(
-            checkpoint=str(resolve_checkpoint(model).resolve()), pictures=str(pictures.resolve()),
-            out=str(out.resolve()), dtype=dtype, device=device, min_pixels=min_pixels, max_pixels=max_pixels,
-            threads=threads, bytes_per_file=256 * MIB,
-        )  # fmt: skip
-        _ = job.bounds
-        encoder = encode_ray_data.load(job, progress=True) if several == 1 else None
-        about = None if encoder is None else encode_ray_data.about(encoder, job)
+        bounds = PixelBounds(min_pixels, max_pixels)
+        config = EncoderConfig(dtype=dtype)  # type: ignore[arg-type] # click has checked it
+        encoder = Encoder.from_checkpoint(resolve_checkpoint(model), config, device=device, progress=True)
+        about = {
+            "dtype": encoder.identity.dtype,
+            "width": encoder.identity.vision.width,
+            "min_pixels": min_pixels,
+            "max_pixels": max_pixels,
+            "fingerprint": encoder.identity.fingerprint,
+        }
         with (
-            EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=job.bytes_per_file) as files,
+            EmbeddingFiles(out, about, images_per_file=images_per_file, bytes_per_file=256 * MIB) as files,
             tqdm(total=len(list_images(pictures)), unit="picture", disable=None) as bar,
         ):
-            if encoder is None:
-                outcome = encode_ray_data.encode_folder(job, files, processes=several, progress=bar.update)
-            else:
-                outcome = encode_folder(
-                    encoder, pictures, files, bounds=job.bounds, threads=threads, progress=bar.update
-                )
+            outcome = encode_folder(encoder, pictures, files, bounds=bounds, threads=threads, progress=bar.update)
         lines = [json.dumps({"path": path, "reason": reason}) for path, reason in outcome.failed]
         (out / BAD).write_text("".join(f"{line}\n" for line in lines))
     except (EmbeddingFilesError, ValueError, RuntimeError) as error:
@@ -126,13 +117,3 @@ def encode(
     )
     if not total and not outcome.failed:
         raise click.ClickException(f"{pictures} contains no pictures")
-
-
-def _processes(wanted: int | None, device: str) -> int:
-    if wanted is not None:
-        return wanted
-    if device not in ("auto", "cuda"):
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())

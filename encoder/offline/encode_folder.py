@@ -16,7 +16,6 @@ from encoder.checkpoint.image_rules import PixelBounds
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.images.load import ImageError
-from encoder.offline.partial_store import EmbeddingPart
 from encoder.offline.store import EmbeddingFiles, Entry, Stamp
 from encoder.pixels.preprocess import Pixels
 
@@ -81,33 +80,11 @@ def encode_folder(
     `progress` is called with the number of newly finished images, skipped ones included. Raises OSError and
     EmbeddingFilesError if embeddings cannot be written.
     """
-    wanted, skipped = find_missing(folder, files)
-    progress(skipped)
-    outcome = encode_paths(encoder, folder, wanted, files, bounds=bounds, threads=threads, progress=progress)
-    outcome.skipped = skipped
-    return outcome
-
-
-def find_missing(folder: Path, files: EmbeddingFiles) -> tuple[list[str], int]:
-    """Returns the paths of images without an up-to-date embedding, and the number of the other images."""
     there = {entry.path: entry.stamp for entry in files.entries}
     found = list_images(folder)
     wanted = [path for path in found if path not in there or _stamp(folder, path) != there[path]]
-    return wanted, len(found) - len(wanted)
-
-
-def encode_paths(
-    encoder: Encoder,
-    folder: Path,
-    wanted: Sequence[str],
-    files: EmbeddingFiles | EmbeddingPart,
-    *,
-    bounds: PixelBounds | None = None,
-    threads: int = 2,
-    progress: Callable[[int], object] = lambda number: None,
-) -> Outcome:
-    """Encodes the images at paths `wanted`, relative to `folder`. Otherwise as `encode_folder`."""
-    outcome = Outcome()
+    outcome = Outcome(skipped=len(found) - len(wanted))
+    progress(outcome.skipped)
     window: list[_Prepared] = []
     for prepared in _prepare_images(encoder, folder, wanted, files, bounds, threads):
         if prepared.entry is None:
@@ -125,7 +102,7 @@ def encode_paths(
 def _encode(
     encoder: Encoder,
     window: Sequence[_Prepared],
-    files: EmbeddingFiles | EmbeddingPart,
+    files: EmbeddingFiles,
     outcome: Outcome,
     progress: Callable[[int], object],
 ) -> None:
@@ -155,7 +132,7 @@ def _prepare_images(
     encoder: Encoder,
     folder: Path,
     wanted: Sequence[str],
-    files: EmbeddingFiles | EmbeddingPart,
+    files: EmbeddingFiles,
     bounds: PixelBounds | None,
     threads: int,
 ) -> Iterator[_Prepared]:

@@ -61,14 +61,12 @@ class EmbeddingFiles:
         files.add(entry, tokens)
     """
 
-    def __init__(
-        self, folder: Path, about: dict[str, object] | None, *, images_per_file: int, bytes_per_file: int
-    ) -> None:
+    def __init__(self, folder: Path, about: dict[str, object], *, images_per_file: int, bytes_per_file: int) -> None:
         """Creates the folder or opens an existing one.
 
         Args:
             about: description of the encoder in JSON values, stored in the folder, which is refused if it has another
-                one. None if it is not known yet; then call `claim` before `add`.
+                one.
             images_per_file, bytes_per_file: a file is written when either is reached.
 
         Raises:
@@ -87,9 +85,7 @@ class EmbeddingFiles:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise EmbeddingFilesError(f"another process is writing to {folder}: wait for it to end") from None
-            self.about = self._read_about()
-            if about is not None:
-                self.claim(about)
+            self._claim(about)
             self.entries = self._read()
             undone.pop_all()
         self._by_digest = {entry.digest: entry for entry in self.entries}
@@ -139,44 +135,28 @@ class EmbeddingFiles:
         for entry in self._pending:
             file = name if entry.digest in self._tensors else self._by_digest[entry.digest].file
             written.append(replace(entry, file=file))
-        self._append(written)
-        self._tensors, self._pending = {}, []
-
-    def _append(self, written: list[Entry]) -> None:
         with (self.folder / MANIFEST).open("ab") as manifest:
             manifest.write(_lines(written))
             manifest.flush()
             os.fsync(manifest.fileno())
         self.entries += written
         self._by_digest |= {entry.digest: entry for entry in written}
+        self._tensors, self._pending = {}, []
 
-    def add_entries(self, entries: list[Entry]) -> None:
-        """Adds other processes' entries (encoder/offline/partial_store.py) to the manifest. Raises OSError."""
-        assert self.about is not None
-        self._append(entries)
-
-    @property
-    def next_number(self) -> int:
-        """Next free number of an embedding file, those of encoder/offline/partial_store.py included."""
-        return self._next
-
-    def claim(self, about: dict[str, object]) -> None:
+    def _claim(self, about: dict[str, object]) -> None:
         """Stores `about` in a new folder. Raises EmbeddingFilesError if the folder belongs to another encoder."""
-        if self.about is None:
-            with _atomic_write(self.folder / ABOUT) as temporary:
-                temporary.write_text(json.dumps(about, indent=1) + "\n")
-            self.about = about
-        elif not same_encoder(self.about, about):
-            raise EmbeddingFilesError(another_encoder_error(self.folder))
-
-    def _read_about(self) -> dict[str, object] | None:
         file = self.folder / ABOUT
         if file.exists():
-            found: dict[str, object] = json.loads(file.read_bytes())
-            return found
+            if json.loads(file.read_bytes()) != json.loads(json.dumps(about)):
+                raise EmbeddingFilesError(
+                    f"{self.folder} holds embeddings of other weights, dtype or bounds (see its {ABOUT}): "
+                    "name another folder"
+                )
+            return
         if any(there.suffix != _TEMPORARY_SUFFIX for there in self.folder.iterdir()):
             raise EmbeddingFilesError(f"{self.folder} has other files and no {ABOUT}: name another folder")
-        return None
+        with _atomic_write(file) as temporary:
+            temporary.write_text(json.dumps(about, indent=1) + "\n")
 
     def _read(self) -> list[Entry]:
         """Reads the manifest and removes incomplete lines and lines whose file is missing."""
@@ -216,15 +196,6 @@ def save(file: Path, tensors: dict[str, torch.Tensor]) -> None:
             save_file(tensors, temporary)
         except SafetensorError as error:  # a full disk, among others
             raise EmbeddingFilesError(f"{file} cannot be written: {error}") from error
-
-
-def same_encoder(about: dict[str, object], other: dict[str, object]) -> bool:
-    return bool(json.loads(json.dumps(about)) == json.loads(json.dumps(other)))
-
-
-def another_encoder_error(folder: Path) -> str:
-    """Returns the error text for a folder that belongs to another encoder."""
-    return f"{folder} holds embeddings of other weights, dtype or bounds (see its {ABOUT}): name another folder"
 
 
 @contextmanager
