@@ -19,24 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ray import cloudpickle
 
 from deployments.scaling import encoder_scaler, llm_scaler, stabilization, utilization_target
-from deployments.scaling.encoder_scaler import (
-    ARRIVING_TOKENS_PER_S,
-    BACKLOG_TOKENS,
-    RECEIVED_TOKENS,
-    TOKENS_PER_IMAGE,
-    TOKENS_PER_S,
-    ScalingTargets,
-    VisualLoad,
-    VisualScaler,
-)
-from deployments.scaling.llm_scaler import (
-    KV_CACHE_USE,
-    RUNNING_REQUESTS,
-    WAITING_REQUESTS,
-    LLMLoad,
-    LLMScaler,
-    LLMTargets,
-)
+from deployments.scaling.encoder_scaler import ScalingTargets, VisualLoad, VisualScaler
+from deployments.scaling.llm_scaler import LLMLoad, LLMScaler, LLMTargets
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -81,12 +65,12 @@ def visual_load(ctx: AutoscalingContext) -> VisualLoad:
         now_s=ctx.current_time or 0.0,
         running_replicas=ctx.current_num_replicas,
         target_replicas=ctx.target_num_replicas,
-        backlog_tokens=sum(reports.get(BACKLOG_TOKENS, ())),
+        backlog_tokens=sum(reports.get(encoder_scaler.BACKLOG_TOKENS, ())),
         waiting_images=ctx.total_queued_requests,
-        arriving_tokens_per_s=sum(reports.get(ARRIVING_TOKENS_PER_S, ())),
-        tokens_per_s=_mean_of_measured(reports.get(TOKENS_PER_S, ())),
-        tokens_per_image=_mean_of_measured(reports.get(TOKENS_PER_IMAGE, ())),
-        received_tokens=(ctx.raw_metrics or {}).get(RECEIVED_TOKENS, {}),
+        arriving_tokens_per_s=sum(reports.get(encoder_scaler.ARRIVING_TOKENS_PER_S, ())),
+        tokens_per_s=_mean_of_measured(reports.get(encoder_scaler.TOKENS_PER_S, ())),
+        tokens_per_image=_mean_of_measured(reports.get(encoder_scaler.TOKENS_PER_IMAGE, ())),
+        received_tokens=(ctx.raw_metrics or {}).get(encoder_scaler.RECEIVED_TOKENS, {}),
     )
 
 
@@ -97,10 +81,10 @@ def llm_load(ctx: AutoscalingContext) -> LLMLoad:
         now_s=ctx.current_time or 0.0,
         running_replicas=ctx.current_num_replicas,
         target_replicas=ctx.target_num_replicas,
-        running_requests=sum(reports.get(RUNNING_REQUESTS, ())),
-        waiting_requests=sum(reports.get(WAITING_REQUESTS, ())),
+        running_requests=sum(reports.get(llm_scaler.RUNNING_REQUESTS, ())),
+        waiting_requests=sum(reports.get(llm_scaler.WAITING_REQUESTS, ())),
         queued_requests=ctx.total_queued_requests,
-        kv_cache_use=sum(reports.get(KV_CACHE_USE, ())),
+        kv_cache_use=sum(reports.get(llm_scaler.KV_CACHE_USE, ())),
     )
 
 

@@ -14,8 +14,17 @@ from deployments.common.api_error import Shed
 from encoder.packing.run_counts import RunCounts
 
 
-class Counter(Enum):
-    """Monotonic counters. The value is the help text."""
+class Definition(Enum):
+    """A metric; the value is its help text."""
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric. Ray adds the prefix `ray_`, and `_total`, or `_bucket`, `_sum` and `_count`."""
+        return f"vitray_{self.name.lower()}"
+
+
+class Counter(Definition):
+    """Monotonic counters."""
 
     IMAGES_ENCODED = "Images encoded by the vision tower."
     IMAGES_REFUSED = "Images that could not be decoded, or that the encoder refused."
@@ -109,11 +118,6 @@ class Counter(Enum):
         "accept (a connection), message (handling a message)."
     )
 
-    @property
-    def metric(self) -> str:
-        """Name of the metric; Ray adds the prefix `ray_` and the suffix `_total`."""
-        return f"vitray_{self.name.lower()}"
-
 
 LABELS = {
     Counter.CACHE_HITS: "tier",
@@ -145,8 +149,8 @@ class Tier(Enum):
     """A language model of the same host read the embedding from the encoder's memory without a call of the encoder."""
 
 
-class Gauge(Enum):
-    """Gauges. The value is the help text."""
+class Gauge(Definition):
+    """Gauges."""
 
     ENCODER_QUEUED_TOKENS = "Visual tokens that wait for an encoder's GPU or are being encoded."
     INGRESS_WAITING_REQUESTS = "Requests at the ingress that no language model has accepted yet."
@@ -154,13 +158,9 @@ class Gauge(Enum):
     INGRESS_IN_FLIGHT_TOKENS = "Visual tokens of admitted requests whose embeddings no language model has received yet."
     INGRESS_HELD_BYTES = "Bytes of request bodies and image files that the ingress holds until a response begins."
 
-    @property
-    def metric(self) -> str:
-        return f"vitray_{self.name.lower()}"
 
-
-class Histogram(Enum):
-    """Histograms of durations in seconds. The value is the help text."""
+class Histogram(Definition):
+    """Histograms of durations in seconds."""
 
     FETCH_SECONDS = "Time the ingress takes to read, fetch and measure a request's images."
     ADMISSION_SECONDS = "Time a request waits in the ingress' admission queue once the sizes of its images are known."
@@ -181,11 +181,6 @@ class Histogram(Enum):
     TIME_TO_FIRST_TOKEN_SECONDS = (
         "Time from a request's arrival at the ingress to the first chunk of its streamed response."
     )
-
-    @property
-    def metric(self) -> str:
-        """Name of the metric; Ray adds the prefix `ray_` and the suffixes `_bucket`, `_sum` and `_count`."""
-        return f"vitray_{self.name.lower()}"
 
 
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
@@ -261,15 +256,10 @@ class AdmissionMetrics:
 
     def __init__(self) -> None:
         self._counts = Counters()
-        self._requests, self._waiting, self._in_flight, self.bytes_held = map(
-            gauge_setter,
-            (
-                Gauge.INGRESS_WAITING_REQUESTS,
-                Gauge.INGRESS_QUEUED_TOKENS,
-                Gauge.INGRESS_IN_FLIGHT_TOKENS,
-                Gauge.INGRESS_HELD_BYTES,
-            ),
-        )
+        self._requests = gauge_setter(Gauge.INGRESS_WAITING_REQUESTS)
+        self._waiting = gauge_setter(Gauge.INGRESS_QUEUED_TOKENS)
+        self._in_flight = gauge_setter(Gauge.INGRESS_IN_FLIGHT_TOKENS)
+        self.bytes_held = gauge_setter(Gauge.INGRESS_HELD_BYTES)
 
     def levels(self, *, requests: int, tokens_waiting: int, tokens_in_flight: int) -> None:
         self._requests(requests)
@@ -287,9 +277,4 @@ class AdmissionMetrics:
 
 def gauge_setter(gauge: Gauge) -> Callable[[int], None]:
     """Returns a thread-safe function that sets the gauge. Must be called in the replica."""
-    made = metrics.Gauge(gauge.metric, description=gauge.value)
-
-    def put(value: int) -> None:
-        made.set(value)
-
-    return put
+    return metrics.Gauge(gauge.metric, description=gauge.value).set
