@@ -113,7 +113,9 @@ class LearnedUtilization:
         self._with_traffic = 0
         self._starting = start + round(FINAL_AFTER_S) + round(4 * ARRIVALS_OVER_S)
         self._fleets = [_ShadowFleets(times * window_s, start) for times in WINDOW_FACTORS]
-        self._utilization, self._chosen = FIRST_UTILIZATION, self._fleets[WINDOW_FACTORS.index(FIRST_WINDOW_FACTOR)]
+        self.utilization = FIRST_UTILIZATION
+        """Target utilization to use from now on."""
+        self._chosen = self._fleets[WINDOW_FACTORS.index(FIRST_WINDOW_FACTOR)]
 
     def step(self, tokens: float, tokens_per_s: float) -> None:
         """Simulates one second in which `tokens` arrived. `tokens_per_s`: speed of one replica."""
@@ -131,19 +133,14 @@ class LearnedUtilization:
     def _choose(self) -> None:
         since = self._with_traffic - MEMORY_S
         if self._second < LEARNING_S:
-            self._utilization = min(FIRST_UTILIZATION, self._chosen.highest_on_time(since))
+            self.utilization = min(FIRST_UTILIZATION, self._chosen.highest_on_time(since))
             return
         for fleets in self._fleets:
             fleets.utilization = min(
                 fleets.highest_on_time(since), fleets.utilization * MAX_RISE_PER_MINUTE ** (1 / 60)
             )
         self._chosen = min(self._fleets, key=lambda fleets: fleets.tokens_per_s / fleets.utilization)
-        self._utilization = self._chosen.utilization
-
-    @property
-    def utilization(self) -> float:
-        """Target utilization to use from now on."""
-        return self._utilization
+        self.utilization = self._chosen.utilization
 
     @property
     def window_s(self) -> float:
@@ -153,7 +150,7 @@ class LearnedUtilization:
     @property
     def target_tokens_per_s(self) -> float:
         """Total speed that the replicas should have, by the arrivals of all final seconds."""
-        return self._chosen.max_tokens_per_s / self._utilization
+        return self._chosen.max_tokens_per_s / self.utilization
 
 
 class _ShadowFleets:
@@ -167,9 +164,9 @@ class _ShadowFleets:
         """Highest arrival rate of the last `window_s`; a fleet is sized for 1 / utilization times as much."""
         self.tokens_per_s = 0.0
         """Mean of `max_tokens_per_s`, delayed by FINAL_AFTER_S, over MEMORY_S, up to a factor common to all windows."""
-        self._most = _SlidingExtreme(max(1, round(window_s)), is_max=True)
+        self._arriving: deque[float] = deque(maxlen=max(1, round(window_s)))
         self._delayed: deque[float] = deque([0.0] * round(FINAL_AFTER_S))
-        self._ready = _SlidingExtreme(start, is_max=False)
+        self._requested: deque[float] = deque(maxlen=start)
         self._decay = math.exp(-1 / MEMORY_S)
         self._backlogs = [0.0] * len(UTILIZATIONS)
         self._late_at = [-math.inf] * len(UTILIZATIONS)
@@ -180,10 +177,12 @@ class _ShadowFleets:
         `arriving`: present rate, which the fleets know after FINAL_AFTER_S.
         """
         requested = self._delayed.popleft()
-        self.max_tokens_per_s = self._most.update(arriving)
+        self._arriving.append(arriving)
+        self.max_tokens_per_s = max(self._arriving)
         self._delayed.append(self.max_tokens_per_s)
         self.tokens_per_s = self.tokens_per_s * self._decay + requested
-        return self._ready.update(requested)
+        self._requested.append(requested)
+        return min(self._requested)
 
     def step(self, tokens: float, tokens_per_s: float, running: float, late_from_s: float, now: int) -> None:
         """Simulates one second, `now`, of each fleet."""
@@ -200,22 +199,3 @@ class _ShadowFleets:
             (utilization for utilization, at in zip(UTILIZATIONS, self._late_at, strict=True) if at <= since),
             UTILIZATIONS[-1],
         )
-
-
-class _SlidingExtreme:
-    """Maximum or minimum of the last `over` values."""
-
-    def __init__(self, over: int, *, is_max: bool) -> None:
-        self._over, self._sign = over, 1.0 if is_max else -1.0
-        self._number = 0
-        self._left: deque[tuple[int, float]] = deque()
-
-    def update(self, value: float) -> float:
-        """Adds a value and returns the extreme."""
-        self._number += 1
-        while self._left and self._sign * self._left[-1][1] <= self._sign * value:
-            self._left.pop()
-        self._left.append((self._number, value))
-        if self._left[0][0] <= self._number - self._over:
-            self._left.popleft()
-        return self._left[0][1]
