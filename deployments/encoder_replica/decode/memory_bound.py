@@ -20,7 +20,7 @@ def limit_memory(num_bytes: int) -> Iterator[None]:
     time. Linux only.
 
     Raises:
-        OutOfBoundError: an allocation by Python or torch failed. Other libraries may raise their own errors.
+        MemoryLimitError: an allocation by Python or torch failed. Other libraries may raise their own errors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import JsonValue
 from ray import serve
@@ -157,26 +158,20 @@ def _deployment(name: str, found: Details, reports: Sequence[Report]) -> dict[st
 def _packing(reports: Sequence[Report]) -> JsonValue:
     """Sums batches since the replicas started. `efficiency` is the share of computed tokens that are not padding."""
     tokens, padding = _total(reports, "encoded_tokens"), _total(reports, "padding_tokens")
-    reasons: dict[str, JsonValue] = {}
+    eager_runs: Counter[str] = Counter()
     for report in reports:
-        runs = report.get("eager_runs")
-        for reason, number in runs.items() if isinstance(runs, dict) else ():
-            reasons[reason] = _whole(reasons.get(reason)) + _whole(number)
+        eager_runs.update(cast("dict[str, int]", report.get("eager_runs") or {}))
     return {
         "efficiency": tokens / (tokens + padding) if tokens else None,
         "encoded_tokens": tokens,
         "padding_tokens": padding,
         "replays": _total(reports, "replays"),
-        "eager_runs": reasons,
+        "eager_runs": dict(eager_runs),
     }
 
 
 def _total(reports: Sequence[Report], name: str) -> float:
     return sum(value for report in reports if isinstance(value := report.get(name), int | float))
-
-
-def _whole(value: JsonValue) -> int:
-    return int(value) if isinstance(value, int | float) else 0
 
 
 def _word(state: object) -> str:

@@ -6,7 +6,6 @@ The page's scripts call this server's routes.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib import resources
 
 from pydantic import JsonValue
@@ -46,14 +45,6 @@ HEADERS = (
 )
 
 
-@dataclass(frozen=True)
-class File:
-    """A static file."""
-
-    media_type: str
-    body: bytes
-
-
 class Page:
     """The page's files in memory."""
 
@@ -61,7 +52,7 @@ class Page:
         """`enabled`: whether the page is served."""
         folder = resources.files(__package__) / "page"
         self._files = {
-            path: File(MEDIA_TYPES[name.rpartition(".")[2]], (folder / name).read_bytes())
+            path: (MEDIA_TYPES[name.rpartition(".")[2]], (folder / name).read_bytes())
             for path, name in (PAGE_FILES if enabled else {}).items()
         }
 
@@ -72,8 +63,9 @@ class Page:
         if file is None:
             raise ApiError(404, f"{path or '/'} is not served here", code="not_found")
         if not path:
-            return _head(307, MEDIA_TYPES["html"], [("location", f"{root_path}/")]), b""
-        return _head(200, file.media_type), file.body
+            return _head(307, MEDIA_TYPES["html"], ("location", f"{root_path}/")), b""
+        media_type, body = file
+        return _head(200, media_type), body
 
 
 def json_answer(value: JsonValue) -> tuple[ResponseHead, bytes]:
@@ -81,6 +73,6 @@ def json_answer(value: JsonValue) -> tuple[ResponseHead, bytes]:
     return _head(200, "application/json"), json.dumps(value).encode()
 
 
-def _head(status: int, media_type: str, more: list[tuple[str, str]] | None = None) -> ResponseHead:
-    headers = [("content-type", media_type), *HEADERS, *(more or [])]
+def _head(status: int, media_type: str, *more: tuple[str, str]) -> ResponseHead:
+    headers = [("content-type", media_type), *HEADERS, *more]
     return ResponseHead(status, [(name.encode(), value.encode()) for name, value in headers])
