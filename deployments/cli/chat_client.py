@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import ipaddress
 import json
 import mimetypes
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from deployments.ingress.auth.bind_address import is_loopback
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 620.0
@@ -87,7 +88,7 @@ class ChatClient:
         self._http = httpx.Client(
             headers={b"authorization": f"Bearer {key.strip()}".encode()} if key else None,
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            trust_env=not _is_loopback(parsed.host),  # a proxy cannot reach servers on this machine
+            trust_env=not is_loopback(parsed.host),  # a proxy cannot reach servers on this machine
         )
 
     def __enter__(self) -> ChatClient:
@@ -218,10 +219,3 @@ def _server_timing(headers: list[str]) -> tuple[tuple[str, str], ...]:
     """Parses `fetch;dur=1.5, cache;desc="0/1"` into (("fetch", "1.5 ms"), ("cache", "0/1"))."""
     found = re.findall(r'([\w-]+);(?:dur=([\d.]+)|desc="([^"]*)")', ", ".join(headers))
     return tuple((name, f"{dur:>8} ms" if dur else description) for name, dur, description in found)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -91,17 +91,13 @@ def _read(path: Path) -> tuple[list[AppConfig], list[str]]:
 
     try:
         from deployments.cli import config_check
-        from deployments.vllm import compat
     except ImportError as error:
         return [], [f"cannot be checked: {error}"]  # Ray is missing, which another line reports
     try:
         read = config_check.read_config(path)
     except config_check.ConfigFileError as error:
         return [], [str(error)]
-    mistakes = config_check.problems(read)
-    if not mistakes and compat.is_installed():
-        mistakes = config_check.vllm_problems(read)
-    if mistakes:
+    if mistakes := config_check.all_problems(read):
         return [], mistakes
     applications = [application.get("args") or {} for _, application in config_check.our_applications(read)]
     return [AppConfig.model_validate(args) for args in applications], []

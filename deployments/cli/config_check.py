@@ -104,6 +104,11 @@ def args_problems(args: object, place: str) -> list[str]:
     return list(found)
 
 
+def all_problems(config: dict[str, Any]) -> list[str]:
+    """Returns `problems`, or if there are none and vLLM is installed, its objections to its arguments."""
+    return problems(config) or (vllm_problems(config) if compat.is_installed() else [])
+
+
 def vllm_args(config: dict[str, Any]) -> list[tuple[str, dict[str, JsonValue], dict[str, JsonValue]]]:
     """Returns location, engine_args and server_args of each of our applications that sets any."""
     found = []

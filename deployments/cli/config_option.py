@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import click
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent.parent
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def default_config() -> Path:
@@ -20,13 +15,12 @@ def default_config() -> Path:
     return here if here.is_file() else PROJECT_ROOT / "serve_config.yaml"
 
 
-def config_option(command: Callable[P, R]) -> Callable[P, R]:
-    """Adds `--config`, the path of an existing file."""
-    return click.option(
-        "-c",
-        "--config",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        default=default_config,
-        show_default="serve_config.yaml here, else the one of this project",
-        help="Configuration file of the application.",
-    )(command)
+config_option = click.option(
+    "-c",
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=default_config,
+    show_default="serve_config.yaml here, else the one of this project",
+    help="Configuration file of the application.",
+)
+"""Adds `--config`, the path of an existing file."""

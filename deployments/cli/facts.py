@@ -16,9 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from configs.resolve import PROJECT_ROOT, ClusterFacts, resolve
+from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.cli.readiness import Facts, Gpu, ModelFact
+from deployments.common.model_path import local_model
 from deployments.ingress.auth.api_keys import ApiKeys, KeysError
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -114,13 +115,11 @@ def attention_backends(capability: tuple[int, int] | None) -> dict[str, str | No
 
 def model_fact(model: str) -> ModelFact:
     """Whether a replica here could load `model`: checks a folder's files, or asks the hub."""
-    for base in (Path.cwd(), PROJECT_ROOT):
-        folder = base / Path(model).expanduser()
-        if (folder / "config.json").is_file():
-            return _folder(folder)
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    try:
+        found = Path(local_model(model))
+    except FileNotFoundError:
         return ModelFact(False, "no such checkpoint folder", "name a folder with a config.json, or a hub model")
-    return _hub(model)
+    return _folder(found) if found.is_dir() else _hub(model)
 
 
 def key_errors(config: AppConfig) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import TYPE_CHECKING
 
-from configs.schema import AuthConfig
+if TYPE_CHECKING:
+    from configs.schema import AuthConfig
 
 
 def is_loopback(host: str | None) -> bool:
