@@ -142,7 +142,7 @@ class RemoteLocation:
     """Where an LLM replica on another host reads an embedding, once."""
 
     agent_metadata: bytes
-    """NIXL agent metadata of the encoder's process, for `RemoteMemory.read`."""
+    """NIXL agent metadata of the encoder's process, for `NixlMemory.read`."""
     address: int
     """Address of the embedding's header in that process."""
     lease: bytes

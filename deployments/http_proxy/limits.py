@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 IMPORT_PATH = "deployments.http_proxy.limits.bounded"
@@ -42,12 +41,6 @@ HEADER_FIELDS_TOO_LARGE = (
 BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 SERVICE_UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def bounded() -> list[Middleware]:
@@ -155,7 +148,7 @@ def max_connections() -> int:
 class PlainRequests:
     """Middleware that removes instructions to Serve's proxy from requests, and rejects headers that are not text."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,17 +1,17 @@
 """RDMA reads from other hosts by NIXL, over the networks that its UCX backend finds: InfiniBand, RoCE, else TCP.
 
-`RemoteMemory` is the interface, `NixlMemory` the implementation. Only this module imports NIXL, when a `NixlMemory` is
-created.
+Only this module imports NIXL, when a `NixlMemory` is created.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import secrets
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 INSTALL_COMMAND = "pip install 'vitray[nixl]'"
 BACKEND = "UCX"
@@ -29,42 +29,12 @@ class ReadError(RuntimeError):
     """A read failed; nothing more is written into the reader's memory."""
 
 
-class Read(Protocol):
-    def done(self) -> bool:
-        """Whether all bytes have arrived; must be polled until they have. Raises ReadError."""
-        ...
-
-
-class RemoteMemory(Protocol):
+class NixlMemory:
     """RDMA endpoint of this process. May be created on any thread and is then used on one thread only.
 
-    A reader identifies another process by its agent metadata: opaque bytes that may be sent by any means.
+    A reader identifies another process by its agent metadata: opaque bytes that may be sent by any means. It has no
+    progress thread of NIXL's, which would occupy a whole core while nothing is transferred.
     """
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Registers memory that others read, or that reads write to, for the lifetime of the process."""
-        ...
-
-    def get_agent_metadata(self) -> bytes:
-        """Returns the metadata by which others read from this process; to be called after all calls of `register`."""
-        ...
-
-    def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> Read:
-        """Starts a read from address `source` of the other process to address `target` of this one. The other process
-        receives `notify` when the read is done. Raises ReadError."""
-        ...
-
-    def disconnect(self, agent_metadata: bytes) -> None:
-        """Closes the connection; a later read opens a new one."""
-        ...
-
-    def get_notifications(self) -> list[bytes]:
-        """Returns readers' notifications. Must be polled often during reads: on some networks that moves the bytes."""
-        ...
-
-
-class NixlMemory:
-    """A NIXL agent without NIXL's progress thread, which would occupy a whole core while nothing is transferred."""
 
     def __init__(self) -> None:
         """Raises NotInstalledError if NIXL cannot be imported, does not start, or has no UCX backend."""
@@ -73,10 +43,9 @@ class NixlMemory:
         except ImportError as error:  # a library that it needs may be missing, too
             raise NotInstalledError(f"the package nixl cannot be imported ({error}): {INSTALL_COMMAND}") from error
         # NIXL's exceptions have no common base class; other errors in its bindings are RuntimeErrors.
-        self._errors = (
-            RuntimeError,
-            *(candidate for candidate in vars(bindings).values() if _is_exception_class(candidate)),
-        )
+        names = vars(bindings).values()
+        exceptions = [name for name in names if isinstance(name, type) and issubclass(name, Exception)]
+        self._errors = (RuntimeError, *exceptions)
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
             with _without_shared_memory():
@@ -88,15 +57,19 @@ class NixlMemory:
         self._peers: dict[bytes, str] = {}
 
     def register(self, address: int, num_bytes: int) -> None:
+        """Registers memory that others read, or that reads write to, for the lifetime of the process."""
         try:
             self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
         except self._errors as error:
             raise NotInstalledError(f"NIXL cannot register {num_bytes} bytes: {error}; see ulimit -l") from error
 
     def get_agent_metadata(self) -> bytes:
+        """Returns the metadata by which others read from this process; to be called after all calls of `register`."""
         return bytes(self._agent.get_agent_metadata())
 
     def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> NixlRead:
+        """Starts a read from address `source` of the other process to address `target` of this one. The other process
+        receives `notify` when the read is done. Raises ReadError."""
         agent = self._agent
         try:
             name = self._connect(agent_metadata)
@@ -110,18 +83,16 @@ class NixlMemory:
         return read
 
     def disconnect(self, agent_metadata: bytes) -> None:
+        """Closes the connection; a later read opens a new one."""
         name = self._peers.pop(agent_metadata, None)
         if name is not None:
             with contextlib.suppress(*self._errors):  # NIXL has forgotten a peer that ended
                 self._agent.remove_remote_agent(name)
 
     def get_notifications(self) -> list[bytes]:
+        """Returns readers' notifications. Must be polled often during reads: on some networks that moves the bytes."""
         try:
-            return [
-                notification
-                for notifications in self._agent.get_new_notifs().values()
-                for notification in notifications
-            ]
+            return list(itertools.chain.from_iterable(self._agent.get_new_notifs().values()))
         except self._errors:  # a reader ended during the call
             return []
 
@@ -137,11 +108,14 @@ class NixlMemory:
 
 
 class NixlRead:
+    """A read in flight."""
+
     def __init__(self, agent: Any, handle: Any, errors: tuple[type[Exception], ...]) -> None:  # noqa: ANN401
         self._agent, self._handle, self._errors = agent, handle, errors
         self.state = "PROC"
 
     def done(self) -> bool:
+        """Whether all bytes have arrived; must be polled until they have. Raises ReadError."""
         try:
             if self.state == "PROC":
                 self.state = self._agent.check_xfer_state(self._handle)
@@ -170,7 +144,3 @@ def _without_shared_memory() -> Iterator[None]:
         yield
     finally:
         del os.environ[TRANSPORTS_VARIABLE]  # engines may use UCX too, within one host
-
-
-def _is_exception_class(candidate: object) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, Exception)

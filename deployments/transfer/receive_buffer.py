@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deployments.common.messages import RemoteLocation, SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError, embedding_view
-from deployments.transfer.rdma import Read, ReadError, RemoteMemory
+from deployments.transfer.rdma import NixlMemory, NixlRead, ReadError
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import Allocation, Arena
 from deployments.transfer.unix_socket import ListenerError, OnError
@@ -67,7 +67,7 @@ class _Pending:
     deadline: float
     received: Future[ReceivedEmbedding]
     memory: Allocation | None = None
-    read: Read | None = None
+    read: NixlRead | None = None
     is_body_read: bool = False
     """All bytes were read; the header is being read again."""
 
@@ -82,7 +82,7 @@ class ReceiveBuffer:
 
     def __init__(
         self,
-        memory: RemoteMemory | None,
+        memory: NixlMemory | None,
         num_bytes: int,
         *,
         timeout_s: float = TIMEOUT_S,
@@ -227,7 +227,7 @@ class ReceiveBuffer:
         memory, target = self._get_memory(), self.arena.address + pending.memory.offset
         pending.read = memory.read(location.agent_metadata, location.address, target, num_bytes, notify=notify)
 
-    def _get_memory(self) -> RemoteMemory:
+    def _get_memory(self) -> NixlMemory:
         assert self._memory is not None, "`_submit` refuses reads from other hosts without it"
         return self._memory
 

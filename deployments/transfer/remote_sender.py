@@ -13,7 +13,7 @@ import threading
 import time
 
 from deployments.common.messages import EncodedImage, RemoteLocation, SharedEmbedding
-from deployments.transfer.rdma import RemoteMemory
+from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError, OnError
 
@@ -28,7 +28,7 @@ ERROR_PAUSE_S = 1.0
 class RemoteSender:
     """Publishes embeddings of a store. Thread-safe; its own thread polls the network."""
 
-    def __init__(self, store: EmbeddingStore, memory: RemoteMemory, *, on_error: OnError = lambda _: None) -> None:
+    def __init__(self, store: EmbeddingStore, memory: NixlMemory, *, on_error: OnError = lambda _: None) -> None:
         """`on_error` is called on the polling thread when it survived an error."""
         self._store, self._memory, self._on_error = store, memory, on_error
         memory.register(store.arena.address, store.arena.num_bytes)

@@ -55,7 +55,7 @@ class EmbeddingStore:
         """`on_evicted` receives the number of offers that ended unread because their memory was needed."""
         self.arena = Arena(num_bytes, purpose="embeddings")
         self._offer_timeout_s, self._clock, self._on_evicted = offer_timeout_s, clock, on_evicted
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Last published copy by digest. The weak reference is to the image, not its bits: all holders hold the image.
         self._published_images: weakref.WeakValueDictionary[str, EncodedImage] = weakref.WeakValueDictionary()
         self._offers: dict[str, _Offer] = {}  # by digest or reader, ascending by time of the last offer
@@ -80,22 +80,32 @@ class EmbeddingStore:
         flat[: len(EMPTY_HEADER)] = 0
         return torch.from_numpy(flat[HEADER_BYTES:]).view(dtype).view(num_tokens, width)
 
-    def publish(self, image: EncodedImage) -> bool:
-        """Allows readers to acquire the embedding while it is referenced. Returns False if it is not stored here."""
+    def publish(self, image: EncodedImage) -> EncodedImage | None:
+        """Allows readers to acquire the embedding while it is referenced. Returns the published object with these bits,
+        None if they are not stored here."""
+        offset = self.offset_of(image)
+        if offset is None:
+            return None
         with self._lock:
-            return self._publish(image) is not None
+            known = self._published_images.get(image.digest)
+            if known is not None and known.bits is image.bits:
+                return known
+            self.arena.write(offset, Header.of(image).to_bytes())
+            self._published_images[image.digest] = image
+        return image
 
     def find(self, digest: str) -> EncodedImage | None:
         """Returns the embedding if it is still stored here."""
         with self._lock:
-            return self._find(digest)
+            offer = self._offers.get(digest)
+            return self._published_images.get(digest) if offer is None else offer.image
 
     def offer(self, image: EncodedImage, *, reader: str | None = None) -> bool:
         """Publishes the embedding and keeps it for one reader, which is about to acquire it. Returns False if it is not
         stored here. `reader`: name of a reader whose offer ends by `end_offer`, not by `acquire`."""
         key = reader or image.digest
         with self._lock:
-            published = self._publish(image)
+            published = self.publish(image)
             if published is None:
                 return False
             offer = self._offers.pop(key, None)
@@ -109,16 +119,20 @@ class EmbeddingStore:
         `offered`: the embedding was offered to this reader, and the call ends one offer.
         """
         with self._lock:
-            image = self._find(digest)
+            image = self.find(digest)
             if offered:
-                self._end_oldest_offer(digest)
+                self.end_offer(digest)
         offset = None if image is None else self.offset_of(image)
         return None if image is None or offset is None else (offset, image)
 
-    def end_offer(self, reader: str) -> None:
-        """Ends the offer to `reader`, which has read the embedding."""
+    def end_offer(self, key: str) -> None:
+        """Ends the oldest offer for `key`, a digest or the name of a reader, which has read the embedding."""
         with self._lock:
-            self._end_oldest_offer(reader)
+            offer = self._offers.get(key)
+            if offer is not None:
+                self._recent_waits_s.append(self._clock() - offer.offered_at_s.popleft())
+                if not offer.offered_at_s:
+                    del self._offers[key]
 
     def is_offered(self, key: str) -> bool:
         """Whether there is an offer for `key`, a digest or a reader's name."""
@@ -133,29 +147,6 @@ class EmbeddingStore:
         """Returns the offset of the image's header, or None if it is not stored here."""
         offset = image.bits.ctypes.data - self.arena.address - HEADER_BYTES
         return offset if 0 <= offset <= self.arena.num_bytes - HEADER_BYTES - image.bits.nbytes else None
-
-    def _find(self, digest: str) -> EncodedImage | None:
-        offer = self._offers.get(digest)
-        return self._published_images.get(digest) if offer is None else offer.image
-
-    def _publish(self, image: EncodedImage) -> EncodedImage | None:
-        """Returns the published object with these bits, or None if they are not stored here."""
-        offset = self.offset_of(image)
-        if offset is None:
-            return None
-        known = self._published_images.get(image.digest)
-        if known is not None and known.bits is image.bits:
-            return known
-        self.arena.write(offset, Header.of(image).to_bytes())
-        self._published_images[image.digest] = image
-        return image
-
-    def _end_oldest_offer(self, key: str) -> None:
-        offer = self._offers.get(key)
-        if offer is not None:
-            self._recent_waits_s.append(self._clock() - offer.offered_at_s.popleft())
-            if not offer.offered_at_s:
-                del self._offers[key]
 
     def _end_offers(self, age_s: float) -> int:
         """Ends entries whose last offer is `age_s` old or older. Returns the number of offers that ended."""

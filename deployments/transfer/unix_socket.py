@@ -56,8 +56,7 @@ def accept(listener: socket.socket) -> socket.socket:
     """Returns the next connection of the same user; closes others. Raises OSError once `listener` is shut down."""
     while True:
         connection, _ = listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
+        if _is_same_user(connection):
             return connection
         connection.close()
 
@@ -68,8 +67,7 @@ def connect(address: str, *, timeout_s: float) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         connection.connect("\0" + address)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+        if not _is_same_user(connection):
             raise ConnectionRefusedError("another user listens there")
     except BaseException:
         connection.close()
@@ -293,6 +291,11 @@ def handle_messages(
         except Exception:
             logger.exception("the handling of a message failed")
             on_error(ListenerError.MESSAGE)
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.getuid())
 
 
 def _encode(message: object) -> bytes:

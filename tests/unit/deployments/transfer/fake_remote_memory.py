@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deployments.transfer.rdma import ReadError
+from deployments.transfer.rdma import NixlMemory, NixlRead, ReadError
 
 _names = itertools.count()
 
@@ -26,7 +26,7 @@ class FakeNetwork:
     """Called before each read."""
 
 
-class FakeMemory:
+class FakeMemory(NixlMemory):
     def __init__(self, network: FakeNetwork) -> None:
         self.network = network
         self.name = f"process {next(_names)}".encode()
@@ -55,7 +55,7 @@ class FakeMemory:
 
 
 @dataclass
-class FakeRead:
+class FakeRead(NixlRead):
     network: FakeNetwork
     agent_metadata: bytes
     source: int
