@@ -45,7 +45,7 @@ class NixlMemory:
         # NIXL's exceptions have no common base class; other errors in its bindings are RuntimeErrors.
         names = vars(bindings).values()
         exceptions = [name for name in names if isinstance(name, type) and issubclass(name, Exception)]
-        self._errors = (RuntimeError, *exceptions)
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, *exceptions)
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
             with _without_shared_memory():
