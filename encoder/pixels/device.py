@@ -1,7 +1,7 @@
 """Resizes, normalises and patchifies the images of a batch on a device, bit for bit as the CPU does.
 
-On a GPU the kernels of `encoder.pixels.kernels` take two launches per batch. On other devices plain torch computes the
-same integer sums; it is the reference in the kernels' tests.
+On a GPU the kernels of `encoder.pixels.kernels` take two launches per batch. On the CPU torch resizes, which is the
+reference in the kernels' tests.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.pixels.layout import PixelPlan
-from encoder.pixels.preprocess import mean_and_std, patchify
-from encoder.pixels.resize_weights import taps
+from encoder.pixels.preprocess import mean_and_std, patchify, resize_values
 
 
 @dataclass(frozen=True)
@@ -78,32 +77,12 @@ def fill_patches_triton(plan: PixelPlan, buffer: Tensor, control: Tensor, rules:
 
 
 def fill_patches_torch(plan: PixelPlan, buffer: Tensor, rules: ImageRules, out: Tensor) -> None:
-    """`fill_patches` in plain torch, on any device."""
+    """`fill_patches` in plain torch, on the CPU."""
     start = 0
     for image in plan.placed:
         values = torch.as_strided(
             buffer, (3, image.height, image.width), (image.strides[2], *image.strides[:2]), image.offset
         )
-        patches = patchify(resize_bytes(values, *image.target), rules)
+        patches = patchify(resize_values(values, *image.target), rules)
         out[start : start + len(patches)].copy_(patches)
         start += len(patches)
-
-
-def resize_bytes(values: Tensor, height: int, width: int) -> Tensor:
-    """Resizes uint8 `[3, H, W]` to `[3, height, width]` as `encoder.pixels.resize_weights` says, rows first. Slow."""
-    return _resized_last(_resized_last(values, width).transpose(1, 2), height).transpose(1, 2)
-
-
-def _resized_last(values: Tensor, num_out: int) -> Tensor:
-    num_in = values.shape[-1]
-    if num_in == num_out:
-        return values
-    found = taps(num_in, num_out)
-    first, weights = (torch.from_numpy(part).to(values.device) for part in (found.first, found.weights))
-    total = torch.full(
-        (*values.shape[:-1], num_out), 1 << (found.precision - 1), dtype=torch.int32, device=values.device
-    )
-    for tap in range(weights.shape[1]):
-        place = (first + tap).clamp_(max=num_in - 1)  # weights past the end are 0
-        total += values[..., place].to(torch.int32) * weights[:, tap]
-    return (total >> found.precision).clamp_(0, 255).to(torch.uint8)

@@ -51,19 +51,21 @@ class Preprocessor:
 
 
 def resize(image: Decoded, rules: ImageRules) -> Pixels:
-    """Resizes by torch's antialiased bicubic integer arithmetic on the CPU, bit for bit as torchvision does."""
-    height, width = target_size(image.grid_thw, rules)
+    """Resizes a decoded image to its grid, on the CPU."""
+    _, h, w = image.grid_thw
     values = torch.from_numpy(image.values).permute(2, 0, 1)
-    if values.shape[1:] != (height, width):
-        values = torch.nn.functional.interpolate(
-            values[None], (height, width), mode="bicubic", align_corners=False, antialias=True
-        )[0]
-    return Pixels(values.contiguous().numpy(), image.grid_thw)
+    resized = resize_values(values, h * rules.patch_size, w * rules.patch_size)
+    return Pixels(resized.contiguous().numpy(), image.grid_thw)
 
 
-def target_size(grid: Grid, rules: ImageRules) -> tuple[int, int]:
-    """Returns height and width in pixels of a resized image with this grid."""
-    return grid[1] * rules.patch_size, grid[2] * rules.patch_size
+def resize_values(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Resizes uint8 `[3, H, W]` on the CPU by torch's antialiased bicubic integer arithmetic, bit for bit as
+    torchvision does."""
+    if values.shape[1:] == (height, width):
+        return values
+    return torch.nn.functional.interpolate(
+        values[None], (height, width), mode="bicubic", align_corners=False, antialias=True
+    )[0]
 
 
 def patchify(values: torch.Tensor, rules: ImageRules) -> torch.Tensor:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
-from encoder.pixels.device import resize_bytes
 from encoder.pixels.layout import plan_pixels
 from encoder.pixels.preprocess import patchify, resize
 from encoder.pixels.resize_weights import taps, taps_cache
 from tests.unit.encoder.interpreter import Interpreted
 from tests.unit.encoder.pixels.filled import patches_of
+from tests.unit.encoder.pixels.resized import resize_bytes
 
 RULES = ImageRules(patch_size=16, image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.3, 0.2))
 OTHER = ImageRules(patch_size=5, merge_size=3, temporal_patch_size=3, rescale_factor=0.01)
