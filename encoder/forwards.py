@@ -28,7 +28,7 @@ from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
 from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
 from encoder.towers.attention import choose_backend
-from encoder.towers.backends import BackendUnavailableError, load, unsupported_reason
+from encoder.towers.backends import BackendUnavailableError, check_backend, unsupported_reason
 from encoder.towers.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -255,12 +255,7 @@ def _eager_backend(tower: VisionTower, config: EncoderConfig) -> AttentionBacken
         return backend
     if tower.device.type != "cuda":
         raise BackendUnavailableError(f"attention backend {backend.value!r} needs a GPU; the device is {tower.device}")
-    reason = unsupported_reason(
-        backend, torch.cuda.get_device_capability(tower.device), tower.dtype, tower.config.head_dim
-    )
-    if reason is not None:
-        raise BackendUnavailableError(f"attention backend {backend.value!r}: {reason}")
-    load(backend)
+    check_backend(backend, tower.dtype, tower.config.head_dim, tower.device)
     return backend
 
 

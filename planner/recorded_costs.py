@@ -7,7 +7,6 @@ its attention term holds for eager runs too. The time that a graph saves is inte
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -69,22 +68,16 @@ class Costs:
 
     def table(self, budgets: Sequence[int]) -> CostTable:
         """Returns the table for `budgets`, in any order."""
+        measured = list(zip(*self.saved, strict=True))
         eager = sorted({1, *(tokens for tokens, _ in self.saved), _MAX_EAGER_TOKENS})
         return CostTable(
             replay_ms=tuple((budget, self._replay_ms(budget)) for budget in sorted(set(budgets))),
-            eager_ms=tuple((tokens, self._replay_ms(tokens) + self._saved_ms(tokens)) for tokens in eager),
+            eager_ms=tuple((tokens, self._replay_ms(tokens) + float(np.interp(tokens, *measured))) for tokens in eager),
             work_ms=self.work_ms,
         )
 
     def _replay_ms(self, tokens: int) -> float:
         return self.base_ms + self.token_ms * tokens
-
-    def _saved_ms(self, tokens: int) -> float:
-        at = bisect_right(self.saved, (tokens, float("inf")))
-        if at == 0 or at == len(self.saved):
-            return self.saved[max(0, at - 1)][1]
-        (low, low_ms), (high, high_ms) = self.saved[at - 1], self.saved[at]
-        return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
 
 
 @dataclass(frozen=True)

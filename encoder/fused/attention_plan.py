@@ -14,7 +14,7 @@ from encoder.fused.rope_attention import AttentionKernel, AttentionPlan, rotary_
 from encoder.kernels.rope import rope_table
 from encoder.kernels.short_attention import LONGEST
 from encoder.metadata.segments import AttentionBackend, Segments
-from encoder.towers.backends import BackendUnavailableError, load, unsupported_reason
+from encoder.towers.backends import BackendUnavailableError, check_backend
 
 logger = logging.getLogger(__name__)
 
@@ -81,18 +81,9 @@ def chosen_kernels(costs: Sequence[Mapping[AttentionKernel, float]]) -> list[Att
     return best
 
 
-def check_plan(plan: AttentionPlan, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises `BackendUnavailableError` for a backend that does not fit or is not installed; says what to install."""
-    for kernel in plan.kernels:
-        reason = unsupported_reason(kernel.backend, torch.cuda.get_device_capability(device), dtype, head_dim)
-        if reason is not None:
-            raise BackendUnavailableError(f"attention backend {kernel.backend.value!r}: {reason}")
-        load(kernel.backend)
-
-
 def _available(kernel: AttentionKernel, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     try:
-        check_plan(AttentionPlan.single(kernel), head_dim, dtype, device)
+        check_backend(kernel.backend, dtype, head_dim, device)
     except BackendUnavailableError:
         return False
     return True

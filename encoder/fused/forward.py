@@ -17,7 +17,7 @@ from encoder.fused.rope_attention import AttentionPlan, SegmentTiles
 from encoder.fused.rotary import RotaryAttention
 from encoder.kernels.positions import add_positions_
 from encoder.metadata.tower_metadata import TowerMetadata
-from encoder.towers.layers import MLP, Block, GatedMLP, PatchMerger, activation
+from encoder.towers.layers import ACTIVATIONS, MLP, Block, GatedMLP, PatchMerger
 from encoder.towers.tower import VisionTower
 
 # Up to this number of rows, blocks and a level's merger each leave most of the device idle: they run concurrently.
@@ -87,7 +87,7 @@ class FusedForward:
         assert not (config.window_size and config.deepstack_visual_indexes), "levels do not leave in window order"
         self._gemm = gemm
         self._epilogue = _epilogue(config)
-        self._activation = activation(config.hidden_act)
+        self._activation = ACTIVATIONS[config.hidden_act]
         self._embed = Affine.of(tower.patch_embed.proj)
         self._positions = None if tower.pos_embed is None else tower.pos_embed.weight.detach()
         self._attend = RotaryAttention(gemm, plan, tower.rotary.frequencies, config.num_heads)

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from encoder.checkpoint.vision_config import VisionConfig
-from encoder.fused.attention_plan import check_plan, measure_backends
+from encoder.fused.attention_plan import measure_backends
 from encoder.fused.forward import FusedForward
 from encoder.fused.gemm import CublasGemm, Gemm
 from encoder.fused.rope_attention import AttentionPlan
@@ -21,6 +20,7 @@ from encoder.metadata.builder import MetadataBuilder
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.towers.backends import check_backend
 from encoder.towers.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -36,29 +36,14 @@ class FusedTower:
 
     def __init__(self, tower: VisionTower, plan: AttentionPlan, gemm: Gemm) -> None:
         # The tower is not referenced, so that weights repacked here are freed when its owner drops it.
-        self._config, self._dtype, self._device = tower.config, tower.dtype, tower.device
+        self.config, self.dtype, self.device = tower.config, tower.dtype, tower.device
         self._metadata = MetadataBuilder(tower.config)
         self._forward = FusedForward(tower, plan, gemm)
         self.attention_plan, self.gemm = plan, gemm
 
-    @property
-    def config(self) -> VisionConfig:
-        """The checkpoint's vision configuration."""
-        return self._config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights and of the output."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights and of the metadata."""
-        return self._device
-
     def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
         """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid."""
-        metadata = self._metadata.build(grid_thw, device=self._device, backend=AttentionBackend.VARLEN)
+        metadata = self._metadata.build(grid_thw, device=self.device, backend=AttentionBackend.VARLEN)
         plan, frames, windows = self.attention_plan, metadata.frames, metadata.windows
         return replace(
             metadata,
@@ -96,8 +81,8 @@ def fuse(tower: VisionTower, plan: AttentionPlan | None = None, gemm: Gemm | Non
     config = tower.config
     if plan is None:
         plan = measure_backends(config.num_heads, config.head_dim, tower.dtype, tower.device)
-    else:
-        check_plan(plan, config.head_dim, tower.dtype, tower.device)
+    for kernel in plan.kernels:
+        check_backend(kernel.backend, tower.dtype, config.head_dim, tower.device)
     return FusedTower(tower, plan, gemm or best_gemm(tower.dtype, tower.device))
 
 

@@ -112,7 +112,8 @@ class GraphCapturer:
         if self._config.graph_capture != "startup" and not self._looked_at <= total < self._look_again_at:
             key = self._next()
             if key is not None:
-                self._capture(key)
+                if self._begin(key):
+                    self._finish(key)
                 return True
             # The search is slow: repeat it only when the histogram has grown by a tenth (or was halved).
             self._looked_at, self._look_again_at = total, int(1.1 * total) + 1
@@ -188,10 +189,6 @@ class GraphCapturer:
             return False
         replay_ms = self.costs.replay_ms(key.budget)
         return replay_ms is None or _RUNS_A_CAPTURE * replay_ms / 1e3 <= _LONGEST_STEP_S
-
-    def _capture(self, key: GraphKey) -> None:
-        if self._begin(key):
-            self._finish(key)
 
     def _begin(self, key: GraphKey) -> bool:
         """Captures a graph and starts its check. Returns whether there is a graph for `_finish`."""

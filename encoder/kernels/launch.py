@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import triton
+
 OPTIONS = {"enable_fp_fusion": True}
 """Options of every launch. A multiplication and an addition become one instruction, rounded once. Triton does so by
 default only up to version 3.9; the kernels' speed and their exact results depend on it."""
-
-
-def next_power_of_2(number: int) -> int:
-    """Returns the smallest power of two that is at least `number` and at least 1."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def parts(width: int, smallest_tail: int = 1) -> tuple[int, int]:
@@ -19,4 +16,4 @@ def parts(width: int, smallest_tail: int = 1) -> tuple[int, int]:
     `smallest_tail`, since a matrix product has a minimum depth.
     """
     head = 1 << (width.bit_length() - 1)
-    return (width, 0) if width == head else (head, max(smallest_tail, next_power_of_2(width - head)))
+    return (width, 0) if width == head else (head, max(smallest_tail, triton.next_power_of_2(width - head)))

@@ -129,46 +129,16 @@ def norm(
     shift: Tensor | None = None,
     valid: Tensor | None = None,
     sums: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm with a `bias`, RMSNorm without, of `x + shift`, computed in float32 and rounded once.
 
     `x`, result: `[rows, width]`, contiguous; `weight`, `bias`: `[width]`; `shift`: float32 `[width]`. `valid`: int32
     `[1]` on the device or None: rows from `valid` on are written as zeros, whatever they hold. `sums`:
     `[parts, rows, width]`, contiguous, float32 or the dtype of `x`, or None: added to `x` in place first, rounded once.
+    `scales`: float32 `[rows, 1]` or None: if given, the result is float8_e4m3fn, with the rows' scales in it.
     """
-    out = torch.empty_like(x)
-    _launch(x, weight, bias, eps, shift, valid, sums, out, None)
-    return out
-
-
-def norm_scaled(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    shift: Tensor | None = None,
-    valid: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Like `norm`, but returns float8_e4m3fn `[rows, width]` and one float32 scale per row, `[rows, 1]`."""
-    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    _launch(x, weight, bias, eps, shift, valid, sums, out, scales)
-    return out, scales
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    shift: Tensor | None,
-    valid: Tensor | None,
-    sums: Tensor | None,
-    out: Tensor,
-    scales: Tensor | None,
-) -> None:
+    out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.float8_e4m3fn)
     rows, width = x.shape
     head, tail = parts(width)
     # Many narrow rows: one-warp programs, so that sums need no exchange between warps. Few rows: spread over the GPU.
@@ -198,3 +168,19 @@ def _launch(
         num_warps=1 if a_warp_each else 4 if width <= 2048 else 8,
         **OPTIONS,
     )
+    return out
+
+
+def norm_scaled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    shift: Tensor | None = None,
+    valid: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Like `norm`, but returns float8_e4m3fn `[rows, width]` and one float32 scale per row, `[rows, 1]`."""
+    scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
+    return norm(x, weight, bias, eps, shift=shift, valid=valid, sums=sums, scales=scales), scales

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from encoder.kernels.launch import OPTIONS, next_power_of_2, parts
+from encoder.kernels.launch import OPTIONS, parts
 from encoder.kernels.overlap import begin_after, overlapping
 
 
@@ -51,7 +51,7 @@ def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Te
         rows,
         FREQUENCIES=count,
         ROWS=rows_each,
-        COLUMNS=next_power_of_2(2 * count),
+        COLUMNS=triton.next_power_of_2(2 * count),
         num_warps=4,
         **OPTIONS,
     )

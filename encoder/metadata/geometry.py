@@ -7,7 +7,8 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -106,9 +107,6 @@ def frame_lengths(grid: Grid) -> tuple[int, ...]:
     return (h * w,) * t
 
 
-def cu_seqlens(lengths: Sequence[int] | Iterable[int]) -> Tensor:
+def cu_seqlens(lengths: Iterable[int]) -> Tensor:
     """Returns the borders of consecutive segments, beginning with 0: int32 `[len(lengths) + 1]`."""
-    borders = [0]
-    for length in lengths:
-        borders.append(borders[-1] + length)
-    return torch.tensor(borders, dtype=torch.int32)
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from encoder.kernels.launch import OPTIONS, next_power_of_2
+from encoder.kernels.launch import OPTIONS
 from encoder.pixels.layout import PATCH_FIELDS, ROWS_FIELDS
 
 # Tile of one program: rows and columns of resized bytes; patches.
@@ -152,7 +152,7 @@ def write_patches(
         MERGE=merge,
         FRAMES=frames,
         PATCHES=PATCHES,
-        AREA=next_power_of_2(patch * patch),
+        AREA=triton.next_power_of_2(patch * patch),
         num_warps=4,
         **OPTIONS,
     )

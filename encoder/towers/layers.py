@@ -5,7 +5,8 @@ Parameters have the same names as in checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +20,12 @@ from encoder.towers.attention import attention
 NORM_EPS = 1e-6
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Returns the function that `hidden_act` names."""
-    match name:
-        case "silu":
-            return F.silu
-        case "gelu":
-            return F.gelu
-        case "gelu_pytorch_tanh":
-            return _gelu_tanh
-    raise ValueError(f"no activation {name!r}")
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""The functions that `VisionConfig.hidden_act` names."""
 
 
 class PatchEmbedding(nn.Module):
@@ -115,7 +108,7 @@ class MLP(nn.Module):
         super().__init__()
         self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = activation(config.hidden_act)
+        self._activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear_fc2(self._activation(self.linear_fc1(x)))
@@ -130,7 +123,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = activation(config.hidden_act)
+        self._activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))

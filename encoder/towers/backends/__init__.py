@@ -89,3 +89,11 @@ def unsupported_reason(
     if head_dim % 8 or not smallest <= head_dim <= largest:
         return f"head dimension {head_dim} is not supported"
     return None
+
+
+def check_backend(backend: AttentionBackend, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    """Raises `BackendUnavailableError` for a backend that does not fit or is not installed; says what to install."""
+    reason = unsupported_reason(backend, torch.cuda.get_device_capability(device), dtype, head_dim)
+    if reason is not None:
+        raise BackendUnavailableError(f"attention backend {backend.value!r}: {reason}")
+    load(backend)
