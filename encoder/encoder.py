@@ -106,13 +106,20 @@ class Encoder:
         Raises:
             encoder.images.size.ImageError: an image cannot be read or is out of bounds; no image was encoded.
         """
-        prepare = self.preprocessor.decode if self.resizes_on_device else self.preprocessor.preprocess
-        pixels = [prepare(image, bounds) for image in images]
+        pixels = [self.prepare(image, bounds) for image in images]
         tokens: dict[int, torch.Tensor] = {}
         for batch, outputs in self.encode_batches(pixels):
             tokens.update(zip(batch.indices, outputs, strict=True))
         digests = [self.identity.digest(image, bounds) for image in images]
         return [Embedding(tokens[i], pixels[i].grid_thw, digests[i]) for i in range(len(images))]
+
+    def prepare(self, image: Image.Image | bytes, bounds: PixelBounds | None = None) -> Pixels | Decoded:
+        """Decodes an image, and resizes it if the device does not. Stateless: any thread may call it.
+
+        Raises ImageError.
+        """
+        resizes_on_device = self.resizes_on_device
+        return (self.preprocessor.decode if resizes_on_device else self.preprocessor.preprocess)(image, bounds)
 
     def warm_up(self) -> None:
         """Encodes a blank image: the first run loads kernels, which takes seconds on a GPU."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from encoder.packing.cost_based import CostTable
+from encoder.packing.cost_based import CostTable, interpolate_ms
 
 _MAX_EAGER_TOKENS = 65_536
 """Largest size in tokens of the eager times; larger ones are proportional."""
@@ -88,12 +88,9 @@ class MeasuredTable:
 
     def table(self, budgets: Sequence[int]) -> CostTable:
         """Returns the table for `budgets`, in any order: replays interpolated, above the largest in proportion."""
-        sizes, times = zip(*self.recorded.replay_ms, strict=True)
-
-        def replay(budget: int) -> float:
-            return float(np.interp(budget, sizes, times) * max(1.0, budget / sizes[-1]))
-
-        return replace(self.recorded, replay_ms=tuple((budget, replay(budget)) for budget in sorted(set(budgets))))
+        measured = self.recorded.replay_ms
+        times = tuple((budget, interpolate_ms(measured, budget)) for budget in sorted(set(budgets)))
+        return replace(self.recorded, replay_ms=times)
 
 
 def read_costs(path: Path, arch: str) -> Costs | MeasuredTable:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from encoder.checkpoint.image_rules import ImageRules
-from encoder.images.size import image_grid, num_tokens
-from encoder.packing.cost_based import PAIRS_PER_UNIT, ImageCost
+from encoder.images.size import image_grid
+from encoder.packing import costs
+from encoder.packing.cost_based import ImageCost
 
 RULES: Mapping[str, ImageRules] = {
     # Sizes, patches and pixel bounds of the published preprocessor configs.
@@ -101,6 +102,4 @@ def new_images(
 
 def image_cost(image: Mapping[str, int], rules: ImageRules) -> ImageCost:
     """Returns the cost of an image of a trace. Raises KeyError without `w` or `h`, ValueError for an invalid size."""
-    grid = image_grid(int(image["w"]), int(image["h"]), rules)
-    pairs = grid[0] * (grid[1] * grid[2]) ** 2
-    return ImageCost(num_tokens(grid, rules.merge_size), pairs / PAIRS_PER_UNIT)
+    return costs.image_cost(image_grid(int(image["w"]), int(image["h"]), rules), rules.merge_size**2)

@@ -15,7 +15,7 @@ from pathlib import Path
 from encoder.checkpoint.image_rules import PixelBounds
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
-from encoder.images.load import ImageError
+from encoder.images.size import ImageError, num_tokens
 from encoder.offline.store import EmbeddingFiles, Entry, Stamp
 from encoder.pixels.preprocess import Pixels
 
@@ -144,21 +144,18 @@ def _prepare_images(
             data = (folder / path).read_bytes()
             digest = encoder.identity.digest(data, bounds)
             if known := files.find_entry(digest):
-                return _Prepared(
-                    Entry(path, digest, known.grid_thw, known.num_tokens, "", stat.st_size, stat.st_mtime_ns)
-                )
-            pixels = (encoder.preprocessor.decode if encoder.resizes_on_device else encoder.preprocessor.preprocess)(
-                data, bounds
-            )
+                pixels, grid = None, known.grid_thw
+            else:
+                pixels = encoder.prepare(data, bounds)
+                grid = pixels.grid_thw
         except ImageError as error:
             return _Prepared(path=path, reason=str(error))
         except OSError as error:
             return _Prepared(path=path, reason=error.strerror or type(error).__name__)
         except MemoryError:
             return _Prepared(path=path, reason="there is not enough memory to decode it")
-        num_patches = pixels.grid_thw[0] * pixels.grid_thw[1] * pixels.grid_thw[2]
-        num_tokens = num_patches // encoder.identity.rules.merge_size**2
-        return _Prepared(Entry(path, digest, pixels.grid_thw, num_tokens, "", stat.st_size, stat.st_mtime_ns), pixels)
+        tokens = num_tokens(grid, encoder.identity.rules.merge_size)
+        return _Prepared(Entry(path, digest, grid, tokens, "", stat.st_size, stat.st_mtime_ns), pixels)
 
     ahead: deque[Future[_Prepared]] = deque()
     remaining = iter(wanted)

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
 
 from encoder.packing.greedy import Batch, pack
 
@@ -97,24 +98,24 @@ class CostTable:
             found.append(budget if not found or ms <= self._replays[found[-1]] else found[-1])
         return tuple(reversed(found))
 
-    @cached_property
-    def _eager_sizes(self) -> tuple[int, ...]:
-        return tuple(size for size, _ in self.eager_ms)
-
     def eager_base_ms(self, tokens: int) -> float:
-        """Returns the time of an eager run without attention work, by interpolation.
+        """Returns the time of an eager run without attention work, by interpolation."""
+        return interpolate_ms(self.eager_ms, tokens)
 
-        Below the smallest measurement it is constant, since launches dominate; above the largest it is proportional.
-        """
-        sizes = self._eager_sizes
-        at = bisect_left(sizes, tokens)
-        if at == 0:
-            return self.eager_ms[0][1]
-        if at == len(sizes):
-            size, ms = self.eager_ms[-1]
-            return ms * tokens / size
-        (low, low_ms), (high, high_ms) = self.eager_ms[at - 1], self.eager_ms[at]
-        return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
+
+def interpolate_ms(measured: Sequence[tuple[int, float]], tokens: int) -> float:
+    """Interpolates linearly between pairs of tokens and milliseconds, at least one, ascending.
+
+    Below the smallest measurement the time is constant, since launches dominate; above the largest it is proportional.
+    """
+    at = bisect_left(measured, tokens, key=itemgetter(0))
+    if at == 0:
+        return measured[0][1]
+    if at == len(measured):
+        size, ms = measured[-1]
+        return ms * tokens / size
+    (low, low_ms), (high, high_ms) = measured[at - 1], measured[at]
+    return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
 
 
 def plan_batches(images: Sequence[ImageCost], *, table: CostTable, max_images: int, max_tokens: int) -> list[Batch]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
-from encoder.metadata.geometry import Grid
-from encoder.packing.cost_based import PAIRS_PER_UNIT, CostTable, ImageCost
+from encoder.images.size import Grid
+from encoder.packing.cost_based import PAIRS_PER_UNIT, CostTable, ImageCost, interpolate_ms
 
 # Minimum share of a measurement that remains after attention's part is subtracted.
 _MIN_SHARE = 0.2
@@ -37,7 +36,7 @@ class Costs:
         self._replays: dict[int, tuple[float, float]] = {}
         self._eager: dict[int, tuple[float, float]] = {}
         self._table: CostTable | None = None
-        self._choosing: tuple[CostTable, CostTable] | None = None
+        self._packing_table: CostTable | None = None
 
     def add_work(self, shorter: tuple[float, float], longer: tuple[float, float]) -> None:
         """Adds two replays of one graph, `(milliseconds, work)` each, that differ only in attention work."""
@@ -57,33 +56,25 @@ class Costs:
 
     def table(self) -> CostTable | None:
         """Returns the table of all measurements; None before the first eager one."""
-        if self._table is None and self._eager:
-            self._table = CostTable(self._rows(self._replays), self._rows(self._eager), self._work_ms)
+        self._make_tables()
         return self._table
 
     def packing_table(self) -> CostTable | None:
         """Returns the table for packing, with eager times multiplied by `EAGER_MARGIN`; None as in `table`."""
-        table = self.table()
-        if table is None:
-            return None
-        if self._choosing is None or self._choosing[0] is not table:
-            eager = tuple((tokens, EAGER_MARGIN * ms) for tokens, ms in table.eager_ms)
-            self._choosing = table, replace(table, eager_ms=eager)
-        return self._choosing[1]
+        self._make_tables()
+        return self._packing_table
+
+    def _make_tables(self) -> None:
+        if self._table is None and self._eager:
+            self._table = CostTable(self._rows(self._replays), self._rows(self._eager), self._work_ms)
+            eager = tuple((tokens, EAGER_MARGIN * ms) for tokens, ms in self._table.eager_ms)
+            self._packing_table = replace(self._table, eager_ms=eager)
 
     def replay_ms(self, budget: int) -> float | None:
         """Returns a replay's time without attention work, interpolated if not measured; None before any measurement."""
         table = self.table()
         rows = self._rows(self._replays) if table is None else table.replay_ms
-        if not rows:
-            return None
-        at = bisect_left([size for size, _ in rows], budget)
-        if at == len(rows):
-            return rows[-1][1] * budget / rows[-1][0]
-        if rows[at][0] == budget or at == 0:
-            return rows[at][1]
-        (low, low_ms), (high, high_ms) = rows[at - 1], rows[at]
-        return low_ms + (high_ms - low_ms) * (budget - low) / (high - low)
+        return interpolate_ms(rows, budget) if rows else None
 
     def _rows(self, measured: dict[int, tuple[float, float]]) -> tuple[tuple[int, float], ...]:
         sizes = sorted(measured)

@@ -6,35 +6,12 @@ reference in the kernels' tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.pixels.layout import PixelPlan
 from encoder.pixels.preprocess import mean_and_std, patchify, resize_values
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Tables of a `PixelPlan` on the device, views of one copied buffer."""
-
-    rows: Tensor
-    patches: Tensor
-    taps: Tensor
-
-    @classmethod
-    def from_plan(cls, plan: PixelPlan, control: Tensor) -> Tables:
-        """`control`: the bytes of `plan.control`, uint8, 8-byte aligned."""
-        first = plan.rows_table.nbytes
-        second = first + plan.patch_table.nbytes
-        third = second + 4 * plan.num_weights
-        return cls(
-            control[:first].view(torch.int64).view(plan.rows_table.shape),
-            control[first:second].view(torch.int64).view(plan.patch_table.shape),
-            control[second:third].view(torch.int32),
-        )
 
 
 def fill_patches(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
@@ -58,14 +35,14 @@ def fill_patches_triton(plan: PixelPlan, buffer: Tensor, control: Tensor, rules:
     """`fill_patches` with the Triton kernels."""
     from encoder.pixels.kernels import resize_rows, write_patches  # Triton is missing on some platforms
 
-    tables = Tables.from_plan(plan, control)
+    rows, patches, taps = _tables(plan, control)
     mean, std = mean_and_std(rules, buffer.device)
     if plan.max_rows:
-        resize_rows(buffer, tables.rows, tables.taps, plan.max_rows, plan.max_width)
+        resize_rows(buffer, rows, taps, plan.max_rows, plan.max_width)
     write_patches(
         buffer,
-        tables.patches,
-        tables.taps,
+        patches,
+        taps,
         mean,
         std,
         out,
@@ -73,6 +50,16 @@ def fill_patches_triton(plan: PixelPlan, buffer: Tensor, control: Tensor, rules:
         merge=rules.merge_size,
         frames=rules.temporal_patch_size,
         max_patches=plan.max_patches,
+    )
+
+
+def _tables(plan: PixelPlan, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the tables of rows, patches and weights, views of `control`, the bytes of `plan.control`."""
+    rows, patches, weights = control.split([plan.rows_table.nbytes, plan.patch_table.nbytes, 4 * plan.num_weights])
+    return (
+        rows.view(torch.int64).view(plan.rows_table.shape),
+        patches.view(torch.int64).view(plan.patch_table.shape),
+        weights.view(torch.int32),
     )
 
 
