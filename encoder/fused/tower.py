@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,14 +41,11 @@ class FusedTower:
         self.attention_plan, self.gemm = plan, gemm
 
     def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
-        """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid."""
-        metadata = self._metadata.build(grid_thw, device=self.device, backend=AttentionBackend.VARLEN)
-        plan, frames, windows = self.attention_plan, metadata.frames, metadata.windows
-        return replace(
-            metadata,
-            frames=replace(frames, backend=plan.kernel(frames.max_seqlen).backend),
-            windows=None if windows is None else replace(windows, backend=plan.kernel(windows.max_seqlen).backend),
-        )
+        """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid.
+
+        The forward follows `attention_plan`, not the backend in the metadata.
+        """
+        return self._metadata.build(grid_thw, device=self.device, backend=AttentionBackend.VARLEN)
 
     @torch.inference_mode()
     def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
