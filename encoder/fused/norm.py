@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from encoder.fused.affine import Affine, ScaledRows
 from encoder.fused.gemm import Rows
-from encoder.kernels.norm import norm, norm_scaled
+from encoder.kernels.norm import norm
 from encoder.towers.layers import NORM_EPS, RMSNorm
 
 
@@ -32,26 +33,25 @@ class FusedNorm:
         """Weight and bias of a LayerNorm; None for an RMSNorm."""
         return None if self._bias is None else (self._weight, self._bias)
 
-    def __call__(self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-        """Returns `[rows, width]`. `valid`, `sums`: see `encoder.kernels.norm.norm`."""
-        x, sums = self._wide(x, sums)
-        return norm(x, self._weight, self._bias, NORM_EPS, shift=self._pending, valid=valid, sums=sums)
+    def __call__(
+        self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None, scales: Tensor | None = None
+    ) -> Tensor:
+        """Returns `[rows, width]`. `valid`, `sums`, `scales`: see `encoder.kernels.norm.norm`."""
+        width = self._weight.shape[0]
+        return norm(
+            x.view(-1, width),
+            self._weight,
+            self._bias,
+            NORM_EPS,
+            shift=self._pending,
+            valid=valid,
+            sums=None if sums is None else sums.view(sums.shape[0], -1, width),
+            scales=scales,
+        )
 
-    def before(
-        self,
-        layer: Affine,
-        x: Tensor,
-        valid: Tensor | None = None,
-        sums: Tensor | None = None,
-    ) -> Rows:
+    def before(self, layer: Affine, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Rows:
         """Like `__call__`, in the form that `layer` reads: in 8 bits if its weights are."""
         if layer.scaled is None:
             return self(x, valid, sums)
-        x, sums = self._wide(x, sums)
-        return ScaledRows(
-            *norm_scaled(x, self._weight, self._bias, NORM_EPS, shift=self._pending, valid=valid, sums=sums)
-        )
-
-    def _wide(self, x: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        width = self._weight.shape[0]
-        return x.view(-1, width), None if sums is None else sums.view(sums.shape[0], -1, width)
+        scales = x.new_empty(x.numel() // self._weight.shape[0], 1, dtype=torch.float32)
+        return ScaledRows(self(x, valid, sums, scales), scales)

@@ -169,18 +169,3 @@ def norm(
         **OPTIONS,
     )
     return out
-
-
-def norm_scaled(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    shift: Tensor | None = None,
-    valid: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Like `norm`, but returns float8_e4m3fn `[rows, width]` and one float32 scale per row, `[rows, 1]`."""
-    scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    return norm(x, weight, bias, eps, shift=shift, valid=valid, sums=sums, scales=scales), scales

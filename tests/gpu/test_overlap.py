@@ -18,11 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 from encoder.fused.affine import ScaledRows  # noqa: E402
 from encoder.fused.gemm import Epilogue, Gemm  # noqa: E402
 from encoder.fused.rope_in_gemm import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
-from encoder.kernels.norm import norm, norm_scaled  # noqa: E402
+from encoder.kernels.norm import norm  # noqa: E402
 from encoder.kernels.overlap import FIRST_CAPABILITY  # noqa: E402
 from encoder.kernels.scaled import scaled_rows  # noqa: E402
 from tests.gpu.test_kernels import random  # noqa: E402
 from tests.gpu.test_products import layer  # noqa: E402
+from tests.unit.encoder.kernels.scaled_norm import norm_scaled  # noqa: E402
 
 BFLOAT16, CUDA = torch.bfloat16, torch.device("cuda")
 # Longer than a host takes for the launch that follows.

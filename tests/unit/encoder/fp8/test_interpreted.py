@@ -39,8 +39,9 @@ NAN, INF = float("nan"), float("inf")
 """
 
 ROWS = """
-from encoder.kernels.norm import norm, norm_scaled
+from encoder.kernels.norm import norm
 from encoder.kernels.scaled import ACTIVATIONS, scaled_rows
+from tests.unit.encoder.kernels.scaled_norm import norm_scaled
 
 functions = {
     "none": lambda y: y,
