@@ -68,11 +68,13 @@ class Costs:
 
     def table(self, budgets: Sequence[int]) -> CostTable:
         """Returns the table for `budgets`, in any order."""
-        measured = list(zip(*self.saved, strict=True))
+        sizes, saved_ms = zip(*self.saved, strict=True)
         eager = sorted({1, *(tokens for tokens, _ in self.saved), _MAX_EAGER_TOKENS})
         return CostTable(
             replay_ms=tuple((budget, self._replay_ms(budget)) for budget in sorted(set(budgets))),
-            eager_ms=tuple((tokens, self._replay_ms(tokens) + float(np.interp(tokens, *measured))) for tokens in eager),
+            eager_ms=tuple(
+                (tokens, self._replay_ms(tokens) + float(np.interp(tokens, sizes, saved_ms))) for tokens in eager
+            ),
             work_ms=self.work_ms,
         )
 
