@@ -1,4 +1,4 @@
-"""API errors in the shape of OpenAI's error body, each with its HTTP status."""
+"""API errors in the shape of OpenAI's and Anthropic's error bodies, each with its HTTP status."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _TYPES = {
 """Types of the errors by status; others are "invalid_request_error" under 500 and "server_error" from 500 on."""
 
 
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 504: "timeout_error"}
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Routes whose errors have Anthropic's format."""
 MAX_MESSAGE_CHARACTERS = 1000
 """Longer messages are cut: a message may quote client input of megabytes."""
 
@@ -55,6 +58,24 @@ def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return ResponseHead(error.status, headers), json.dumps({"error": fields}).encode()
+
+
+def anthropic_error(status: int, body: bytes) -> bytes:
+    """Returns an error body, in OpenAI's format or another, in Anthropic's format."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = "the server failed to answer"
+    error = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+    return json.dumps({"type": "error", "error": error}).encode()
+
+
+def error_event(error: ApiError, path: str) -> bytes:
+    """Returns the event that ends a stream of the route `path` with an error."""
+    body = error_head_and_body(error)[1]
+    if path in ANTHROPIC_PATHS:
+        return b"event: error\ndata: " + anthropic_error(error.status, body) + b"\n\n"
+    return b"data: " + body + b"\n\n"
 
 
 class Shed(Enum):

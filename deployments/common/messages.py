@@ -222,6 +222,8 @@ class HttpRequest:
     """Whether the response head may carry the first body chunk. An ingress of an older version does not set it."""
     early_prefill: bool = False
     """Whether the request may be sent for early prefill, before its images are encoded; the reply may be TooEarly."""
+    cache_salt: str | None = None
+    """Salt of the prompt in vLLM's prefix cache, which the body holds as well; None for a client without a tenant."""
 
 
 @dataclass(frozen=True)

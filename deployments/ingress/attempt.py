@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response, StreamingResponse
 
-from deployments.common.api_error import ApiError, error_head_and_body
+from deployments.common.api_error import ApiError, error_event
 from deployments.common.messages import Accepted, NotEncoded, ResponseHead, TooEarly
 from deployments.ingress.admission import Visit
 from deployments.ingress.failures import EngineLostError, LLMLostError, OutdatedError, ReplicaLostError
@@ -168,7 +168,7 @@ class Attempt:
                 self.deadline.error() if isinstance(error, TimeoutError) else self.replicas.to_client_error(error)
             )
             if isinstance(client_error, ApiError):
-                yield b"data: " + error_head_and_body(client_error)[1] + b"\n\n"
+                yield error_event(client_error, self.request.http.path)
         finally:
             if not complete:
                 self._cancel()

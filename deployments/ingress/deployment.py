@@ -18,7 +18,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from configs.schema import AppConfig
-from deployments.common.api_error import ApiError, OverloadedError, Shed, error_head_and_body
+from deployments.common.api_error import (
+    ANTHROPIC_PATHS,
+    ApiError,
+    OverloadedError,
+    Shed,
+    anthropic_error,
+    error_head_and_body,
+)
 from deployments.common.messages import HttpRequest, ResponseHead
 from deployments.common.ray_private import running_replicas, serve_host
 from deployments.common.replica_errors import IdentityGoneError
@@ -77,6 +84,15 @@ class Ingress:
         return IngressLoad(float(line.tokens_queued), float(line.tokens_in_flight), float(line.requests))
 
     async def __call__(self, request: Request) -> Response:
+        response = await self._respond(request)
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+        if response.status_code < 400 or path not in ANTHROPIC_PATHS:
+            return response
+        headers = [header for header in response.raw_headers if header[0] != b"content-type"]
+        head = ResponseHead(response.status_code, [*headers, *JSON_HEAD.headers])
+        return http_response(head, anthropic_error(head.status, bytes(response.body)))
+
+    async def _respond(self, request: Request) -> Response:
         arrived = asyncio.get_running_loop().time()
         deadline = Deadline.from_header(None, arrived=arrived, max_s=self._limits.request_timeout_s)
         try:
@@ -126,10 +142,11 @@ class Ingress:
                     return await respond(
                         Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._histograms)
                     )
-            takes_images = route.service is routes.Service.IMAGES
-            parse = partial(ChatRequest.parse, chunks, self._limits, takes_images=takes_images, salt=client.salt)
+            body_format = route.body_format if route.service is routes.Service.IMAGES else None
+            parse = partial(ChatRequest.parse, chunks, self._limits, body_format=body_format, salt=client.salt)
             chat = await self._off_loop.run(held.num_bytes, parse)
             held.resize(chat.num_bytes)
+            inner = dataclasses.replace(inner, cache_salt=chat.cache_salt)
             if chat.images:
                 with self._visit(deadline) as visit:
                     return await self._dispatch_with_images(chat, inner, client, visit, deadline, held)

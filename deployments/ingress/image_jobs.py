@@ -1,4 +1,4 @@
-"""Turns a chat request into a request for the engine: fetches images, reads their headers and computes digests.
+"""Turns a chat into a request for the engine: fetches images, reads their headers and computes digests.
 
 Pixels are not decoded here.
 """
@@ -14,8 +14,9 @@ from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import HttpRequest, ImageJob, ItemReference, new_key
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, ignore_bytes
-from deployments.ingress.http.chat_request import ChatRequest, ImagePart
+from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.data_url import raise_as_api_error
+from deployments.ingress.http.image_parts import ImagePart
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, image_grid, num_tokens, read_header
 from encoder.item_header import ItemHeader
@@ -84,7 +85,7 @@ async def fetch_images(
     async def fetched(part: ImagePart) -> ImagePart:
         if part.file is not None:
             return part
-        with raise_as_api_error(part.label):
+        with raise_as_api_error(part.label, part.param):
             try:
                 file = await fetcher.fetch(part.url, client=client, count=count)
             except MediaBusyError as error:
@@ -138,7 +139,7 @@ def build_encoder_jobs(
         tokens = num_tokens(grid, identity.rules.merge_size)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
-            raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param="messages")
+            raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param=part.param)
         total_tokens += tokens
         digest = identity.digest(data, effective, salt)
         digests.append(digest)
@@ -150,7 +151,7 @@ def build_encoder_jobs(
         raise ApiError(
             400,
             f"the images come to {total_tokens} visual tokens, the limit is {limits.max_visual_tokens_per_request}",
-            param="messages",
+            param=parts[0].param,
         )
     order = list(jobs)
     job_of_part = [order.index(digest) for digest in digests]
@@ -175,7 +176,7 @@ def _size_and_grid(
         _check_sides(found, limits)
         return (found.width, found.height), image_grid(found.width, found.height, identity.rules, bounds)
     except ImageError as error:
-        raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
+        raise ApiError(400, f"{part.label}: {error}", param=part.param, code="invalid_image") from error
 
 
 def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:

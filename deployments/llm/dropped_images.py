@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 
 TOKENIZE = "/tokenize"
 """vLLM's route that applies the template and inserts the images into the prompt, without the engine."""
+RESPONSES = "/v1/responses"
 NO_IMAGE = {"type": "text", "text": ""}
 
 
 async def find_dropped_images(app: AsgiApp, request: HttpRequest) -> ApiError | None:
-    """Returns a 400 that names the first message whose images are not in the prompt; None if all images are in it.
+    """Returns a 400 that names the first message whose images are not in the prompt; None if all images are in it, or
+    if they are in Anthropic's format, which has images in messages of users only.
 
     vLLM reports only that there are fewer placeholders than images. So the chat is tokenized once for each message with
     images, without the images of the other messages. The request's references must be valid.
     """
     body = json.loads(request.body)
+    field = "messages"
+    if request.path == RESPONSES:
+        field, body = "input", {"messages": [_chat_message(item) for item in body["input"]]}
     messages = body["messages"]
     without_images = [_without_images(message) for message in messages]
     for number, message in enumerate(messages):
@@ -41,15 +46,23 @@ async def find_dropped_images(app: AsgiApp, request: HttpRequest) -> ApiError | 
         ):
             role = message.get("role")
             message_text = (
-                f"messages[{number}]: the model's chat template takes no images from messages of role {role!r}"
+                f"{field}[{number}]: the model's chat template takes no images from messages of role {role!r}"
             )
-            return ApiError(400, message_text, param="messages", code="image_not_in_prompt")
+            return ApiError(400, message_text, param=field, code="image_not_in_prompt")
     return None
 
 
 async def _status(app: AsgiApp, request: HttpRequest) -> int:
     async with aclosing(asgi_client.call(app, request)) as messages:
         return int((await anext(messages))["status"])
+
+
+def _chat_message(item: dict[str, Any]) -> dict[str, Any]:
+    """Returns an item of a Responses request as a message of a chat, of which only role and images matter."""
+    parts = item.get("content", item.get("output"))
+    urls = [part["image_url"] for part in parts if "image_url" in part] if isinstance(parts, list) else []
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": item.get("role", "tool"), "content": images or "-"}
 
 
 def _without_images(message: dict[str, Any]) -> dict[str, Any]:

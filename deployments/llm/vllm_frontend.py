@@ -84,6 +84,7 @@ class VllmFrontend:
         500, or an event stream without a token.
         """
         compat.first_token_clock.set(timeline.clock)
+        compat.cache_salt.set(request.cache_salt)
         keys: list[str] = []
         start: compat.Message | None = None
         try:

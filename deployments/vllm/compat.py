@@ -172,6 +172,8 @@ class FirstTokenClock:
 
 
 first_token_clock: ContextVar[FirstTokenClock | None] = ContextVar("first_token_clock", default=None)
+cache_salt: ContextVar[str | None] = ContextVar("cache_salt", default=None)
+"""Salt of the request in vLLM's prefix cache; some versions do not read it from the bodies of `/v1/messages`."""
 
 
 def start_engine(
@@ -197,11 +199,13 @@ def start_engine(
     async_llm = lookup("AsyncLLM")
 
     class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
-        """Records the time of the first token, which vLLM's HTTP answers do not contain."""
+        """Records the time of the first token, which vLLM's HTTP answers do not contain, and sets the cache salt."""
 
-        async def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
-            clock = first_token_clock.get()
-            async for output in super().generate(*args, **kwargs):
+        async def generate(self, prompt: object, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
+            clock, salt = first_token_clock.get(), cache_salt.get()
+            if salt is not None and isinstance(prompt, dict):
+                prompt = {**prompt, "cache_salt": salt}
+            async for output in super().generate(prompt, *args, **kwargs):
                 if clock is not None:
                     clock.tick()
                 yield output

@@ -133,6 +133,8 @@ class AccessControl:
         if path in PATHS_WITHOUT_KEY:
             return None
         values = request.headers.getlist("authorization")
+        if not values:  # Anthropic's clients
+            values = [f"Bearer {key}" for key in request.headers.getlist("x-api-key")]
         scheme, _, key = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         name = self._keys.name_of(key.strip()) if scheme.lower() == "bearer" else None
         if name is None:

@@ -24,14 +24,14 @@ class MediaTooLargeError(MediaError):
 
 
 @contextmanager
-def raise_as_api_error(label: str) -> Iterator[None]:
+def raise_as_api_error(label: str, param: str) -> Iterator[None]:
     """Turns a MediaError into an ApiError that names the image: 413 for MediaTooLargeError, else 400."""
     try:
         yield
     except MediaTooLargeError as error:
-        raise ApiError(413, f"{label}: {error}", param="messages", code="image_too_large") from error
+        raise ApiError(413, f"{label}: {error}", param=param, code="image_too_large") from error
     except MediaError as error:
-        raise ApiError(400, f"{label}: {error}", param="messages", code="invalid_image_url") from error
+        raise ApiError(400, f"{label}: {error}", param=param, code="invalid_image_url") from error
 
 
 def is_data_url(url: str) -> bool:

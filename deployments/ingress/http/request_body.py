@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -37,12 +37,15 @@ COUNTED_BYTES = 2**20
 """Bytes that are searched before other threads can run."""
 LARGE_BYTES = 2**17
 """Smaller bodies are parsed on the event loop, which takes less time than the switch to a thread."""
-_OPENING = re.compile(rb'"data:[^"\\,]{0,200};base64,')
-_START = b'"data:'
+_OPENING = re.compile(rb'"data(?::[^"\\,]{0,200};base64,|"[ \t\r\n]{0,8}:[ \t\r\n]{0,8}")')
+_START = b'"data'
+MIN_DATA_BYTES = 1024
+"""Shorter strings of fields `data` are left to the JSON parser: not all of them are files."""
 MAX_FILES = 1024
 """Data URLs cut out of a body; further ones stay in it."""
 MAX_ITEMS: Mapping[str, int] = {
     "stop": 64,  # vLLM searches the text for each at every token
+    "stop_sequences": 64,
     "bad_words": 256,
     "stop_token_ids": 4096,
     "logit_bias": 4096,
@@ -50,7 +53,7 @@ MAX_ITEMS: Mapping[str, int] = {
     "documents": 256,
     "tools": 128,
 }
-GRAMMARS = ("response_format", "structured_outputs", "text")
+GRAMMARS = ("response_format", "structured_outputs", "text", "output_config")
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Length as JSON of a schema, a regular expression or a grammar; 100,000 characters take seconds to compile."""
 
@@ -109,10 +112,11 @@ def parse_body(data: bytes, *, max_answers: int, cut: bool) -> tuple[Body, dict[
 
 
 def cut_files(text: bytes) -> tuple[bytes, dict[str, memoryview]]:
-    """Returns the JSON with each base64 `data:` URL replaced by an unguessable name, and the base64 by these names.
+    """Returns the JSON with each base64 `data:` URL, and each long string of a field `data`, replaced by an unguessable
+    name, and the base64 by these names.
 
-    A quotation mark before `data:` opens a string unless a backslash precedes it: in JSON, no letter follows the end
-    of a string. URLs with JSON or percent escapes are not replaced.
+    A quotation mark before `data` opens a string unless a backslash precedes it: in JSON, no letter follows the end of
+    a string. Strings with JSON or percent escapes are not replaced.
     """
     token, view = secrets.token_hex(16), memoryview(text)
     files: dict[str, memoryview] = {}
@@ -122,10 +126,12 @@ def cut_files(text: bytes) -> tuple[bytes, dict[str, memoryview]]:
         opening = None if text[at - 1 : at] == b"\\" else _OPENING.match(text, at)
         end = -1 if opening is None else text.find(b'"', opening.end())
         if opening is not None and end >= 0 and not _has_escapes(text, opening.end(), end):
-            name = f"{token} {len(files)}"
-            files[name] = view[opening.end() : end]
-            kept += [view[done : at + 1], name.encode()]
-            done = end
+            is_url = opening[0].endswith(b",")
+            if is_url or end - opening.end() >= MIN_DATA_BYTES:
+                name = f"{token} {len(files)}"
+                files[name] = view[opening.end() : end]
+                kept += [view[done : at + 1 if is_url else opening.end()], name.encode()]
+                done = end
         at = text.find(_START, max(at + 1, end))
     return b"".join([*kept, view[done:]]), files
 
@@ -184,7 +190,10 @@ def _compiled_schemas(body: Mapping[str, Any]) -> list[object]:
     """Returns the parameter schemas that vLLM compiles to grammars: all tools' if a call is required, the named
     tool's, or those of strict tools."""
     choice, tools = body.get("tool_choice"), body.get("tools")
-    if choice == "none" or not isinstance(tools, list):
+    tools = [*(tools if isinstance(tools, list) else []), *_added_tools(body)]
+    if isinstance(choice, dict) and choice.get("type") in ("auto", "none", "any"):  # in Anthropic's format
+        choice = choice["type"]
+    if choice == "none":
         return []
     inner = (tool["tools"] for tool in tools if isinstance(tool, dict) and isinstance(tool.get("tools"), list))
     functions = [_function(tool) for tool in (*tools, *itertools.chain.from_iterable(inner))]  # a namespace holds tools
@@ -192,7 +201,17 @@ def _compiled_schemas(body: Mapping[str, Any]) -> list[object]:
         functions = [function for function in functions if function.get("strict")]
     elif name := _function(choice).get("name"):
         functions = [function for function in functions if function.get("name") == name]
-    return [function.get("parameters") for function in functions]
+    return [function.get("parameters", function.get("input_schema")) for function in functions]
+
+
+def _added_tools(body: Mapping[str, Any]) -> Iterator[object]:
+    """Yields the tools that parts of messages define, in Anthropic's format."""
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, dict) and isinstance(tool := part.get("tool"), dict):
+                yield tool.get("definition")
 
 
 def _function(tool: object) -> Mapping[str, Any]:

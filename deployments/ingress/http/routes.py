@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deployments.common.api_error import ApiError
+from deployments.ingress.http.image_parts import BodyFormat
 
 
 class Service(Enum):
@@ -32,6 +33,8 @@ class Route:
     path: str
     service: Service
     note: str = ""
+    body_format: BodyFormat = BodyFormat.CHAT
+    """Format of the bodies, if `service` is IMAGES."""
 
 
 PAGE_FILES = {
@@ -54,11 +57,25 @@ ROUTES: tuple[Route, ...] = (
     Route(("GET",), "/page/{file}", Service.PAGE, "its files"),
     Route(("GET",), CLUSTER, Service.MANAGEMENT, "replicas, queues and scaling, as the page shows them"),
     Route(("POST",), "/v1/chat/completions", Service.IMAGES, "streamed and whole; images in any message"),
+    Route(
+        ("POST",),
+        "/v1/responses",
+        Service.IMAGES,
+        "streamed and whole; images in messages and tool outputs; responses are not stored",
+        BodyFormat.RESPONSES,
+    ),
+    Route(
+        ("POST",),
+        "/v1/messages",
+        Service.IMAGES,
+        "Anthropic's API, streamed and whole; images in user messages and tool results",
+        BodyFormat.MESSAGES,
+    ),
+    Route(
+        ("POST",), "/v1/messages/count_tokens", Service.IMAGES, "counts images as the model does", BodyFormat.MESSAGES
+    ),
     Route(("POST",), "/tokenize", Service.IMAGES, "a chat with images counts them as the model does"),
     Route(("POST",), "/v1/completions", Service.TEXT),
-    Route(("POST",), "/v1/responses", Service.TEXT, "images: 501, use /v1/chat/completions"),
-    Route(("GET",), "/v1/responses/{id}", Service.TEXT, "vLLM keeps responses only where its store is switched on"),
-    Route(("POST",), "/v1/responses/{id}/cancel", Service.TEXT, "as above"),
     Route(("GET",), "/v1/models", Service.TEXT),
     Route(("POST",), "/detokenize", Service.TEXT),
     Route(("GET",), "/health", Service.HEALTH, "200; 503 while no language model is available"),
@@ -83,7 +100,8 @@ ROUTES: tuple[Route, ...] = (
     Route(("POST",), "/classify", Service.CLOSED, "no pooling models"),
     Route(("POST",), "/v1/audio/transcriptions", Service.CLOSED, "no audio"),
     Route(("POST",), "/v1/audio/translations", Service.CLOSED, "no audio"),
-    Route(("POST",), "/v1/messages", Service.CLOSED, "vLLM would fetch its images by itself"),
+    Route(("GET",), "/v1/responses/{id}", Service.CLOSED, "responses are not stored"),
+    Route(("POST",), "/v1/responses/{id}/cancel", Service.CLOSED, "responses are not stored"),
     Route(("POST",), "/invocations", Service.CLOSED, "vLLM would fetch its images by itself"),
     Route(("POST",), "/scale_elastic_ep", Service.CLOSED, "administration"),
     Route(("POST",), "/is_scaling_elastic_ep", Service.CLOSED, "administration"),
