@@ -33,7 +33,7 @@ from deployments.cli import bench, config_check
 from deployments.cli import main as cli
 from deployments.common import names
 from deployments.common.messages import EncodedImage, EncodeTimings
-from deployments.ingress.http import chat_request
+from deployments.ingress.http import chat_request, image_parts
 from deployments.telemetry.server_timing import format_server_timing
 from scripts import readme, setup
 from tests.programs import output_of
@@ -303,7 +303,7 @@ def address(server: StandIn) -> str:
 
 def assert_ingress_takes(body: dict[str, Any]) -> None:
     """One picture that is a whole file, and nothing that the ingress refuses."""
-    (part,) = chat_request.image_parts(body)
+    (part,) = image_parts.image_parts(body)
     header, _, encoded = part.url.partition(",")
     assert header == "data:image/png;base64"
     assert encoded.startswith("iVBORw0KGgo")

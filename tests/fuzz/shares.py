@@ -10,6 +10,7 @@ IN_PROCESS = {
     "any bytes after a signature": 0.08,
     "urls and redirects": 0.15,
     "bodies": 0.1,
+    "image parts": 1.0,
     "bodies that are hardly json": 0.02,
     "headers and bits": 0.1,
     "headers that are no numbers": 0.02,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,26 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from deployments.common.messages import KEY_PREFIX
-from deployments.ingress.http.chat_request import MEDIA_KEYS
+from deployments.ingress.http.image_parts import MEDIA_KEYS
+from deployments.ingress.http.routes import ROUTES, Service
+from tests.fuzz.bodies import BODIES, parts_in
 from tests.fuzz.shares import IN_PROCESS, OVER_HTTP
 from tests.hostile.ingress_server import serving, started
 from tests.unit.deployments.stand_ins import IMAGE, StandIns, ingress_of
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")
+KEY = f'"{KEY_PREFIX}[^"]*"'
+REFERENCE = re.compile(
+    rf"""{{"type": "image_url", "image_url": {{"url": {KEY}}}}}|"""
+    rf"""{{"type": "input_image", "image_url": {KEY}, "detail": "auto"}}|"""
+    rf"""{{"type": "image", "source": {{"type": "url", "url": {KEY}}}}}"""
+)
 ANSWERS = {200, 400, 401, 404, 405, 413, 431, 501}
-PATHS = ("/v1/chat/completions", "/tokenize", "/v1/completions", "/v1/responses", "/detokenize", "/ping")
-NAMES = sorted(MEDIA_KEYS | {"type", "text", "content", "role", "url", "detail", "uuid", "cache_salt", "messages"})
+FORMATS = {route.path: route.body_format for route in ROUTES if route.service is Service.IMAGES}
+PATHS = (*FORMATS, "/v1/completions", "/detokenize", "/ping")
+NAMES = sorted(
+    MEDIA_KEYS | {"type", "text", "content", "role", "url", "detail", "uuid", "cache_salt", "messages", "input"}
+)
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(NAMES),
     st.sampled_from(["http://169.254.169.254/", "data:,x", "file:///etc/passwd", KEY_PREFIX + "x" * 22]),
@@ -47,6 +59,7 @@ PART = st.one_of(
 )
 MESSAGE = st.one_of(st.fixed_dictionaries({"role": st.just("user"), "content": st.lists(PART, max_size=3)}), VALUES)
 BODY = st.one_of(
+    BODIES,
     st.fixed_dictionaries(
         {"messages": st.one_of(st.lists(MESSAGE, max_size=3), VALUES)},
         optional=dict.fromkeys(
@@ -58,22 +71,14 @@ BODY = st.one_of(
 
 
 def in_messages(stand_ins: StandIns, path: str) -> None:
+    """Media that reach vLLM are references, in the form of the route and with nothing beside them."""
     for request in stand_ins.requests:
-        if request.body and path in ("/v1/chat/completions", "/tokenize"):
-            parts = [
-                part
-                for message in _list(json.loads(request.body).get("messages"))
-                for part in _list(message.get("content") if isinstance(message, dict) else None)
-            ]
-            for part in parts:
-                if isinstance(part, dict) and not MEDIA_KEYS.isdisjoint(part):
-                    assert set(part) == {"type", "image_url"}
-                    assert set(part["image_url"]) == {"url"}
-                    assert part["image_url"]["url"].startswith(KEY_PREFIX)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+        if request.body and path in FORMATS:
+            for part in parts_in(json.loads(request.body), FORMATS[path]):
+                if part.get("type") in FORMATS[path].value.images:
+                    assert REFERENCE.fullmatch(json.dumps(part))
+                else:
+                    assert MEDIA_KEYS.isdisjoint(part)
 
 
 def asked(path: str, body: bytes) -> tuple[int, StandIns]:
@@ -123,7 +128,7 @@ def test_over_http(fuzzing: Callable[[float], settings], monkeypatch: pytest.Mon
         st.one_of(st.binary(max_size=40), st.integers(0, 40_000).map(lambda n: b"x" * n)),
     )
     path = st.one_of(
-        st.sampled_from([*PATHS, "/metrics", "/health", "/v1/models", "/invocations", "/v1/messages"]),
+        st.sampled_from([*PATHS, "/metrics", "/health", "/v1/models", "/invocations"]),
         st.text(max_size=12).map(lambda text: "/" + text),
         st.lists(st.sampled_from(["v1", "..", "", "%2e", "chat", "completions"]), max_size=5).map(
             lambda p: "/" + "/".join(p)

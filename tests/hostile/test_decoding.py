@@ -25,7 +25,7 @@ from deployments.common.api_error import ApiError
 from deployments.encoder_replica.decode.memory_bound import MemoryLimitError, limit_memory
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.ingress.fetch.fetcher import MediaFetcher
-from deployments.ingress.http.chat_request import ImagePart
+from deployments.ingress.http.image_parts import ImagePart
 from encoder.images.size import ImageError
 from tests.hostile import files
 from tests.hostile.files import BMP, GIF, JPEG, PNG, TIFF, WEBP, chunk, encoded, picture, png_stating

@@ -17,7 +17,7 @@ from PIL import Image
 
 from configs.schema import FetchConfig, IngressConfig
 from deployments.ingress.fetch.fetcher import MediaFetcher
-from deployments.ingress.http.chat_request import ImagePart
+from deployments.ingress.http.image_parts import ImagePart
 from encoder.images.load import load_rgb
 from encoder.images.size import PixelBounds
 from tests.hostile import attack_server as attacks

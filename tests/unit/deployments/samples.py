@@ -10,7 +10,7 @@ from PIL import Image
 
 from configs.schema import IngressConfig
 from deployments.ingress.fetch.fetcher import MediaFetcher
-from deployments.ingress.http.chat_request import ImagePart
+from deployments.ingress.http.image_parts import ImagePart
 from deployments.ingress.image_jobs import RequestImages, build_encoder_jobs, fetch_images
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.images.identity import EncoderIdentity

@@ -12,7 +12,8 @@ import pytest
 from configs.schema import FetchConfig, IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
-from deployments.ingress.http.chat_request import ChatRequest, ImagePart
+from deployments.ingress.http.chat_request import ChatRequest
+from deployments.ingress.http.image_parts import BodyFormat, ImagePart
 from deployments.ingress.image_jobs import RequestImages
 from encoder.images.size import PixelBounds
 from tests.unit.deployments.samples import IDENTITY, png, request_images
@@ -115,7 +116,7 @@ def test_too_many_images_are_refused_before_any_is_fetched() -> None:
     images = [{"type": "image_url", "image_url": {"url": f"http://a.example/{name}"}} for name in "abc"]
     body = json.dumps({"messages": [{"role": "user", "content": images}]}).encode()
     with pytest.raises(ApiError) as refused:
-        ChatRequest.parse([body], IngressConfig(max_images_per_request=2), takes_images=True, salt=None)
+        ChatRequest.parse([body], IngressConfig(max_images_per_request=2), body_format=BodyFormat.CHAT, salt=None)
     error = refused.value
     assert (error.status, error.message) == (400, "the request has 3 images, the limit is 2")
 

@@ -77,6 +77,7 @@ def test_a_body_that_is_nested_deeply_is_an_answer(depth: int) -> None:
         ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
         ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params"),
         ({"return_mm_kwargs": True}, "return_mm_kwargs"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"n": 1000}, "n"),
         ({"prompt": ["x"] * 1000}, "n"),
         ({"stop": ["x"] * 1000}, "stop"),
@@ -203,7 +204,7 @@ def test_what_is_refused_is_not_told_in_full(part: object) -> None:
     assert len(told(chat(StandIns(), part), 400)["message"]) < 1100
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/detokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/detokenize"])
 def test_images_on_routes_for_text_are_a_501(path: str) -> None:
     stand_ins = StandIns()
     body = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://example.com"}]}]}
@@ -327,7 +328,7 @@ def test_a_whole_answer_is_not_cancelled() -> None:
 
 def test_the_description_has_only_what_is_open() -> None:
     paths: dict[str, object] = {
-        path: {} for path in ("/v1/chat/completions", "/v1/models", "/invocations", "/v1/responses/{response_id}")
+        path: {} for path in ("/v1/chat/completions", "/v1/models", "/invocations", "/v1/messages")
     }
     answer = Pieces(JSON_HEAD, json.dumps({"openapi": "3.1.0", "paths": paths}).encode())
     document = asked(StandIns(answer), "GET", "/openapi.json").json()
@@ -357,7 +358,10 @@ BODY = st.fixed_dictionaries(
 
 
 @settings(max_examples=60)
-@given(BODY | VALUES, st.sampled_from(["/v1/chat/completions", "/v1/responses", "/tokenize", "/v1/completions"]))
+@given(
+    BODY | VALUES,
+    st.sampled_from(["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/v1/completions"]),
+)
 def test_no_body_is_answered_with_500(body: object, path: str) -> None:
     response = asked(StandIns(), "POST", path, content=json.dumps(body))
     assert response.status_code in (200, 400, 501)

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from deployments.common.api_error import ANTHROPIC_PATHS
+from deployments.ingress.http.image_parts import BodyFormat
 from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_routes, table
 from deployments.vllm import compat
 
@@ -61,7 +63,7 @@ def test_no_route_of_vllms_outside_the_table_can_be_reached(vllm_routes: set[tup
 
 def test_the_check_above_has_something_to_find(vllm_routes: set[tuple[str, str]]) -> None:
     closed = {path for _, path in vllm_routes} - {template(route.path) for route in OPEN}
-    assert {"/invocations", "/v1/messages", "/scale_elastic_ep"} <= closed
+    assert {"/invocations", "/v1/responses/{}", "/scale_elastic_ep"} <= closed
 
 
 def body_models(kind: object) -> Iterator[type[BaseModel]]:
@@ -81,7 +83,7 @@ def test_vllm_reads_the_salt_on_every_open_route_that_generates(vllm_app: FastAP
         for model in body_models(route.body_field.field_info.annotation)
         if "cache_salt" not in model.model_fields
     }
-    assert without_salt == {"/tokenize", "/detokenize"}, "only these run no model"
+    assert without_salt == {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}, "only these run no model"
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
@@ -110,7 +112,9 @@ def test_no_path_is_both_open_and_closed() -> None:
         "/v1/x/../models",
         "/v1/models%00",
         "/v1/responses/",
-        "/v1/responses//cancel",
+        "/v1/responses/resp_1",
+        "/v1/responses/resp_1/cancel",
+        "/v1/messages/batches",
         "/v1/responses/a/b/cancel",
         "/v1/chat/completions/batch",
         "/metrics/",
@@ -123,8 +127,7 @@ def test_near_misses_are_closed(path: str) -> None:
 
 
 def test_a_parameter_is_one_part_of_the_path() -> None:
-    assert [row.path for row in open_routes("/v1/responses/resp_1")] == ["/v1/responses/{id}"]
-    assert [row.path for row in open_routes("/v1/responses/resp_1/cancel")] == ["/v1/responses/{id}/cancel"]
+    assert [row.path for row in open_routes("/page/main.js")] == ["/page/{file}"]
 
 
 @given(st.lists(st.sampled_from(["v1", "chat", "completions", "responses", "x", "", "..", "cancel"]), max_size=5))
@@ -135,8 +138,18 @@ def test_what_is_open_is_a_row_of_the_table(parts: list[str]) -> None:
 
 
 def test_images_are_served_where_the_ingress_can_find_them() -> None:
-    """Routes whose bodies have `messages`; any other would carry image URLs past the ingress."""
-    assert {route.path for route in OPEN if route.service is Service.IMAGES} == {"/v1/chat/completions", "/tokenize"}
+    """Any other route would carry image URLs past the ingress."""
+    assert {route.path: route.body_format for route in OPEN if route.service is Service.IMAGES} == {
+        "/v1/chat/completions": BodyFormat.CHAT,
+        "/tokenize": BodyFormat.CHAT,
+        "/v1/responses": BodyFormat.RESPONSES,
+        "/v1/messages": BodyFormat.MESSAGES,
+        "/v1/messages/count_tokens": BodyFormat.MESSAGES,
+    }
+
+
+def test_errors_of_anthropics_routes_have_its_format() -> None:
+    assert {route.path for route in OPEN if route.body_format is BodyFormat.MESSAGES} == set(ANTHROPIC_PATHS)
 
 
 def test_the_table_has_every_route_once() -> None:
