@@ -70,6 +70,8 @@ def objects(value: object) -> list[dict[str, Any]]:
 def parts_in(body: dict[str, Any], body_format: BodyFormat) -> list[dict[str, Any]]:
     """The parts that vLLM could read."""
     keys = ("content", "output") if body_format is RESPONSES else ("content",)
-    parts = [part for message in objects(body[body_format.field]) for key in keys for part in objects(message.get(key))]
+    parts = [
+        part for message in objects(body.get(body_format.field)) for key in keys for part in objects(message.get(key))
+    ]
     results = [part for part in parts if body_format is MESSAGES and part.get("type") == "tool_result"]
     return parts + [inner for result in results for inner in objects(result.get("content"))]

@@ -21,18 +21,26 @@ from tests.fuzz.shares import IN_PROCESS
 LIMITS = IngressConfig()
 
 
-def check(data: bytes, body_format: BodyFormat) -> None:
+def parsed(data: bytes, body_format: BodyFormat) -> tuple[ChatRequest, bytes, set[str]] | ApiError:
+    """The request, its body for vLLM, and the keys in it."""
     try:
         chat = ChatRequest.parse([data], LIMITS, body_format=body_format, salt="salt")
         references = [ItemReference(new_key(), 0, image.label) for image in chat.images]
         text, _ = chat.to_json(references, ["0" * 64] * len(references))
     except ApiError as error:
-        assert error.status in (400, 413)
-        json.loads(anthropic_error(error.status, error_head_and_body(error)[1]))
+        return error
+    return chat, text, {reference.key for reference in references}
+
+
+def check(data: bytes, body_format: BodyFormat) -> None:
+    result = parsed(data, body_format)
+    if isinstance(result, ApiError):
+        assert result.status in (400, 413)
+        json.loads(anthropic_error(result.status, error_head_and_body(result)[1]))
         return
+    chat, text, keys = result
     assert all(image.file or image.url for image in chat.images)
     assert all(image.label.endswith("])") for image in chat.images)
-    keys = {reference.key for reference in references}
     found = set()
     for part in parts_in(json.loads(text), body_format):
         if part.get("type") in body_format.value.images:

@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 
 from tests.serve.comparison import assembled
-from tests.serve.conversations import MODEL, TEXT_REQUESTS, Body, Conversation
+from tests.serve.conversations import IMAGE_REQUESTS, MODEL, TEXT_REQUESTS, Body, Conversation
 
 TIMEOUT_S = 300.0
 CONCURRENT = 8
 KEY = "the-key-that-all-tests-share"
+OTHER_ROUTES = {**TEXT_REQUESTS, **IMAGE_REQUESTS}
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
 Json = Any
 
@@ -33,7 +34,7 @@ class Answers:
     streamed: dict[str, Future[Json]]
     """Put together from their chunks, the one with the usage included."""
     tokenized: dict[str, Future[Json]]
-    text_requests: dict[str, Future[Json]]
+    other_routes: dict[str, Future[Json]]
 
 
 def post(base_url: str, path: str, body: Body) -> httpx.Response:
@@ -107,7 +108,7 @@ def collect(base_url: str, conversations: Sequence[Conversation]) -> Answers:
                 if "prompt_logprobs" not in c.body  # vLLM does not stream those
             },
             {c.name: pool.submit(ask, base_url, _to_tokenize(c.body), "/tokenize") for c in conversations},
-            {name: pool.submit(ask, base_url, body, path) for name, (path, body) in TEXT_REQUESTS.items()},
+            {name: pool.submit(ask, base_url, body, path) for name, (path, body) in OTHER_ROUTES.items()},
         )
 
 

@@ -243,6 +243,46 @@ TEXT_REQUESTS: dict[str, tuple[str, Body]] = {
 }
 
 
+def input_image(image_url: str) -> Body:
+    """An image of a Responses request."""
+    return {"type": "input_image", "image_url": image_url, "detail": "auto"}
+
+
+def source_image(image_url: str) -> Body:
+    """An image in Anthropic's format; base64 for a `data:` URL."""
+    media_type, found, data = image_url.removeprefix("data:").partition(";base64,")
+    source = {"type": "base64", "media_type": media_type, "data": data} if found else {"type": "url", "url": image_url}
+    return {"type": "image", "source": source}
+
+
+def _image_requests() -> dict[str, tuple[str, Body]]:
+    first, second = url(140, 97, 61), url(141, 64, 90, "JPEG")
+    response: Body = {"model": MODEL, "temperature": 0, "max_output_tokens": 12}
+    message: Body = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+    words = {"type": "input_text", "text": "What is it?"}
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "a", "output": [words, input_image(second)]}
+    use = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text("Here."), source_image(second)]}
+    tool_call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = user(text("What is it?"), source_image(first))
+    seen = {"messages": [asked, {"role": "assistant", "content": [use]}, user(result, source_image(first))]}
+    on_chat = [user(image(first)), {"role": "assistant", "content": None, "tool_calls": [tool_call]}]
+    tool = {"role": "tool", "tool_call_id": "a", "content": [text("Here."), image(second)]}
+    return {
+        "response to images": ("/v1/responses", {**response, "input": [user(input_image(first), words)]}),
+        "response to a tool's image": ("/v1/responses", {**response, "input": [user(words), call, output]}),
+        "message with an image": ("/v1/messages", {**message, "messages": [asked]}),
+        "message with a tool's image": ("/v1/messages", {**message, **seen}),
+        "tokens of a message": ("/v1/messages/count_tokens", {"model": MODEL, **seen}),
+        "chat with a tool's image": ("/v1/chat/completions", chat(*on_chat, tool)),
+    }
+
+
+IMAGE_REQUESTS = _image_requests()
+"""Requests with images to the routes of other formats, and in messages of tools: path and body."""
+
+
 def held_out_questions() -> list[SceneConversation]:
     """One of every family, about pictures that fit into the limits of the application `tight`."""
     return questions(1, 2000)

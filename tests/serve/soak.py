@@ -52,7 +52,7 @@ WRONG_BODIES: dict[str, tuple[str, bytes, int]] = {
     ),
     "a video": (CHAT, json.dumps({"messages": [user({"type": "video_url", "video_url": {"url": "x"}})]}).encode(), 400),
     "a closed route": ("/invocations", b"{}", 404),
-    "images where text is served": ("/v1/responses", json.dumps({"input": [user(image("data:,x"))]}).encode(), 501),
+    "images where text is served": ("/v1/completions", json.dumps({"input": [user(image("data:,x"))]}).encode(), 501),
 }
 
 

@@ -12,7 +12,7 @@ from tests.serve import pictures
 from tests.serve.application import FETCH_TIMEOUT_S, MAX_IMAGE_BYTES, MAX_REDIRECTS
 from tests.serve.asking import ask, post
 from tests.serve.comparison import difference
-from tests.serve.conversations import MODEL, Body, about, chat, image, text, user
+from tests.serve.conversations import MODEL, Body, about, chat, image, input_image, source_image, text, user
 from tests.serve.errors import error_of
 from tests.serve.loopback import LoopbackServer
 from tests.serve.pictures import data_url, encoded, picture
@@ -78,20 +78,30 @@ def test_nobody_listens(tight: str) -> None:
 
 def test_nothing_is_fetched_where_it_is_switched_off(qwen3: str, web: LoopbackServer) -> None:
     error_of(post(qwen3, CHAT, about(web.url + "/image")), 400)
-    for path in ("/v1/responses", "/invocations", "/v1/messages"):
-        content = [{"type": "input_image", "image_url": web.url + "/image"}]
-        assert post(qwen3, path, {"input": [{"role": "user", "content": content}]}).status_code in (404, 501)
+    error_of(post(qwen3, "/v1/responses", {"input": [user(input_image(web.url + "/image"))]}), 400)
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        refused = post(qwen3, path, {"messages": [user(source_image(web.url + "/image"))]})
+        assert (refused.status_code, refused.json()["type"]) == (400, "error")
+    error_of(post(qwen3, "/invocations", about(web.url + "/image")), 404)
     assert web.paths == []
 
 
 def carriers(url: str) -> list[Body]:
     """Every place where one of vLLM's routes takes, or might take, something to fetch."""
-    part, plain = image(url), {"type": "image", "source": {"type": "url", "url": url}}
+    part, plain = image(url), source_image(url)
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [plain]}
+    output = {"type": "function_call_output", "call_id": "a", "output": [input_image(url)]}
+    screenshot = {"type": "computer_screenshot", "image_url": url}
     inputs = [{"type": "input_image", "image_url": url}, {"type": "input_file", "file_url": url}]
     server = {"type": "mcp", "server_label": "x", "server_url": url, "require_approval": "never"}
-    found: list[Body] = [{"messages": [user(content)]} for content in (part, plain, *inputs)]
+    found: list[Body] = [{"messages": [user(content)]} for content in (part, plain, result, *inputs)]
     found += [{"input": [user(content)]} for content in (part, *inputs)]
     found += [
+        {"input": [output]},
+        {"input": [{"type": "computer_call_output", "call_id": "a", "output": screenshot}]},
+        {"messages": [user(text("x"))], "system": [plain]},
+        {"messages": [{"role": "assistant", "content": [result]}]},
+        {"messages": [user({"type": "document", "source": {"type": "url", "url": url}})]},
         {"input": url},
         {"input": "x", "tools": [server], "tool_choice": "auto"},
         {"input": "x", "prompt": {"id": url}},

@@ -153,13 +153,6 @@ def test_responses_are_not_kept(client: openai.OpenAI) -> None:
         client.responses.cancel("resp_unknown")
 
 
-def test_responses_take_no_images(client: openai.OpenAI) -> None:
-    content: Any = [{"type": "input_image", "image_url": pictures.url(222), "detail": "auto"}]
-    with pytest.raises(openai.APIStatusError) as refused:
-        client.responses.create(model=MODEL, input=[{"role": "user", "content": content}])
-    assert refused.value.status_code == 501
-
-
 def test_what_is_not_served_is_an_error_that_the_client_knows(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model=MODEL, input="Hello!")

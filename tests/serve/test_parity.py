@@ -11,11 +11,10 @@ import pytest
 
 from tests.serve import pictures
 from tests.serve.application import ARCHITECTURES
-from tests.serve.asking import Answers, ask
+from tests.serve.asking import OTHER_ROUTES, Answers, ask
 from tests.serve.comparison import difference, first_token_shift
 from tests.serve.conversations import (
     CONVERSATIONS,
-    TEXT_REQUESTS,
     Conversation,
     about,
     chat,
@@ -64,10 +63,10 @@ def test_tokens_of_a_chat(
         assert ours["count"] == usage["prompt_tokens"]
 
 
-@pytest.mark.parametrize("name", TEXT_REQUESTS)
+@pytest.mark.parametrize("name", OTHER_ROUTES)
 def test_other_routes(reference: Reference, answers: dict[str, Answers], arch: str, name: str) -> None:
-    theirs = reference.answers[arch].text_requests[name].result()
-    difference(answers[arch].text_requests[name].result(), theirs, tolerance=TOLERANCE)
+    theirs = reference.answers[arch].other_routes[name].result()
+    difference(answers[arch].other_routes[name].result(), theirs, tolerance=TOLERANCE)
 
 
 def test_low_detail_is_a_bound_on_the_pixels(base_url: str) -> None:

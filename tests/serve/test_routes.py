@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from deployments.common.api_error import ANTHROPIC_PATHS
 from deployments.ingress.http.routes import ROUTES, Route, Service, open_routes
 from tests.serve import pictures
 from tests.serve.asking import TIMEOUT_S, metric, post
@@ -48,7 +49,7 @@ def test_what_is_not_in_the_table_is_not_found(qwen3: str, path: str) -> None:
 def test_what_vllm_alone_serves_is_open_only_where_the_table_says_so(qwen3: str, reference: Reference) -> None:
     assert "/v1/chat/completions" in reference.paths
     closed = [path for path in reference.paths if not open_routes(path)]
-    assert {"/invocations", "/v1/messages", "/scale_elastic_ep"} <= set(closed)
+    assert {"/invocations", "/v1/responses/{response_id}", "/scale_elastic_ep"} <= set(closed)
     for path in closed:
         for method in reference.paths[path]:
             error_of(request(method, qwen3 + path.replace("{", "").replace("}", "")), 404)
@@ -61,6 +62,8 @@ def test_other_methods_are_not_allowed(qwen3: str, route: Route) -> None:
         response = request(method, qwen3 + route.path.replace("{id}", "resp_1").replace("{file}", "main.js"))
         if method == "HEAD":  # such an answer has no body
             assert response.status_code == 405
+        elif route.path in ANTHROPIC_PATHS:
+            assert (response.status_code, response.json()["type"]) == (405, "error")
         else:
             assert error_of(response, 405)["code"] == "method_not_allowed"
 
@@ -109,7 +112,7 @@ def test_text_to_tokens_and_back(base_url: str) -> None:
     assert back == {"prompt": prompt}
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/detokenize"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/detokenize"])
 def test_images_where_only_text_is_served(qwen3: str, path: str) -> None:
     image_url = pictures.url(211)
     content = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": image_url}]

@@ -141,10 +141,12 @@ def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterato
         kind = message.get("type", "message") if body_format is BodyFormat.RESPONSES else "message"
         if kind not in INPUT_ITEMS:
             raise _refused(path, f": unknown item type {kind!r}; known types: {', '.join(INPUT_ITEMS)}")
+        if kind in TOOL_OUTPUTS:
+            message.pop("status", None)  # with it, vLLM 0.32 parses `output` to objects that its renderer does not take
         for key in ("content", "output") if body_format is BodyFormat.RESPONSES else ("content",):
             refusal = None
             if body_format is not BodyFormat.CHAT and not _takes_images(body_format, kind, role, key):
-                refusal = f"{key} of {kind if role is None else role!r} takes no images"
+                refusal = f"{key} of {role or kind!r} takes no images"
             yield from _walk_parts(message.get(key), f"{path}.{key}", types, files, refusal)
 
 
