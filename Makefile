@@ -35,7 +35,7 @@ test-models: setup ## compare encoder and engine with vLLM alone, on a small che
 	@$(VENV)/bin/python scripts/models_page.py
 
 # A fiftieth of these cases is part of `make test`.
-fuzz: setup ## try 100,000 random files, URLs, requests and headers, 2,000 of them more over HTTP (CASES=N for another number)
+fuzz: setup ## try 100,000 random files, URLs, requests and headers, as many bodies with images, 2,000 requests more over HTTP (CASES=N for another number)
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/fuzz tests/serve/test_openapi.py --fuzz-cases $(or $(CASES),100000) --timeout 7200 $(ARGS)
 
 # A little of it is part of `make test`.

@@ -14,7 +14,7 @@ from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import ItemReference
 from deployments.ingress.http.data_url import decode_base64, decode_data_url, is_data_url, raise_as_api_error
-from deployments.ingress.http.image_parts import BodyFormat, ImagePart, has_media, image_parts
+from deployments.ingress.http.image_parts import MEDIA_KEYS, MEDIA_TYPES, BodyFormat, ImagePart, image_parts
 from deployments.ingress.http.request_body import LARGE_BYTES, Body, parse_body
 from encoder.images.size import PixelBounds
 
@@ -117,6 +117,21 @@ def _parse(
             raise
     body, files = parse_body(data, max_answers=max_answers, cut=False)
     return body, image_parts(body, body_format), files
+
+
+def has_media(value: object) -> bool:
+    """Whether `value` holds media at any depth. Used for text-only routes."""
+    waiting = [value]  # not recursive: the JSON parser accepts deeper nesting than Python's recursion limit
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, dict):
+            kind = inner.get("type")
+            if (isinstance(kind, str) and kind in MEDIA_TYPES) or not MEDIA_KEYS.isdisjoint(inner):
+                return True
+            waiting.extend(inner.values())
+        elif isinstance(inner, list):
+            waiting.extend(inner)
+    return False
 
 
 def refuse_fields(body: Body) -> None:

@@ -229,18 +229,3 @@ def _base64_or_url(part: Body, where: str, files: Container[str]) -> tuple[str, 
 
 def _refused(where: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, where + message, param=where.partition("[")[0], code=code)
-
-
-def has_media(value: object) -> bool:
-    """Whether `value` holds media at any depth. Used for text-only routes."""
-    waiting = [value]  # not recursive: the JSON parser accepts deeper nesting than Python's recursion limit
-    while waiting:
-        inner = waiting.pop()
-        if isinstance(inner, dict):
-            kind = inner.get("type")
-            if (isinstance(kind, str) and kind in MEDIA_TYPES) or not MEDIA_KEYS.isdisjoint(inner):
-                return True
-            waiting.extend(inner.values())
-        elif isinstance(inner, list):
-            waiting.extend(inner)
-    return False

@@ -11,13 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.common.api_error import ApiError
-from deployments.ingress.http.chat_request import pop_pixel_bounds, refuse_fields
+from deployments.ingress.http.chat_request import has_media, pop_pixel_bounds, refuse_fields
 from deployments.ingress.http.image_parts import (
     DETAILS,
     MAX_UUID_CHARACTERS,
     MEDIA_KEYS,
     BodyFormat,
-    has_media,
     image_parts,
 )
 from tests.fuzz.bodies import (
