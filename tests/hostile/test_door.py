@@ -87,7 +87,10 @@ def test_what_loopback_is(host: str, loopback: bool) -> None:
         {"authorization": f"Bearer {KEY[:-1]}"},
         {"authorization": f"Bearer {KEY} {KEY}"},
         {"authorization": "Bearer " + "x" * 10_000},
-        {"x-api-key": KEY},
+        {"x-api-key": f"{KEY}x"},
+        {"x-api-key": f"Bearer {KEY}"},
+        {"authorization": "Bearer other", "x-api-key": KEY},
+        [("x-api-key", KEY), ("x-api-key", "other")],
         {"cookie": f"authorization=Bearer {KEY}"},
         [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")],
         {"authorization": b"Bearer \xff\xfe"},
@@ -108,7 +111,9 @@ def test_no_valid_key_is_a_401_everywhere(headers: Any, keys: Path, monkeypatch:
     assert answers[0].json()["error"]["code"] == "invalid_api_key"
     assert stand_ins.requests == []
     good = {"headers": bearer(KEY), "json": TEXT}
-    assert statuses(asked(ingress, good, {"headers": {"Authorization": f"bearer  {KEY}"}, "json": TEXT})) == [200, 200]
+    other = {"headers": {"Authorization": f"bearer  {KEY}"}, "json": TEXT}
+    of_anthropics_clients = {"headers": {"x-api-key": KEY}, "json": TEXT}
+    assert statuses(asked(ingress, good, other, of_anthropics_clients)) == [200] * 3
 
 
 def test_without_a_door_everybody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:

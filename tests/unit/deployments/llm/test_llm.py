@@ -37,6 +37,7 @@ from deployments.common.messages import (
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.llm import asgi_client
 from deployments.llm import deployment as llm_module
+from deployments.llm.dropped_images import find_dropped_images
 from deployments.llm.startup_requests import EngineLoadError
 from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
 from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
@@ -215,6 +216,29 @@ def test_another_failure_of_vllm_stays_what_it_is() -> None:
     assert (head.status, body["error"]) == (500, "another")
 
 
+def test_a_dropped_image_of_a_response_is_named_by_its_item() -> None:
+    """Its body has no `messages`; looking for them was status 500."""
+    llm = with_template(("user",))
+    references = [place(number) for number in range(2)]
+    images = [{"type": "input_image", "image_url": reference.key, "detail": "auto"} for reference in references]
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    words = {"type": "input_text", "text": "x"}
+    output = {"type": "function_call_output", "call_id": "a", "output": [words, images[1]]}
+    items = [{"role": "user", "content": [images[0]]}, call, output]
+    sent = dataclasses.replace(request(), path="/v1/responses", body=json.dumps({"input": items}).encode())
+    error = asyncio.run(find_dropped_images(with_references(llm, references), sent))
+    assert error is not None
+    assert (error.status, error.param) == (400, "input")
+    assert error.message.startswith("input[2]: the model's chat template takes no images from messages of role 'tool'")
+
+
+def with_references(llm: StandInLLM, references: Sequence[ItemReference]) -> AsgiApp:
+    """Its application, while these references are valid."""
+    for reference in references:
+        llm._frontend.references.add(HEADERS[0], reference.key)
+    return llm._frontend.app
+
+
 def with_template(taken: Sequence[str], status: int = 200) -> StandInLLM:
     """vLLM as far as it finds images in prompts: of messages of roles in `taken`. `status`: of its other answers."""
     llm = replica()
@@ -223,7 +247,7 @@ def with_template(taken: Sequence[str], status: int = 200) -> StandInLLM:
         missing = []
         for message in (await asked.json())["messages"]:
             for part in message["content"]:
-                if part["type"] == "image_url":
+                if isinstance(part, dict) and part["type"] == "image_url":
                     llm._frontend.references.header(part["image_url"]["url"])
                     missing += [part] * (message["role"] not in taken)
         if missing:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
+from argparse import Namespace
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -254,3 +258,30 @@ def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypa
     assert compat.engine_load_unsupported_reason({}) is None
     monkeypatch.setenv(compat.V2_RUNNER_VARIABLE, "1")
     assert "V2 model runner of this vLLM cannot" in (compat.engine_load_unsupported_reason({}) or "")
+
+
+@pytest.mark.parametrize(("salt", "expected"), [("ours", "ours"), (None, "theirs")])
+def test_an_engine_gets_the_salt_of_the_request(
+    salt: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.26 reads no `cache_salt` from the bodies of /v1/messages: tenants would share its prefix cache there."""
+
+    class FakeLLM:
+        @classmethod
+        def from_engine_args(cls, *_: object, **__: object) -> FakeLLM:
+            return cls()
+
+        async def generate(self, prompt: dict[str, Any], request_id: str) -> AsyncIterator[tuple[Any, str]]:
+            yield prompt["cache_salt"], request_id
+
+    fakes = {"AsyncLLM": FakeLLM, "AsyncEngineArgs": SimpleNamespace, "ECTransferConfig": SimpleNamespace}
+    monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
+    monkeypatch.setattr(compat, "check_args", lambda *_: None)
+    monkeypatch.setattr(compat, "default_server_args", Namespace)
+    engine: Any = compat.start_engine("m", {}, {}, cpu_kv_cache_gib=None, stats=EngineStats(), link="x")[0]
+
+    async def generated() -> list[object]:
+        compat.cache_salt.set(salt)
+        return [one async for one in engine.generate(prompt={"cache_salt": "theirs"}, request_id="r")]
+
+    assert asyncio.run(generated()) == [(expected, "r")]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deployments.ingress import image_jobs
 from deployments.ingress.http import chat_request, request_body
-from deployments.ingress.http.request_body import LARGE_BYTES, cut_files
+from deployments.ingress.http.request_body import LARGE_BYTES, MIN_DATA_BYTES, cut_files
 from tests.unit.deployments.ingress.http.test_held_bytes import BODY
 from tests.unit.deployments.stand_ins import IMAGE, StandIns, asked, chat
 
@@ -49,6 +49,19 @@ def test_only_urls_are_cut(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     rest, files = cut_files(text)
     assert is_same(value, json.loads(rest.decode("utf-8", "surrogatepass")), files)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n  "])
+def test_long_strings_of_fields_data_are_cut(space: str) -> None:
+    """Images of Anthropic's format; a shorter string, one with escapes, and a `data` that is no name stay."""
+    long = "A" * MIN_DATA_BYTES
+    text = f'{{"data"{space}:{space}"{long}", "x": {{"data": "{long}"}}, "y": {{"data": "{long[1:]}"}}}}'
+    rest, files = cut_files(text.encode())
+    first, second = files
+    assert json.loads(rest) == {"data": first, "x": {"data": second}, "y": {"data": long[1:]}}
+    assert [bytes(file) for file in files.values()] == [long.encode()] * 2
+    for kept in ({"data": long + "\n"}, {"a": ["data", long]}, {'"data': long}, {"a": f'"data": "{long}"'}):
+        assert cut_files(json.dumps(kept).encode()) == (json.dumps(kept).encode(), {})
 
 
 @pytest.mark.parametrize(

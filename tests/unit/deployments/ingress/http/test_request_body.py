@@ -58,6 +58,11 @@ def tool(name: str, *, nested: bool = True, length: int = MAX_GRAMMAR_CHARACTERS
     return {"type": "function", "function": function} if nested else {"type": "function", **function}
 
 
+def messages_tool(name: str, *, length: int = MAX_GRAMMAR_CHARACTERS, **more: object) -> dict[str, Any]:
+    """As /v1/messages has it."""
+    return {"name": name, "input_schema": {"description": "x" * length}, **more}
+
+
 @pytest.mark.parametrize(
     ("choice", "tools"),
     [
@@ -70,6 +75,9 @@ def tool(name: str, *, nested: bool = True, length: int = MAX_GRAMMAR_CHARACTERS
         ("required", [{"type": "namespace", "tools": [tool("f", nested=False)]}]),
         ("auto", [tool("f", strict=True)]),
         (None, [tool("f", nested=False, strict=True)]),
+        ({"type": "any"}, [messages_tool("f")]),
+        ({"type": "tool", "name": "f"}, [messages_tool("e", length=9), messages_tool("f")]),
+        ({"type": "auto"}, [messages_tool("f", strict=True)]),
     ],
 )
 def test_schemas_of_tools_that_become_grammars(choice: object, tools: list[object]) -> None:
@@ -89,10 +97,21 @@ def test_schemas_of_tools_that_become_grammars(choice: object, tools: list[objec
         ("required", ["f", None, {"function": "f"}, {"function": {"parameters": 7}}]),
         ("required", {"function": tool("f")}),
         ({"name": ["f"], "function": 7}, [tool("f", length=9)]),
+        ({"type": "auto"}, [messages_tool("f")]),
+        ({"type": "none"}, [messages_tool("f", strict=True)]),
     ],
 )
 def test_schemas_of_tools_that_do_not(choice: object, tools: object) -> None:
     check_limits({"tools": tools, "tool_choice": choice}, max_answers=MOST)
+
+
+def test_tools_that_messages_add_count_too() -> None:
+    """In Anthropic's format, a part of a system message may define a tool."""
+    tool = {"type": "tool_definition", "definition": messages_tool("f", strict=True)}
+    added = {"type": "tool_addition", "tool": tool}
+    body = {"messages": [{"role": "system", "content": [{"type": "text", "tool": 7}, added]}, 7, {"content": "x"}]}
+    with pytest.raises(ApiError, match=r"tools has \d+ characters"):
+        check_limits(body, max_answers=MOST)
 
 
 def test_what_cannot_be_written_is_over_the_limit() -> None:
