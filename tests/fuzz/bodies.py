@@ -36,7 +36,8 @@ JSON = st.recursive(
 SOURCE = st.fixed_dictionaries(
     {"type": st.sampled_from(["base64", "url"]) | JSON}, optional={"data": JSON, "url": STRINGS | JSON}
 )
-LEAF_PARTS = st.sampled_from([IMAGE, INPUT_IMAGE, BASE64, SOURCE_URL, LONG]).map(dict) | st.fixed_dictionaries(
+IMAGES: list[dict[str, Any]] = [IMAGE, INPUT_IMAGE, BASE64, SOURCE_URL, LONG]
+LEAF_PARTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(IMAGES).map(dict) | st.fixed_dictionaries(
     {"type": st.sampled_from(TYPES) | JSON},
     optional={"image_url": JSON, "text": JSON, "uuid": JSON, "detail": JSON, "source": SOURCE | JSON, "content": JSON},
 )

@@ -144,7 +144,7 @@ def test_a_message_that_uses_a_tool_and_sees_its_image(claude: anthropic.Anthrop
         answer = claude.messages.create(**asked, messages=[question], tool_choice=choice)
     assert answer.stop_reason == "tool_use"
     (use,) = [block for block in answer.content if block.type == "tool_use"]
-    assert use.input["unit"] in ("celsius", "kelvin")  # type: ignore[index]
+    assert use.input["unit"] in ("celsius", "kelvin")
     result = {"type": "tool_result", "tool_use_id": use.id, "content": [text("Seen:"), source_image(TWO)]}
     turns: Any = [question, {"role": "assistant", "content": answer.content}, user(result)]
     final = claude.messages.create(**{**asked, "max_tokens": 8}, messages=turns, tool_choice={"type": "none"})

@@ -17,8 +17,8 @@ from deployments.routing.affinity import Call
 from tests.unit.deployments.samples import png
 from tests.unit.deployments.stand_ins import IMAGE, SSE_HEAD, Pieces, StandIns, asked, chat
 
-URL = IMAGE["image_url"]["url"]
-BASE64 = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+BASE64 = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png()).decode()}
+URL = "data:image/png;base64," + BASE64["data"]
 IN_A_RESPONSE = {"type": "input_image", "image_url": URL, "detail": "auto"}
 IN_A_MESSAGE = {"type": "image", "source": BASE64}
 
@@ -75,7 +75,8 @@ def test_a_bad_image_is_refused_by_its_place_on_every_route(
     message = response.json()["error"]["message"]
     assert place in message
     assert told in message
-    assert stand_ins.requests == stand_ins.encodings == []
+    assert not stand_ins.requests
+    assert not stand_ins.encodings
 
 
 def test_the_quota_counts_visual_tokens_on_every_route() -> None:
