@@ -196,14 +196,17 @@ class IngressConfig(Options):
     max_image_side: PositiveInt = 32_768
     """Longer side of an image in pixels by its header; a larger one is rejected with 400."""
     max_images_per_request: PositiveInt = 16
-    """Images in all messages of a request; more are rejected with 400."""
+    """Images after the last answer in a request's messages; more are rejected with 400."""
+    max_earlier_images_per_request: PositiveInt = 512
+    """Images of earlier turns, before the last answer; more are rejected with 400. They are encoded, and count for rate
+    limits and as in flight, only if vLLM's prefix cache does not cover them."""
     max_completions_per_request: PositiveInt = 128
     """`n` times the number of prompts; more is rejected with 400."""
     max_visual_tokens_per_image: PositiveInt = 16_384
     """Visual tokens of an image after resizing; also limits the enlargement by `min_pixels`."""
     max_visual_tokens_per_request: PositiveInt = 65_536
-    """Visual tokens of all images of a request, computed from their headers before decoding; more are rejected with
-    400."""
+    """Visual tokens of a request's images after the last answer, computed from their headers before decoding; more are
+    rejected with 400."""
     embedding_directory_entries: Annotated[int, Field(ge=0)] = 65_536
     """Embeddings whose location in an encoder's memory an ingress replica remembers, so that the next request with the
     same image needs no encoder. 0: every image goes to an encoder."""

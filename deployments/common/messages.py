@@ -149,8 +149,8 @@ class RemoteLocation:
     """Notification that the reader sends after the read; it releases the lease."""
 
 
-PREFIX_CACHE_ONLY = ""
-"""Stands for a server's address: the embedding is not stored, and only vLLM's prefix cache may cover it."""
+NOT_STORED = ""
+"""Stands for a server's address: the embedding is in no encoder's shared memory."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SharedEmbedding:
     """(tokens, width)."""
     timings: EncodeTimings
     server: str
-    """Address for `same_host.ShmClient` on the encoder's host, or PREFIX_CACHE_ONLY."""
+    """Address for `same_host.ShmClient` on the encoder's host, or NOT_STORED."""
     remote: RemoteLocation | None = None
     """Location for one reader on another host."""
 
@@ -198,6 +198,14 @@ def _check(dtype: object, shape: object, expected: tuple[int, int]) -> None:
         raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
     if shape != expected:
         raise WireError(f"embedding shape {shape} is not the expected {expected}")
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """An embedding that is sent only if vLLM's scheduler asks for it: the prefix cache should cover its image."""
+
+    location: SharedEmbedding | None = None
+    """Its last known location, from which the LLM replica reads it then."""
 
 
 @dataclass(frozen=True)
@@ -252,10 +260,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class NotEncoded:
-    """The only message of an LLM replica when an encoder failed on an image."""
+    """The only message of an LLM replica when an encoder failed on an image, or when the engine needs embeddings that
+    were deferred and are stored nowhere."""
 
-    image: int
-    """Index of the embedding, as in ItemReference."""
+    images: tuple[int, ...]
+    """Indices of the embeddings, as in ItemReference."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Protocol
 
 from configs.schema import IngressConfig
-from deployments.common.api_error import OverloadedError, Shed
+from deployments.common.api_error import ApiError, OverloadedError, Shed
 from deployments.common.throughput import BusySpeed
 
 MAX_YIELD_S = 10.0
@@ -84,7 +84,10 @@ class Visit:
         self.virtual_arrival_s = 0.0
 
     def request(self, tokens: int, images: int) -> None:
-        """Asks once for admission of `tokens` visual tokens. Raises OverloadedError if the queue is full."""
+        """Asks for admission of `tokens` visual tokens, besides those admitted before, which are then queued again.
+
+        Raises ApiError 400 if one request must not have so many, OverloadedError if the queue is full.
+        """
         self._admission.request(self, tokens, images)
 
     async def wait_until_admitted(self) -> None:
@@ -160,15 +163,22 @@ class Admission:
             self._events.shed(Shed.REQUESTS, 0)
             message = f"{self.requests} requests wait for a language model, the limit; try again"
             raise OverloadedError(message, retry_after_s=self.retry_after_s())
-        self.requests += 1
-        self._request_speed.begin()
+        self._count_request()
         self._report()
         return Visit(self)
 
     def request(self, visit: Visit, tokens: int, images: int) -> None:
         """See Visit.request."""
-        assert tokens <= self._bounds.tokens_in_flight
-        assert images <= self._bounds.images_in_flight
+        tokens, images = visit.tokens + tokens, visit.images + images
+        for total, limit, unit in (
+            (tokens, self._bounds.tokens_in_flight, "visual tokens"),
+            (images, self._bounds.images_in_flight, "images"),
+        ):
+            if total > limit:
+                raise ApiError(400, f"{total} {unit} must be encoded, the limit is {limit}", param="messages")
+        if visit.stage is _Stage.IN_FLIGHT:
+            self.end(visit, done=False)
+            self._count_request()
         visit.tokens, visit.images = tokens, images
         speed = self._token_speed.recent_tokens_per_s
         visit.virtual_arrival_s = self._clock() + (min(tokens / speed, MAX_YIELD_S) if speed > 0 else 0.0)
@@ -181,9 +191,12 @@ class Admission:
 
     def requeue(self, visit: Visit) -> None:
         """See Visit.requeue. A request that was admitted before is not refused, even beyond the bounds."""
+        self._count_request()
+        self._enqueue(visit)
+
+    def _count_request(self) -> None:
         self.requests += 1
         self._request_speed.begin()
-        self._enqueue(visit)
 
     def end(self, visit: Visit, *, done: bool, reason: Shed | None = None) -> None:
         """See Visit.accept and Visit.leave."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.responses import Response, StreamingResponse
 
 from deployments.common.api_error import ApiError, error_event
-from deployments.common.messages import Accepted, NotEncoded, ResponseHead, TooEarly
+from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded, ResponseHead, TooEarly
 from deployments.ingress.admission import Visit
-from deployments.ingress.failures import EngineLostError, LLMLostError, OutdatedError, ReplicaLostError
+from deployments.ingress.coalescing import SharedCall
+from deployments.ingress.failures import EngineLostError, LLMLostError, ReplicaLostError
 from deployments.ingress.http.deadline import Deadline
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.ingress.replica_client import Answer, Encoding, Replicas
@@ -49,6 +50,10 @@ class Losses:
         return Losses(self.attempts + 1, self.encoders + error.encoder, self.llms + error.llm, engines)
 
 
+async def charge_nothing(_: Sequence[ImageJob]) -> None:
+    """For requests without deferred images."""
+
+
 @dataclass
 class Attempt:
     """One attempt at a request.
@@ -66,7 +71,11 @@ class Attempt:
     """`Server-Timing` entries of the ingress, which precede the language model's."""
     lost: Losses = Losses()
     skip_directory: bool = False
-    """Whether encoders are called for all images, including those in the embedding directory."""
+    """Whether encoders are called for images that are in the embedding directory."""
+    charge: Callable[[Sequence[ImageJob]], Awaitable[None]] = charge_nothing
+    """Called with deferred images before they are encoded. Waits for their admission."""
+    asked: frozenset[int] = frozenset()
+    """Deferred images that an engine has asked for."""
     _encodings: list[Encoding] = field(default_factory=list, init=False)
     """Encodings that the answer waits for. Each is returned to `replicas`, by `record_accepted` or `cancel`."""
     _answer: Answer | None = field(default=None, init=False)
@@ -81,17 +90,20 @@ class Attempt:
         """Returns the language model's response. If the client disconnects, the calls of this attempt are cancelled.
 
         Raises:
-            ReplicaLostError, OutdatedError: another attempt may succeed.
+            ReplicaLostError: another attempt may succeed.
             ApiError: the error for the client.
         """
         try:
             self._start_encodings()
             answer = await self._start_answer(early=True)
-            head = await anext(answer)
-            if isinstance(head, TooEarly):
+            early = True
+            while isinstance(head := await anext(answer), TooEarly | NotEncoded):
+                if isinstance(head, NotEncoded):
+                    await self._encode_asked(head.images)
+                else:
+                    early = False
                 self.replicas.drain(answer)
-                answer = await self._start_answer(early=False)
-                head = await anext(answer)
+                answer = await self._start_answer(early=early)
             head = await self._wait_until_accepted(head, answer)
             body = await self._read_body(head, answer)
         except Exception as error:
@@ -109,14 +121,27 @@ class Attempt:
         return http_response(head, self._stream(head, answer) if body is None else body)
 
     def _start_encodings(self) -> None:
-        request = self.request
-        locations = (
-            [None] * len(request.jobs)
-            if self.skip_directory
-            else self.replicas.look_up(request.jobs, request.conversation)
-        )
-        for job, location in zip(request.jobs, locations, strict=True):
-            self._encodings.append(self.replicas.start_encode(job, self.lost.encoders, location=location))
+        for number, job in enumerate(self.request.jobs):
+            location = None if self.skip_directory else self.replicas.look_up(job)
+            self._encodings.append(
+                Deferred(location)
+                if number in self.request.deferred and number not in self.asked
+                else self.replicas.start_encode(job, self.lost.encoders, location=location)
+            )
+
+    async def _encode_asked(self, images: Sequence[int]) -> None:
+        """Starts the encoding of images that an engine needs, and of which no embedding is stored. Raises the error of
+        an encoder that failed."""
+        for image in images:
+            if isinstance(encoding := self._encodings[image], SharedCall):
+                await self.replicas.raise_encoding_error(encoding)
+        deferred = [image for image in images if isinstance(self._encodings[image], Deferred)]
+        self.asked |= {*deferred}
+        await self.charge([self.request.jobs[image] for image in deferred])
+        for image in images:
+            if not isinstance(encoding := self._encodings[image], SharedCall):
+                self.replicas.discard_location(encoding)
+                self._encodings[image] = self.replicas.start_encode(self.request.jobs[image], self.lost.encoders)
 
     async def _start_answer(self, *, early: bool) -> Answer:
         self._answer = await self.replicas.start_answer(
@@ -126,13 +151,10 @@ class Attempt:
 
     async def _wait_until_accepted(self, first: object, answer: Answer) -> ResponseHead:
         """Returns the head of an answer that begins with `first`, once a replica has the request and its embeddings."""
-        conversation = self.request.conversation
-        if isinstance(first, NotEncoded):
-            await self.replicas.raise_encoding_error(self._encodings[first.image], conversation=conversation)
         self.is_accepted = True
         self.visit.accept()  # replicas of a version without Accepted send the head first
         accepted = first if isinstance(first, Accepted) else Accepted()
-        self.replicas.record_accepted(self._encodings, accepted, conversation=conversation)
+        self.replicas.record_accepted(self._encodings, accepted)
         self._encodings = []
         head = await anext(answer) if isinstance(first, Accepted) else first
         if not isinstance(head, ResponseHead):
@@ -189,8 +211,6 @@ async def respond(attempt: Attempt) -> Response:
         await attempt.visit.requeue()
         try:
             return await attempt.response()
-        except OutdatedError:
-            attempt = attempt.retry(attempt.lost)
         except ReplicaLostError as error:
             lost = attempt.lost.add(error, accepted=attempt.is_accepted)
             if lost.attempts == MAX_ATTEMPTS or lost.engines == MAX_ENGINES:

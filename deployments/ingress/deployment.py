@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import Lock
 from typing import Any
 
+from cachetools import LRUCache, cached
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +29,7 @@ from deployments.common.api_error import (
     anthropic_error,
     error_head_and_body,
 )
-from deployments.common.messages import HttpRequest, ResponseHead
+from deployments.common.messages import HttpRequest, ImageJob, ResponseHead
 from deployments.common.ray_private import running_replicas, serve_host
 from deployments.common.replica_errors import IdentityGoneError
 from deployments.ingress.admission import Admission, AdmissionBounds, Visit
@@ -40,7 +43,7 @@ from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.deadline import TIMEOUT_HEADER, Deadline
 from deployments.ingress.http.held_bytes import Held, HeldBytes
 from deployments.ingress.http.request_body import OffLoop, read_body
-from deployments.ingress.image_jobs import EngineRequest, build_engine_request, fetch_images
+from deployments.ingress.image_jobs import EngineRequest, build_engine_request, fetch_images, size_and_grid
 from deployments.ingress.replica_client import Replicas
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
@@ -50,6 +53,8 @@ from deployments.telemetry.tracing import Stage
 # Headers that vLLM's application reads. Others (cookies, credentials, …) are not forwarded.
 FORWARDED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
 
+MAX_REMEMBERED_SIZES = 65_536
+"""Images whose sizes an ingress replica remembers by digest."""
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
 
 
@@ -75,6 +80,8 @@ class Ingress:
             self._limits.max_bytes_held, self._admission_metrics, retry_after_s=self._admission.retry_after_s
         )
         self._off_loop = OffLoop()
+        sizes = LRUCache(MAX_REMEMBERED_SIZES)
+        self._measure = cached(sizes, key=lambda digest, *_: digest, lock=Lock())(size_and_grid)
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
         self._page = Page(enabled=self._limits.web_ui)
         self._cluster = ClusterView(encoder, llm, self._ingress_load)
@@ -175,30 +182,40 @@ class Ingress:
     ) -> Response:
         """Fetches the images, waits for admission and responds. Retries if the last encoder of the identity ends."""
         started = time.perf_counter()
-        for attempt in range(MAX_ATTEMPTS):
+        for number in range(MAX_ATTEMPTS):
             identity = await self._replicas.identity.get()
             chat.images = await fetch_images(
                 chat.images, self._fetcher, self._limits, client=client.name, count=held.add
             )
-            prepare = partial(build_engine_request, chat, inner, identity, self._limits, client.salt)
+            prepare = partial(build_engine_request, chat, inner, identity, self._limits, client.salt, self._measure)
             request = await self._off_loop.run(held.num_bytes, prepare)
             stages = format_metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
-            if not attempt:
+            if not number:
                 self._histograms.observe(Histogram.FETCH_SECONDS, fetch_ms / 1e3)
                 tracing.record_span(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(chat.images)})
                 requested = time.perf_counter()
-                visit.request(sum(job.num_tokens for job in request.jobs), len(request.jobs))
-                await self._access.charge_visual_tokens(client, request.visual_tokens)
-                await visit.wait_until_admitted()
+                await self._charge(client, visit, request.new_jobs, visual_tokens=request.visual_tokens)
                 stages += ", " + format_metric("admission", admission_ms := (time.perf_counter() - requested) * 1e3)
                 self._histograms.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
                 tracing.record_span(Stage.ADMISSION, admission_ms / 1e3)
             try:
-                return await respond(Attempt(request, self._replicas, visit, deadline, self._histograms, stages))
+                charge = partial(self._charge, client, visit)
+                attempt = Attempt(request, self._replicas, visit, deadline, self._histograms, stages, charge=charge)
+                return await respond(attempt)
             except IdentityGoneError:
                 self._replicas.count_retry()
         changing = "the encoders are changing their weights; try again"
         raise ApiError(503, changing, code="overloaded", retry_after_s=self._limits.retry_after_s)
+
+    async def _charge(
+        self, client: Client, visit: Visit, jobs: Sequence[ImageJob], visual_tokens: int | None = None
+    ) -> None:
+        """Waits for the admission of the images. `visual_tokens` count for the rate limit, by default those of the
+        images."""
+        tokens = sum(job.num_tokens for job in jobs)
+        visit.request(tokens, len(jobs))
+        await self._access.charge_visual_tokens(client, tokens if visual_tokens is None else visual_tokens)
+        await visit.wait_until_admitted()
 
     async def _openapi(self, inner: HttpRequest, deadline: Deadline) -> Response:
         """Returns vLLM's OpenAPI document, limited to the routes that are open here."""

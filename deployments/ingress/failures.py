@@ -47,10 +47,6 @@ class EngineLostError(LLMLostError):
     """The engine of a language model ended while it had the request."""
 
 
-class OutdatedError(Exception):
-    """An entry of the embedding directory was stale; encoders must be called."""
-
-
 class Failures:
     """Translates and counts the failures that an ingress replica sees."""
 
@@ -65,7 +61,7 @@ class Failures:
 
         `lost`: the class that represents the loss of the called replica.
         """
-        if isinstance(error, ApiError | IdentityGoneError | OutdatedError | TimeoutError):
+        if isinstance(error, ApiError | IdentityGoneError | TimeoutError):
             return error
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):

@@ -38,16 +38,24 @@ class EngineRequest:
     """Header of each job's image."""
     conversation: str | None = None
     """Hash that all turns of a conversation share, 64 hex characters."""
+    deferred: frozenset[int] = frozenset()
+    """Indices of the jobs whose images are only in earlier turns: encoded only if the engine asks for them."""
+
+    @property
+    def new_jobs(self) -> list[ImageJob]:
+        return [job for number, job in enumerate(self.jobs) if number not in self.deferred]
 
     @property
     def visual_tokens(self) -> int:
-        """Visual tokens of the prompt: a repeated image counts each time."""
-        return sum(self.jobs[reference.item].num_tokens for reference in self.references)
+        """Visual tokens of the images that are not deferred: a repeated image counts each time."""
+        items = (reference.item for reference in self.references)
+        return sum(self.jobs[item].num_tokens for item in items if item not in self.deferred)
 
     @property
     def prompt_tokens(self) -> int:
         """Estimated tokens of the prompt, visual and text."""
-        return self.visual_tokens + len(self.http.body) // BYTES_PER_TOKEN
+        visual_tokens = sum(self.jobs[reference.item].num_tokens for reference in self.references)
+        return visual_tokens + len(self.http.body) // BYTES_PER_TOKEN
 
     @property
     def tower(self) -> str:
@@ -64,6 +72,8 @@ class RequestImages:
     """Index into `jobs` of each image part of the request, in order."""
     grids: list[Grid] = field(default_factory=list)
     """Patch grid of each job's embedding."""
+    deferred: frozenset[int] = frozenset()
+    """Indices of the jobs of which no part is new."""
 
 
 async def fetch_images(
@@ -101,19 +111,26 @@ async def fetch_images(
 
 
 def build_engine_request(
-    chat: ChatRequest, http: HttpRequest, identity: EncoderIdentity, limits: IngressConfig, salt: str | None
+    chat: ChatRequest,
+    http: HttpRequest,
+    identity: EncoderIdentity,
+    limits: IngressConfig,
+    salt: str | None,
+    measure: Measure,
 ) -> EngineRequest:
     """Returns the request for the engine of `chat`, whose images have been fetched. `http` lacks only the body.
+    `measure`: `size_and_grid`, which may remember its results by digest.
 
     Raises ApiError as `build_encoder_jobs` and `ChatRequest.to_json` do.
     """
-    images = build_encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt)
+    images = build_encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt, measure)
     references = [
         ItemReference(new_key(), job, part.label) for part, job in zip(chat.images, images.job_of_part, strict=True)
     ]
     body, conversation = chat.to_json(references, [images.jobs[reference.item].digest for reference in references])
     headers = [identity.header(job.digest, grid) for job, grid in zip(images.jobs, images.grids, strict=True)]
-    return EngineRequest(dataclasses.replace(http, body=body), references, images.jobs, headers, conversation)
+    http = dataclasses.replace(http, body=body)
+    return EngineRequest(http, references, images.jobs, headers, conversation, images.deferred)
 
 
 def build_encoder_jobs(
@@ -122,8 +139,10 @@ def build_encoder_jobs(
     identity: EncoderIdentity,
     limits: IngressConfig,
     salt: str | None = None,
+    measure: Measure | None = None,
 ) -> RequestImages:
-    """Checks images by their headers. `salt` becomes part of the digests, which separates embeddings of clients.
+    """Checks images by their headers; only new ones count for the request's limit. `salt` becomes part of the digests,
+    which separates embeddings of clients.
 
     Raises ApiError 400 that names the image, the value and the limit.
     """
@@ -131,19 +150,25 @@ def build_encoder_jobs(
     grids: dict[str, Grid] = {}
     digests = []
     total_tokens = 0
+    new: dict[str, int] = {}  # visual tokens by digest
     for part in parts:
         assert part.file is not None, "it was fetched"
         data = part.file
         effective = _effective_bounds(part, bounds, limits)
-        size, grid = _size_and_grid(part, data, effective, identity, limits)
+        digest = identity.digest(data, effective, salt)
+        try:
+            size, grid = (measure or size_and_grid)(digest, data, effective, identity, limits)
+        except ImageError as error:
+            raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
         tokens = num_tokens(grid, identity.rules.merge_size)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param=part.param)
-        total_tokens += tokens
-        digest = identity.digest(data, effective, salt)
         digests.append(digest)
-        before = sum(job.num_tokens for job in jobs.values())
+        before = sum(new.values())
+        if part.is_new:
+            total_tokens += tokens
+            new[digest] = tokens
         job = ImageJob(data, effective, digest, identity.fingerprint, size, tokens, before, tower=identity.tower)
         jobs.setdefault(digest, job)
         grids[digest] = grid
@@ -153,9 +178,10 @@ def build_encoder_jobs(
             f"the images come to {total_tokens} visual tokens, the limit is {limits.max_visual_tokens_per_request}",
             param=parts[0].param,
         )
-    order = list(jobs)
-    job_of_part = [order.index(digest) for digest in digests]
-    return RequestImages(list(jobs.values()), job_of_part, list(grids.values()))
+    order = {digest: number for number, digest in enumerate(jobs)}
+    job_of_part = [order[digest] for digest in digests]
+    deferred = frozenset(number for digest, number in order.items() if digest not in new)
+    return RequestImages(list(jobs.values()), job_of_part, list(grids.values()), deferred)
 
 
 def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
@@ -167,16 +193,18 @@ def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: Ingre
     return PixelBounds(None if requested.min_pixels is None else min(requested.min_pixels, low), low)
 
 
-def _size_and_grid(
-    part: ImagePart, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
+def size_and_grid(
+    digest: str, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
 ) -> tuple[tuple[int, int], Grid]:
-    """Returns the image's width and height in pixels and its patch grid, from its header alone."""
-    try:
-        found = read_header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
-        _check_sides(found, limits)
-        return (found.width, found.height), image_grid(found.width, found.height, identity.rules, bounds)
-    except ImageError as error:
-        raise ApiError(400, f"{part.label}: {error}", param=part.param, code="invalid_image") from error
+    """Returns the image's width and height in pixels and its patch grid, from its header alone. `digest` determines
+    the result under the same limits. Raises ImageError."""
+    found = read_header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
+    _check_sides(found, limits)
+    return (found.width, found.height), image_grid(found.width, found.height, identity.rules, bounds)
+
+
+Measure = Callable[[str, bytes, PixelBounds | None, EncoderIdentity, IngressConfig], tuple[tuple[int, int], Grid]]
+"""Type of `size_and_grid`."""
 
 
 def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar, cast
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from deployments.common.messages import (
-    PREFIX_CACHE_ONLY,
     Accepted,
+    Deferred,
     EncodedImage,
     ImageJob,
     ImageRefused,
@@ -24,7 +24,7 @@ from deployments.common.ray_private import exclude, object_ref, start_detached, 
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.ingress.coalescing import SharedCall, SharedCalls
 from deployments.ingress.embedding_directory import EmbeddingDirectory
-from deployments.ingress.failures import EncoderLostError, Failures, LLMLostError, OutdatedError
+from deployments.ingress.failures import EncoderLostError, Failures, LLMLostError
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.routing.affinity import Call
 from deployments.routing.calls import GrpcAnswer
@@ -35,8 +35,8 @@ from deployments.telemetry.tracing import Stage, record_span
 T = TypeVar("T")
 EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
 EncoderCall = SharedCall[DeploymentResponse[EncoderAnswer]]
-Encoding = EncoderCall | SharedEmbedding
-"""A call to an encoder, or the last known location of the embedding."""
+Encoding = EncoderCall | SharedEmbedding | Deferred
+"""A call to an encoder, the last known location of the embedding, or an embedding that the engine may not need."""
 Answer = DeploymentResponseGenerator[Piece] | GrpcAnswer[Piece]
 
 NO_HOST = "nowhere"
@@ -85,9 +85,9 @@ class Replicas:
         self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
         self.identity = FleetIdentity(encoder, llm, self.failures.to_client_error)
 
-    def look_up(self, jobs: Sequence[ImageJob], conversation: str | None) -> list[SharedEmbedding | None]:
-        """Returns the last known location of each image's embedding, None for unknown ones."""
-        return self._directory.get_all([job.digest for job in jobs], conversation)
+    def look_up(self, job: ImageJob) -> SharedEmbedding | None:
+        """Returns the last known location of the image's embedding, None if it is unknown."""
+        return self._directory.get(job.digest)
 
     def start_encode(self, job: ImageJob, attempt: int = 0, *, location: SharedEmbedding | None = None) -> Encoding:
         """Starts a call to an encoder or joins one for the same image. Returns `location` instead if it is given.
@@ -151,33 +151,27 @@ class Replicas:
             )
         )
 
-    async def raise_encoding_error(self, encoding: Encoding, *, conversation: str | None = None) -> NoReturn:
-        """Raises the error of an encoding that the language model reported as failed, OutdatedError for a stale
-        location."""
-        if isinstance(encoding, SharedEmbedding):
-            if encoding.server != PREFIX_CACHE_ONLY:
-                self._directory.discard(encoding.digest)
-            elif conversation is not None:
-                self._directory.record_prefix_miss(conversation, encoding.digest)
+    def discard_location(self, encoding: SharedEmbedding | Deferred) -> None:
+        """Forgets the location of an embedding that the language model did not find there."""
+        location = encoding.location if isinstance(encoding, Deferred) else encoding
+        if location is not None:
+            self._directory.discard(location.digest)
             self._counts.add(Counter.EMBEDDING_DIRECTORY_STALE)
-            raise OutdatedError
+
+    async def raise_encoding_error(self, encoding: EncoderCall) -> NoReturn:
+        """Raises the error of a call to an encoder that the language model reported as failed."""
         await self._translate_errors(await self._translate_errors(object_ref(encoding.response)))
         raise TransferFailedError("an encoding was given up")
 
-    def record_accepted(
-        self, encodings: Sequence[Encoding], accepted: Accepted, *, conversation: str | None = None
-    ) -> None:
+    def record_accepted(self, encodings: Sequence[Encoding], accepted: Accepted) -> None:
         """Records that a language model has the encodings, and the locations that it read them from."""
         self._shm_hosts.add(accepted.shm_host or NO_HOST)
         self._remote_reads.append(accepted.remote_read)
         for call in _encoder_calls(encodings):
             self._encodings.complete(call)
         for location in accepted.locations:
-            if location is not None and location.server == PREFIX_CACHE_ONLY:
-                if conversation is not None:
-                    self._directory.record_prefix_hit(conversation, location)
             # With language models on several hosts, one could be sent a location that it cannot read.
-            elif location is not None and len(self._shm_hosts) == 1:
+            if location is not None and len(self._shm_hosts) == 1:
                 self._directory.put(location.digest, location)
         if len(self._shm_hosts) > 1:
             self._directory.clear()

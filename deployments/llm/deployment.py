@@ -77,8 +77,7 @@ class LLM:
                 stats=self._stats,
                 early_prefill_min_tokens=_early_prefill_min_tokens(config),
             )
-            has_prefix_cache = compat.has_prefix_cache(self._engine)
-            self._prefill_load = PrefillLoad(has_prefix_cache=has_prefix_cache)
+            self._prefill_load = PrefillLoad(has_prefix_cache=compat.has_prefix_cache(self._engine))
             self._guard = guard_children()
             references, width = References(), compat.embedding_width(self._engine)
             app = await compat.build_application(self._engine, args, references)
@@ -97,7 +96,6 @@ class LLM:
         self._tower = await asyncio.to_thread(tower_identity, resolve_checkpoint(local_model(config.model)))
         header = compat.one_token_header(self._engine, PROBE_DIGEST)
         await probe_engine_loads(self._receiver, self._answer_probe, args.model, header, width)
-        self._receiver.has_prefix_cache = has_prefix_cache
         if refused := compat.early_prefill_refused_by_model(self._engine):
             logger.warning("early prefill is disabled: %s", refused)
 

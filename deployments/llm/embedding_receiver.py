@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from typing import NoReturn
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.common.messages import PREFIX_CACHE_ONLY, EncodedImage, ImageRefused, SharedEmbedding, WireError
+from deployments.common.messages import NOT_STORED, Deferred, EncodedImage, ImageRefused, SharedEmbedding, WireError
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.prefix_cache_skip import MissingWatch
+from deployments.llm.prefix_cache_skip import Missing, MissingWatch
 from deployments.llm.received import (
     EmbeddingMismatchError,
     EmbeddingSlot,
@@ -37,8 +38,8 @@ from deployments.vllm.connector.lease_table import EngineLease
 from deployments.vllm.connector.link import Loaded
 from deployments.vllm.connector.replica_link import LinkLostError, ReplicaLink
 
-Encoding = Awaitable[Image] | SharedEmbedding
-"""Future answer of an encoder, or last known location of an embedding."""
+Encoding = Awaitable[Image] | SharedEmbedding | Deferred
+"""Future answer of an encoder, last known location of an embedding, or an embedding that the engine may not need."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,8 +65,6 @@ class EmbeddingReceiver:
             on_missing=self.missing.report,
             on_error=self._count_listener_error,
         )
-        self.has_prefix_cache = False
-        """Whether unavailable embeddings may be skipped, because the engine has a prefix cache."""
         self._peers: dict[str, asyncio.Task[Peer]] = {}
         self._lock = threading.Lock()
         self._granted: dict[str, EmbeddingSlot] = {}
@@ -83,19 +82,18 @@ class EmbeddingReceiver:
 
     def new_batch(self) -> ReceivedEmbeddings:
         """Returns an empty batch for `receive`."""
-        return ReceivedEmbeddings(can_skip=self.has_prefix_cache)
+        return ReceivedEmbeddings()
 
     async def receive(
         self, encodings: Sequence[Encoding], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
     ) -> None:
         """Receives each embedding as soon as it is encoded, and grants it to the engine. The first failure ends the
-        wait for the others.
+        wait for the others. Deferred embeddings are skipped, and those that are no longer at their last known location.
 
         `shapes`: shape `(num_tokens, width)` of each embedding that the language model expects.
 
         Raises:
-            NotEncodedError: an encoder failed, or an embedding is no longer where an earlier request read it and cannot
-                be skipped.
+            NotEncodedError: an encoder failed.
             EmbeddingMismatchError: an embedding does not fit the model; it was not granted.
             TransferFailedError: an embedding is not at its stated location.
         """
@@ -104,7 +102,7 @@ class EmbeddingReceiver:
         async def receive_one(number: int) -> None:
             slot = received.slots[number]
             try:
-                await self._receive(number, slot, encodings[number], shapes[number], can_skip=received.can_skip)
+                await self._receive(number, slot, encodings[number], shapes[number])
             except WireError as error:
                 raise EmbeddingMismatchError(number, str(error)) from error
             if slot.state is SlotState.LEASED:
@@ -126,6 +124,32 @@ class EmbeddingReceiver:
         for image, path in received.list_transfers():
             self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=path.value)
             self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, image.num_bytes, path=path.value)
+
+    async def receive_missing(
+        self, missing: Missing, digests: Sequence[str], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
+    ) -> NoReturn:
+        """Receives skipped embeddings from their last known location when the engine reports them as missing.
+
+        `digests`, `shapes`: of each embedding of the request. Raises NotEncodedError for those that are stored nowhere.
+        """
+        while True:
+            await missing.changed.wait()
+            missing.changed.clear()
+            lost = []
+            for number, slot in enumerate(received.slots):
+                if slot.state is not SlotState.SKIPPED or digests[number] not in missing.digests:
+                    continue
+                try:
+                    if slot.location is None:
+                        raise EmbeddingUnavailableError("the embedding is not stored anywhere")
+                    slot.location.check(shapes[number])
+                    await self._acquire(slot, slot.location, direct_read=True)
+                    slot.image = slot.location
+                    self._grant(slot)
+                except (EmbeddingUnavailableError, OSError, WireError):
+                    lost.append(number)
+            if lost:
+                raise NotEncodedError(*lost)
 
     def count_skipped(self, received: ReceivedEmbeddings) -> None:
         """Must be called when the engine has scheduled the request without the skipped embeddings."""
@@ -176,17 +200,16 @@ class EmbeddingReceiver:
                 task.result().client.close()
         self._receive_buffer.close()
 
-    async def _receive(
-        self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: tuple[int, int], *, can_skip: bool
-    ) -> None:
+    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: tuple[int, int]) -> None:
+        if isinstance(encoding, Deferred):
+            slot.state, slot.location = SlotState.SKIPPED, encoding.location
+            return
         if isinstance(encoding, SharedEmbedding):
             slot.image = encoding
             encoding.check(shape)
             try:
                 await self._acquire(slot, encoding, direct_read=True)
-            except (EmbeddingUnavailableError, OSError) as error:
-                if not can_skip:
-                    raise NotEncodedError(number) from error
+            except (EmbeddingUnavailableError, OSError):
                 slot.state = SlotState.SKIPPED
             return
         try:
@@ -198,7 +221,7 @@ class EmbeddingReceiver:
         if isinstance(image, ImageRefused):
             slot.state, slot.image = SlotState.REJECTED, image
             return
-        slot.image = image if isinstance(image, SharedEmbedding) else image.to_shared(PREFIX_CACHE_ONLY)
+        slot.image = image if isinstance(image, SharedEmbedding) else image.to_shared(NOT_STORED)
         image.check(shape)
         if isinstance(image, EncodedImage):
             stored = self._receive_buffer.store(Header.of(image), image.unpack())
@@ -210,8 +233,6 @@ class EmbeddingReceiver:
         if image.remote is not None:
             await self._hold(slot, self._receive_buffer.receive(image), TransferPath.NIXL)
             return
-        if image.server == PREFIX_CACHE_ONLY:
-            raise EmbeddingUnavailableError("the embedding is not stored anywhere")
         peer = await self._get_peer(image.server, lambda: ShmClient(image.server, on_error=self._count_listener_error))
         assert isinstance(peer.client, ShmClient)
         self._add_num_leases(peer, 1)

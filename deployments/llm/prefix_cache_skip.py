@@ -1,18 +1,19 @@
 """Skipped embeddings: vLLM's prefix cache is expected to cover their part of the prompt.
 
 Before it schedules a request, vLLM's scheduler asks its `ECConnector` whether all embeddings that the remaining tokens
-need are available. The connector reports missing ones, and the request is aborted.
+need are available. The connector reports missing ones. They are then read where they are stored; if one is stored
+nowhere, the request is aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from deployments.llm.streams import cancel_and_wait, next_or_none
+from deployments.vllm.compat import FirstTokenClock
 
 T = TypeVar("T")
 
@@ -24,93 +25,74 @@ class Missing:
     is skipped, and is made only once.
     """
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._reported: set[str] = set()
-        self._skipped: set[str] = set()
-        self.needed: asyncio.Future[str] = self._loop.create_future()
-        """Future digest of a skipped embedding that the engine needs."""
-
-    def skip(self, digests: Iterable[str]) -> None:
-        """Must be called when all embeddings but these are received."""
-        self._skipped.update(digests)
-        self._update()
-
-    def report(self, digest: str) -> None:
-        """Thread-safe."""
-        self._loop.call_soon_threadsafe(self._report, digest)
-
-    def _report(self, digest: str) -> None:
-        self._reported.add(digest)
-        self._update()
-
-    def _update(self) -> None:
-        if (needed := self._reported & self._skipped) and not self.needed.done():
-            self.needed.set_result(min(needed))
+    def __init__(self, clock: FirstTokenClock) -> None:
+        """`clock`: has the engine's identifiers of the request."""
+        self.clock = clock
+        self.digests: set[str] = set()
+        self.changed = asyncio.Event()
+        """To be set when `digests` has grown or an embedding was skipped."""
 
 
 class MissingWatch:
-    """Embeddings of one engine's requests that may be skipped. Watched on event loops; missing ones are reported on the
+    """Requests of one engine whose missing embeddings are reported. Watched on one event loop; reports come on the
     link's threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watched: dict[str, list[Missing]] = {}
+        self._watched: list[Missing] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
         return len(self._watched)
 
-    def report(self, digests: Iterable[str]) -> None:
-        """Reports digests to the requests that watch them. No effect if there are none."""
-        with self._lock:
-            watching = [(missing, digest) for digest in digests for missing in self._watched.get(digest, ())]
-        for missing, digest in watching:
-            missing.report(digest)
+    def report(self, request: str, digests: Sequence[str]) -> None:
+        """Reports digests that a request, by the engine's internal identifier, misses. Thread-safe. No effect if the
+        request has ended."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._report, request, digests)
+
+    def _report(self, request: str, digests: Sequence[str]) -> None:
+        for missing in self._watched:
+            if any(name in request for name in missing.clock.engine_requests):
+                missing.digests.update(digests)
+                missing.changed.set()
 
     @contextmanager
-    def watch(self, digests: Iterable[str]) -> Iterator[Missing]:
-        """Watches embeddings. Must be entered before the request is submitted to the engine."""
-        missing = Missing()
-        distinct = set(digests)
-        with self._lock:
-            for digest in distinct:
-                self._watched.setdefault(digest, []).append(missing)
+    def watch(self, clock: FirstTokenClock) -> Iterator[Missing]:
+        """Watches a request. Must be entered before the request is submitted to the engine."""
+        self._loop = asyncio.get_running_loop()
+        missing = Missing(clock)
+        self._watched.append(missing)
         try:
             yield missing
         finally:
-            with self._lock:
-                for digest in distinct:
-                    self._watched[digest].remove(missing)
-                    if not self._watched[digest]:
-                        del self._watched[digest]
-            missing.needed.cancel()
+            self._watched.remove(missing)
 
 
-class EmbeddingNeededError(Exception):
-    """The engine needs an embedding that was skipped."""
+async def unless_lost(result: Coroutine[Any, Any, T], lost: asyncio.Future[NoReturn]) -> T:
+    """Returns the result, or raises the error of `lost`, a future that fails if the engine needs an embedding that is
+    stored nowhere; `result` is then cancelled."""
+    task = asyncio.ensure_future(result)
+    try:
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else lost.result()
+    finally:
+        await cancel_and_wait(task)
 
-    def __init__(self, digest: str) -> None:
-        super().__init__(f"the engine needs the embedding of {digest}")
-        self.digest = digest
 
-
-async def stream_unless_missing(
-    pieces: AsyncGenerator[T, None], needed: asyncio.Future[str], scheduled: asyncio.Event, first: T
+async def stream_unless_lost(
+    pieces: AsyncGenerator[T, None], lost: asyncio.Future[NoReturn], scheduled: asyncio.Event, first: T
 ) -> AsyncGenerator[T, None]:
-    """Yields `first` once the request is scheduled or has an answer, then the pieces. `needed`: `Missing.needed`.
-
-    Raises:
-        EmbeddingNeededError: the engine needs one of the skipped embeddings; `pieces` is cancelled.
-    """
+    """Yields `first` once the request is scheduled or has an answer, then the pieces. Raises the error of `lost` as
+    `unless_lost` does; `pieces` is then cancelled."""
     first_token = asyncio.ensure_future(scheduled.wait())
     next_piece = asyncio.ensure_future(next_or_none(pieces))
     started = False
     try:
         while True:
-            awaited: set[asyncio.Future[Any]] = {next_piece, needed} if started else {next_piece, needed, first_token}
+            awaited: set[asyncio.Future[Any]] = {next_piece, lost} if started else {next_piece, lost, first_token}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if needed.done() and not next_piece.done():
-                raise EmbeddingNeededError(needed.result())
+            if lost.done() and not next_piece.done():
+                lost.result()
             if not started:
                 started = True
                 yield first

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from deployments.common.messages import PREFIX_CACHE_ONLY, EncodedImage, ImageRefused, SharedEmbedding
+from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import EmbeddingLease, ShmClient
 
@@ -29,13 +28,13 @@ class TransferPath(Enum):
 
 
 class NotEncodedError(RuntimeError):
-    """An encoder failed to encode an image, or the embedding is no longer at its last known location. The ingress has
-    the same reference to the encoder's answer and knows the reason."""
+    """An encoder failed to encode an image, or the engine needs skipped embeddings that are stored nowhere. The ingress
+    has the same reference to the encoder's answer and knows the reason."""
 
-    def __init__(self, image: int) -> None:
-        """`image`: index of the image in the request."""
-        super().__init__(f"image {image} was not encoded")
-        self.image = image
+    def __init__(self, *images: int) -> None:
+        """`images`: indices of the images in the request."""
+        super().__init__(f"images {images} were not encoded")
+        self.images = images
 
 
 class EmbeddingMismatchError(RuntimeError):
@@ -79,8 +78,10 @@ class EmbeddingSlot:
 
     state: SlotState = SlotState.PENDING
     image: SharedEmbedding | ImageRefused | None = None
-    """The encoder's answer, or the last known location; None before that. An embedding that was received by value is
-    PREFIX_CACHE_ONLY: its bytes are in the receive buffer."""
+    """The encoder's answer, or the location that it is read from; None before that. An embedding that was received by
+    value is NOT_STORED: its bytes are in the receive buffer."""
+    location: SharedEmbedding | None = None
+    """Last known location of a skipped embedding."""
     path: TransferPath | None = None
     """Set once LEASED."""
     lease: EmbeddingLease | None = None
@@ -99,8 +100,6 @@ class ReceivedEmbeddings:
     """All images of one request. Pass it to `EmbeddingReceiver.close` when the request has ended or failed."""
 
     slots: list[EmbeddingSlot] = field(default_factory=list)
-    can_skip: bool = False
-    """Whether this and later requests may skip unavailable embeddings, which vLLM's prefix cache may cover."""
     transfer_s: float | None = None
     """Seconds from when the last embedding was ready until all were received; None without embeddings."""
 
@@ -108,15 +107,6 @@ class ReceivedEmbeddings:
     def images(self) -> list[SharedEmbedding | ImageRefused]:
         """Answers of encoders or last known locations, complete once all are received."""
         return [slot.image for slot in self.slots if slot.image is not None]
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """Index of the first image of each skipped embedding, by digest."""
-        found: dict[str, int] = {}
-        for number, slot in enumerate(self.slots):
-            if slot.state is SlotState.SKIPPED and isinstance(slot.image, SharedEmbedding):
-                found.setdefault(slot.image.digest, number)
-        return found
 
     @property
     def num_skipped(self) -> int:
@@ -143,13 +133,8 @@ class ReceivedEmbeddings:
 
     @property
     def locations(self) -> tuple[SharedEmbedding | None, ...]:
-        """Location of each embedding in shared memory; PREFIX_CACHE_ONLY if only the engine may have it, else None."""
-        return tuple(map(self._locate, self.slots))
-
-    def _locate(self, slot: EmbeddingSlot) -> SharedEmbedding | None:
-        image = slot.image
-        if not isinstance(image, SharedEmbedding):
-            return None
-        if slot.path in (TransferPath.ENGINE, TransferPath.COPIED):
-            return image
-        return dataclasses.replace(image, server=PREFIX_CACHE_ONLY, remote=None) if self.can_skip else None
+        """Location of each embedding that was read from shared memory, None for the others."""
+        read = (TransferPath.ENGINE, TransferPath.COPIED)
+        return tuple(
+            slot.image if slot.path in read and isinstance(slot.image, SharedEmbedding) else None for slot in self.slots
+        )

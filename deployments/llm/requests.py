@@ -6,14 +6,17 @@ vLLM's frontend tokenizes the prompt, and its scheduler prefills it up to the fi
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import NoReturn
 
 from deployments.common.api_error import ApiError, error_head_and_body
 from deployments.common.messages import (
     Accepted,
+    Deferred,
     HttpRequest,
     ImageRefused,
     ItemReference,
@@ -25,9 +28,9 @@ from deployments.common.messages import (
 )
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
-from deployments.llm.prefix_cache_skip import EmbeddingNeededError, Missing, stream_unless_missing
+from deployments.llm.prefix_cache_skip import stream_unless_lost, unless_lost
 from deployments.llm.received import EmbeddingMismatchError, NotEncodedError, ReceivedEmbeddings
-from deployments.llm.streams import PrefetchedStream, prepend
+from deployments.llm.streams import PrefetchedStream, cancel_and_wait, prepend
 from deployments.llm.vllm_frontend import RequestTimeline, VllmFrontend
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Counter, Counters
@@ -75,9 +78,8 @@ class Requests:
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted once the embeddings are received, then a ResponseHead, then body chunks.
 
-        `encodings`: encoders' future answers, or last known locations, one for each of `headers`. Yields only
-        NotEncoded if an encoder failed or the engine needs an embedding that was freed, and only TooEarly if
-        `max_early_requests` requests are waiting.
+        `encodings`: one for each of `headers`. Yields only NotEncoded if an encoder failed or the engine needs skipped
+        embeddings that are stored nowhere, and only TooEarly if `max_early_requests` requests are waiting.
 
         Raises:
             TransferFailedError: before any piece, if an embedding is not at its stated location; at any time, if the
@@ -88,41 +90,44 @@ class Requests:
             return
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
         received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
-        located = [encoding.digest for encoding in encodings if isinstance(encoding, SharedEmbedding)]
-        if len(located) < len(encodings):
+        if not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
             self._counts.add(Counter.EARLY_PREFILLS)
-        with self._receiver.missing.watch(located if received.can_skip else ()) as missing:
+        shapes = [(header.num_embeds, self._width) for header in headers]
+        with self._receiver.missing.watch(clock) as missing:
             stream = PrefetchedStream(self._frontend.answer(request, references, headers, received, timeline))
+            digests = [header.digest for header in headers]
+            lost = asyncio.ensure_future(self._receiver.receive_missing(missing, digests, shapes, received))
             try:
                 self._num_early_requests += request.early_prefill
                 try:
-                    refusal = await self._receive(references, headers, encodings, received)
+                    refusal = await unless_lost(self._receive(references, shapes, encodings, received), lost)
                 except NotEncodedError as failed:
                     await stream.close()
-                    yield NotEncoded(failed.image)
+                    yield NotEncoded(failed.images)
                     return
                 finally:
                     self._num_early_requests -= request.early_prefill
-                missing.skip(received.skipped)
+                missing.changed.set()
                 timeline.mark_received()
                 if refusal is not None:
                     await stream.close()
                 answer = stream.read() if refusal is None else _answer_error(refusal)
                 self.num_in_flight += 1
                 try:
-                    async with aclosing(self._accept(answer, received, missing, timeline)) as pieces:
+                    async with aclosing(self._accept(answer, received, lost, timeline)) as pieces:
                         async for piece in pieces:
                             yield piece
                 finally:
                     self.num_in_flight -= 1
             finally:
                 await stream.close()
+                await cancel_and_wait(lost)
                 self._receiver.close(received)
 
     async def _receive(
         self,
         references: Sequence[ItemReference],
-        headers: Sequence[ItemHeader],
+        shapes: Sequence[tuple[int, int]],
         encodings: Sequence[Encoding],
         received: ReceivedEmbeddings,
     ) -> ApiError | None:
@@ -132,7 +137,6 @@ class Requests:
         """
         self.num_early_prefills += 1
         try:
-            shapes = [(header.num_embeds, self._width) for header in headers]
             await self._receiver.receive(encodings, shapes, received)
         except EmbeddingMismatchError as error:
             logger.error("embedding refused: %s", error)
@@ -142,7 +146,7 @@ class Requests:
         finally:
             self.num_early_prefills -= 1
         for reference in references:
-            image = received.images[reference.item]
+            image = received.slots[reference.item].image
             if isinstance(image, ImageRefused):
                 self._counts.add(Counter.EARLY_PREFILLS_ABORTED, reason="rejected")
                 return ApiError(400, f"{reference.label}: {image.message}", param="messages", code="invalid_image")
@@ -152,10 +156,10 @@ class Requests:
         self,
         answer: AsyncGenerator[ResponseHead | bytes, None],
         received: ReceivedEmbeddings,
-        missing: Missing,
+        lost: asyncio.Future[NoReturn],
         timeline: RequestTimeline,
     ) -> AsyncGenerator[Piece, None]:
-        """Yields Accepted and the answer, or NotEncoded if the engine needs an embedding that was skipped."""
+        """Yields Accepted and the answer, or NotEncoded if the engine needs skipped embeddings that are `lost`."""
         accepted = Accepted(self.shm_host, received.locations, self._receiver.uses_rdma)
         if not received.num_skipped:
             async with aclosing(prepend(accepted, answer)) as pieces:
@@ -165,16 +169,16 @@ class Requests:
         scheduled = False
         try:
             first_token = timeline.clock.first_token_event
-            async with aclosing(stream_unless_missing(answer, missing.needed, first_token, accepted)) as pieces:
+            async with aclosing(stream_unless_lost(answer, lost, first_token, accepted)) as pieces:
                 async for piece in pieces:
                     if not scheduled:
                         self._receiver.count_skipped(received)
                     scheduled = True
                     yield piece
-        except EmbeddingNeededError as error:
+        except NotEncodedError as error:
             if scheduled:  # vLLM preempted the request and evicted its prefix
                 raise TransferFailedError("the prefix cache no longer covers an image") from error
-            yield NotEncoded(received.skipped[error.digest])
+            yield NotEncoded(error.images)
 
 
 async def _answer_error(error: ApiError) -> AsyncGenerator[ResponseHead | bytes, None]:

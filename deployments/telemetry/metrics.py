@@ -68,13 +68,10 @@ class Counter(Definition):
         "model's slots were taken by requests that waited for encoders."
     )
     COALESCED_ENCODES = "Images that joined an encode call that their ingress replica already had in flight."
-    EMBEDDING_DIRECTORY_HITS = (
-        "Images sent to no encoder, because the ingress knew where their embedding is stored or that vLLM has it in "
-        "its prefix cache."
-    )
+    EMBEDDING_DIRECTORY_HITS = "Images sent to no encoder, because the ingress knew where their embedding is stored."
     EMBEDDING_DIRECTORY_STALE = (
-        "Requests that were sent to the encoders after all, because an embedding that vLLM needed was no longer where "
-        "the ingress' directory said."
+        "Images sent to an encoder after all, because the embedding, which vLLM needed, was no longer where the "
+        "ingress' directory said."
     )
     GRPC_CALLS = "Requests sent to a language model by gRPC; requests that carry object references are sent by Ray."
     REQUEST_RETRIES = "Requests retried because a replica was lost while it worked on them."

@@ -157,12 +157,15 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
 
 @dataclass
 class FirstTokenClock:
-    """Time of the first token of the request in whose context this was set, in `time.perf_counter()` seconds."""
+    """Time of the first token of the request in whose context this was set, in `time.perf_counter()` seconds, and the
+    request's identifiers."""
 
     on_first_token: Callable[[], None] = lambda: None
     """Called at the first token."""
     first_token_at_s: float | None = None
     first_token_event: asyncio.Event = field(default_factory=asyncio.Event)
+    engine_requests: set[str] = field(default_factory=set)
+    """Identifiers under which the engine has the request. vLLM makes its internal ones by adding characters."""
 
     def tick(self) -> None:
         if self.first_token_at_s is None:
@@ -199,13 +202,17 @@ def start_engine(
     async_llm = lookup("AsyncLLM")
 
     class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
-        """Records the time of the first token, which vLLM's HTTP answers do not contain, and sets the cache salt."""
+        """Records the time of the first token and the identifier, which vLLM's HTTP answers lack, and sets the salt."""
 
-        async def generate(self, prompt: object, *args: object, **kwargs: object) -> AsyncGenerator[object, None]:
+        async def generate(
+            self, prompt: object, sampling_params: object, request_id: str, **kwargs: object
+        ) -> AsyncGenerator[object, None]:
             clock, salt = first_token_clock.get(), cache_salt.get()
             if salt is not None and isinstance(prompt, dict):
                 prompt = {**prompt, "cache_salt": salt}
-            async for output in super().generate(prompt, *args, **kwargs):
+            if clock is not None:
+                clock.engine_requests.add(request_id)
+            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 if clock is not None:
                     clock.tick()
                 yield output

@@ -174,7 +174,9 @@ class StandInEngine:
 
     async def load(self, digests: Sequence[str]) -> list[torch.Tensor]:
         """The embeddings, once all can be loaded."""
-        name, table = f"request {next(self._names)}", self.scheduler.table
+        name, table = f"request-{next(self._names)}-", self.scheduler.table
+        if clock := first_token_clock.get():
+            clock.engine_requests.add(name)
         try:
             while self.scheduler.reserve(name, digests) < len(digests):  # noqa: ASYNC110 - another thread grants
                 await asyncio.sleep(LOOK_S)

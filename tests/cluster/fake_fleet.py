@@ -115,7 +115,7 @@ class FakeLLM:
             try:
                 image: EncodedImage = await encoding
             except Exception:
-                yield NotEncoded(number)
+                yield NotEncoded((number,))
                 return
             marks.append(int(image.bits[0, 0]))
         yield Accepted()

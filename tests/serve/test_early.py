@@ -313,7 +313,7 @@ def test_an_encoder_that_fails_is_told_and_nothing_is_left(replica: Replica) -> 
     async def scenario() -> None:
         images, futures, answer = await replica.begun()
         futures[2].set_exception(RayActorError())
-        assert await answer == [NotEncoded(2)]
+        assert await answer == [NotEncoded((2,))]
         futures[1].cancel()
         await eventually(replica.nothing_is_left)
         await at_once(replica, images)

@@ -70,9 +70,7 @@ class ChatRequest:
         if body_format is None and has_media([body.get("input"), body.get("messages")]):
             unsupported = "only text is supported on this route; send images to /v1/chat/completions"
             raise ApiError(501, unsupported, code="images_not_supported")
-        if len(images) > (max_images := limits.max_images_per_request):
-            message = f"the request has {len(images)} images, the limit is {max_images}"
-            raise ApiError(400, message, param=images[0].param)
+        _check_number(images, limits)
         decoded = [_decode(image, files, limits.max_image_bytes) for image in images]
         file_bytes = sum(len(image.file) for image in decoded if image.file is not None)
         return cls(decoded, bounds, max(len(data) - file_bytes // 3, file_bytes), body)
@@ -96,6 +94,15 @@ class ChatRequest:
         for image, reference in zip(self.images, references, strict=True):
             image.put_url(reference.key)
         return body_to_json(self._body, self.num_bytes), key
+
+
+def _check_number(images: Sequence[ImagePart], limits: IngressConfig) -> None:
+    """Raises ApiError 400 for too many new images, or too many earlier ones."""
+    num_new = sum(image.is_new for image in images)
+    if num_new > (most := limits.max_images_per_request):
+        raise ApiError(400, f"the request has {num_new} images, the limit is {most}", param=images[0].param)
+    if (earlier := len(images) - num_new) > (most := limits.max_earlier_images_per_request):
+        raise ApiError(400, f"the earlier turns have {earlier} images, the limit is {most}", param=images[0].param)
 
 
 def _parse(

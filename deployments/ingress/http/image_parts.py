@@ -33,7 +33,8 @@ MEDIA_KEYS = frozenset(
 MEDIA_TYPES = frozenset({*IMAGE_PARTS, *UNSUPPORTED_MEDIA, "image_embeds"})
 MAX_UUID_CHARACTERS = 1024
 TOOL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
-INPUT_ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", *TOOL_OUTPUTS)
+MODEL_ITEMS = ("function_call", "custom_tool_call", "reasoning")
+INPUT_ITEMS = ("message", *MODEL_ITEMS, *TOOL_OUTPUTS)
 """Types of the items of `input` that vLLM's Responses route reads."""
 
 
@@ -90,6 +91,8 @@ class ImagePart:
     file: bytes | None = None
     """The image file; None until its URL is decoded or fetched."""
     body_format: BodyFormat = BodyFormat.CHAT
+    is_new: bool = True
+    """Whether it is after the model's last answer. vLLM's prefix cache may cover the images before it."""
 
     @property
     def param(self) -> str:
@@ -121,18 +124,31 @@ def image_parts(body: Body, body_format: BodyFormat = BodyFormat.CHAT, files: Co
         ApiError: 400 for unsupported media or a malformed part; it names the part, such as `input[2].content[1]`.
     """
     found = list(_walk(body, body_format, files))
-    labels = [f"image {number} of {len(found)} ({image.path})" for number, image in enumerate(found, 1)]
+    labels = [f"image {number} of {len(found)} ({image.path})" for number, (_, image) in enumerate(found, 1)]
+    last_answer = _last_answer(body, body_format)
     return [
-        ImagePart(image.part, image.url, image.detail, label, body_format=body_format)
-        for image, label in zip(found, labels, strict=True)
+        ImagePart(image.part, image.url, image.detail, label, None, body_format, is_new=message > last_answer)
+        for (message, image), label in zip(found, labels, strict=True)
     ]
 
 
-def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterator[_Found]:
-    """Yields the images of all messages, or of all items of `input`."""
+def _last_answer(body: Body, body_format: BodyFormat) -> int:
+    """Returns the index of the model's last message or item that others follow, -1 if there is none."""
+    messages = body.get(body_format.field)
+    answers = (
+        number
+        for number, message in enumerate(messages[:-1] if isinstance(messages, list) else [])
+        if isinstance(message, dict) and (message.get("role") == "assistant" or message.get("type") in MODEL_ITEMS)
+    )
+    return max(answers, default=-1)
+
+
+def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterator[tuple[int, _Found]]:
+    """Yields the images of all messages, or of all items of `input`, each with its message's index."""
     types = body_format.value
     if body_format is BodyFormat.MESSAGES:
-        yield from _walk_parts(body.get("system"), "system", types, files, refusal="the system prompt takes no images")
+        refusal = "the system prompt takes no images"
+        yield from ((-1, found) for found in _walk_parts(body.get("system"), "system", types, files, refusal))
     messages = body.get(body_format.field)
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict):
@@ -147,7 +163,8 @@ def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterato
             refusal = None
             if body_format is not BodyFormat.CHAT and not _takes_images(body_format, kind, role, key):
                 refusal = f"{key} of {role or kind!r} takes no images"
-            yield from _walk_parts(message.get(key), f"{path}.{key}", types, files, refusal)
+            for found in _walk_parts(message.get(key), f"{path}.{key}", types, files, refusal):
+                yield number, found
 
 
 def _takes_images(body_format: BodyFormat, kind: str, role: object, key: str) -> bool:

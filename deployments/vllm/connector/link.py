@@ -95,6 +95,8 @@ class LeasesEnded(Struct, frozen=True, tag=True):
 class Missing(Struct, frozen=True, tag=True):
     """From the scheduler: a request needs embeddings for which there are no leases."""
 
+    request: str
+    """vLLM's internal identifier of the request."""
     digests: list[str]
 
 

@@ -53,12 +53,12 @@ class ReplicaLink:
         *,
         on_ended: Callable[[str], None],
         on_loaded: Callable[[Loaded], None],
-        on_missing: Callable[[Sequence[str]], None],
+        on_missing: Callable[[str, Sequence[str]], None],
         on_error: OnError = lambda _: None,
     ) -> None:
         """`num_workers`: number of the engine's workers. `on_ended` receives each lease once nothing reads by it any
-        more, `on_missing` the digests of embeddings that a request misses, `on_error` errors that listening threads
-        survived, the engine's included. All are called on the link's threads."""
+        more, `on_missing` a request and the digests of embeddings that it misses, `on_error` errors that listening
+        threads survived, the engine's included. All are called on the link's threads."""
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; an engine has at least 1")
         self._num_workers = num_workers
@@ -175,8 +175,8 @@ class ReplicaLink:
                     with self._lock:
                         self._open_leases[lease.name].num_planned = lease.num_planned * self._num_workers
                     self._end_if_loaded(lease.name)
-            case Missing(digests):
-                self._on_missing(digests)
+            case Missing(request, digests):
+                self._on_missing(request, digests)
             case Loaded(name):
                 with self._lock:
                     self._open_leases[name].num_loaded += 1

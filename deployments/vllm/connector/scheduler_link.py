@@ -38,7 +38,7 @@ class SchedulerLink:
             ]
             reported.update(missing)
             for first in range(0, len(missing), MAX_DIGESTS):
-                self._connection.send(Missing(missing[first : first + MAX_DIGESTS]))
+                self._connection.send(Missing(request, missing[first : first + MAX_DIGESTS]))
         return num_loadable
 
     def end_step(self) -> None:

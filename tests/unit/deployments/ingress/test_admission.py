@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from configs.schema import IngressConfig
-from deployments.common.api_error import OverloadedError, Shed
+from deployments.common.api_error import ApiError, OverloadedError, Shed
 from deployments.ingress.admission import MAX_YIELD_S, Admission, AdmissionBounds, Visit, _Stage
 
 BOUNDS = AdmissionBounds(
@@ -229,6 +229,35 @@ def test_a_request_whose_replica_was_lost_comes_back_to_its_old_place() -> None:
     asyncio.run(scenario())
 
 
+def test_what_turns_out_to_be_needed_is_waited_for_in_line() -> None:
+    """It gives its room back meanwhile: two that wait for each other's would wait for ever."""
+
+    async def scenario() -> None:
+        scene = Scene()
+        one, other = scene.asks(60), scene.asks(40)
+        one.request(20, 3)
+        other.request(30, 1)
+        assert begun(one, other) == [True, False]
+        assert scene.seen.level == (2, 70, 80)
+        one.accept()
+        await asyncio.wait_for(other.wait_until_admitted(), 1)
+        assert (begun(other), scene.seen.level) == ([True], (1, 0, 70))
+        other.leave()
+        assert scene.seen.level == (0, 0, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("tokens", "images"), [(41, 1), (1, 9)])
+def test_more_than_ever_fits_is_refused(tokens: int, images: int) -> None:
+    scene = Scene(images_in_flight=8)
+    visit = scene.asks(60)
+    with pytest.raises(ApiError, match=r"must be encoded, the limit is"):
+        visit.request(tokens, images)
+    visit.leave()
+    assert scene.seen.level == (0, 0, 0)
+
+
 def test_text_whose_replica_was_lost_waits_for_no_image() -> None:
     async def scenario() -> None:
         scene = Scene()
@@ -317,6 +346,9 @@ def test_a_bound_that_the_largest_request_would_never_fit_is_refused(bound: str,
         IngressConfig.model_validate({bound: 6, limit: 7})
 
 
+ASKING = (_Stage.ARRIVED, _Stage.IN_FLIGHT)
+
+
 class Comings(RuleBasedStateMachine):
     """Requests that come, go, succeed and fail in any order; what is held is what those who hold it asked for."""
 
@@ -336,13 +368,15 @@ class Comings(RuleBasedStateMachine):
         with contextlib.suppress(OverloadedError):
             self.visits.append(self.scene.admission.arrive())
 
-    @precondition(lambda self: any(visit.stage is _Stage.ARRIVED for visit in self.visits))
+    @precondition(lambda self: any(visit.stage in ASKING for visit in self.visits))
     @rule(choice=st.integers(0), tokens=st.floats(0, 1), images=st.floats(0, 1))
     def asks(self, choice: int, tokens: float, images: float) -> None:
-        new = [visit for visit in self.visits if visit.stage is _Stage.ARRIVED]
-        visit = new[choice % len(new)]
+        """Once it has arrived, and again while it is in flight."""
+        asking = [visit for visit in self.visits if visit.stage in ASKING]
+        visit = asking[choice % len(asking)]
+        room = self.most[0] - visit.tokens, self.most[1] - visit.images
         try:
-            visit.request(round(tokens * self.most[0]), round(images * self.most[1]))
+            visit.request(round(tokens * room[0]), round(images * room[1]))
         except OverloadedError:
             self.visits.remove(visit)
 

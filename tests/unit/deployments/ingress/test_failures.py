@@ -67,7 +67,7 @@ def test_a_request_at_which_engines_end_is_given_to_two_of_them(ended: int, stat
         (Pieces(Accepted(None), RayActorError()), None, 0, 1),
         (Pieces(Accepted(None), EngineDeadError("a", True)), None, 0, 1),
         (Pieces(RayActorError()), None, 0, 1),
-        (Pieces(NotEncoded(0)), Pieces(RayActorError()), 1, 0),
+        (Pieces(NotEncoded((0,))), Pieces(RayActorError()), 1, 0),
         (Pieces(TransferFailedError("gone")), None, 1, 1),
     ],
 )
@@ -161,13 +161,13 @@ def test_what_did_not_lose_a_replica_is_not_tried_again(error: Exception) -> Non
 @pytest.mark.parametrize("error", [RayActorError(), ActorUnavailableError("the node has gone", None)])
 def test_an_image_that_a_lost_encoder_had_is_encoded_again(error: Exception) -> None:
     """The language model finds that it failed; the reference tells the ingress why."""
-    stand_ins = StandIns(Pieces(NotEncoded(0)), encodings=[Pieces(error)])
+    stand_ins = StandIns(Pieces(NotEncoded((0,))), encodings=[Pieces(error)])
     assert (chat(stand_ins, IMAGE).status_code, len(stand_ins.encodings)) == (200, 2)
 
 
 @pytest.mark.parametrize(("error", "status"), [(QueueFullError("12 tokens wait"), 503), (RuntimeError("secret"), 500)])
 def test_what_an_encoder_failed_with_is_told(error: Exception, status: int) -> None:
-    stand_ins = StandIns(Pieces(NotEncoded(0)), encodings=[Pieces(error)])
+    stand_ins = StandIns(Pieces(NotEncoded((0,))), encodings=[Pieces(error)])
     response = chat(stand_ins, IMAGE)
     told(response, status)
     assert "secret" not in response.text
@@ -176,7 +176,7 @@ def test_what_an_encoder_failed_with_is_told(error: Exception, status: int) -> N
 
 def test_a_refusal_by_an_encoder_of_another_identity_is_tried_elsewhere() -> None:
     """The retry had the same attempt, went to the same replica and was refused again: 503."""
-    stand_ins = StandIns(Pieces(NotEncoded(0)), encodings=[Pieces(OtherIdentityError("other weights"))])
+    stand_ins = StandIns(Pieces(NotEncoded((0,))), encodings=[Pieces(OtherIdentityError("other weights"))])
     assert chat(stand_ins, IMAGE).status_code == 200
     calls = [Call.from_session_id(label) for label in stand_ins.labels["encode"]]
     assert [(call.attempt, call.identity) for call in calls] == [(0, IDENTITY.fingerprint), (1, IDENTITY.fingerprint)]

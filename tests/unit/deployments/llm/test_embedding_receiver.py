@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deployments.common.messages import PREFIX_CACHE_ONLY, EncodedImage, ImageRefused, SharedEmbedding
+from deployments.common.messages import NOT_STORED, EncodedImage, ImageRefused, SharedEmbedding
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.embedding_receiver import EmbeddingReceiver
 from deployments.llm.received import EmbeddingMismatchError, ReceivedEmbeddings, SlotState, TransferPath
@@ -475,7 +475,7 @@ def test_what_came_by_value_is_not_kept_in_the_object_store() -> None:
             )
             (image,) = arrived.images
             assert isinstance(image, SharedEmbedding)
-            assert image.server == PREFIX_CACHE_ONLY
+            assert image.server == NOT_STORED
             assert arrived.locations == (None,), "it is stored nowhere"
             given.receiver.close(arrived)
 

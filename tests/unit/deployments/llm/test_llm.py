@@ -148,7 +148,7 @@ def test_where_an_encoder_failed_the_ingress_is_told_at_once_and_nothing_else(er
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         encodings: list[Awaitable[Any]] = [never, *at_once(error)]
         pieces = llm.handle(request(*places), places, [header(1.0), header(2.0)], encodings)
-        assert [piece async for piece in pieces] == [NotEncoded(1)]
+        assert [piece async for piece in pieces] == [NotEncoded((1,))]
         assert (never.cancelled(), llm.state()["keys"]) == (True, 0)
 
     run(scenario())

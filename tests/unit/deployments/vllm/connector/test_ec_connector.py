@@ -148,20 +148,20 @@ def test_what_the_prefix_cache_has_is_not_waited_for(engine: Engine) -> None:
 def test_what_a_request_waits_for_is_told_once_and_what_the_prefix_cache_has_is_not(engine: Engine) -> None:
     """By which the replica learns whether the engine can do without an embedding that lies nowhere near."""
     (image,), arrived = engine.given(1)
-    told: list[list[str]] = []
-    engine.receiver.link._on_missing = lambda digests: told.append(list(digests))
+    told: list[tuple[str, list[str]]] = []
+    engine.receiver.link._on_missing = lambda name, digests: told.append((name, list(digests)))
     covered, wanted, too = "c" * 64, "f" * 64, "e" * 64
     features = feature(covered, 0), feature(image, 10), feature(wanted, 20), feature(too, 30), feature(wanted, 40)
     for name in ("one", "two"):
         for _ in range(3):
             assert not engine.scheduler.ensure_cache_available(request(*features, name=name), 6)
-    eventually(lambda: told == [[wanted, too]] * 2)
+    eventually(lambda: told == [("one", [wanted, too]), ("two", [wanted, too])])
     assert engine.scheduler.ensure_cache_available(request(*features[:2], name="one"), 6)
     for name in ("one", "two"):
         engine.scheduler.request_finished(request(name=name))
     assert engine.scheduler._scheduler._reported_missing == {}
     assert not engine.scheduler.ensure_cache_available(request(*features, name="one"), 0)
-    eventually(lambda: told[2:] == [[covered, wanted, too]])
+    eventually(lambda: told[2:] == [("one", [covered, wanted, too])])
     engine.receiver.close(arrived)
 
 

@@ -51,7 +51,7 @@ class Told:
             num_workers,
             on_ended=self.ended.put,
             on_loaded=self.loaded.append,
-            on_missing=self.missing.extend,
+            on_missing=lambda _, digests: self.missing.extend(digests),
             on_error=self.errors.append,
         )
 
