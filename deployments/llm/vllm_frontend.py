@@ -135,7 +135,7 @@ class VllmFrontend:
             received.images,
             received.transfer_s,
             timeline.first_token_s,
-            received.path.value,
+            received.path.value if received.slots else None,
         )
         return dataclasses.replace(head, headers=[*head.headers, (b"server-timing", timing.encode())])
 

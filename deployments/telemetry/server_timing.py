@@ -29,7 +29,7 @@ def format_server_timing(
     """
     metrics = []
     encoded = [image for image in images if not isinstance(image, ImageRefused)]
-    if encoded:
+    if encoded or path is not None:
         fresh = [image.timings for image in encoded if not image.timings.cached]
         metrics += [
             format_metric("preprocess", max((timing.preprocess_ms for timing in fresh), default=0.0)),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.serve.application import ARCHITECTURES, MAX_ANSWERING, ServedApplication, configuration
 from tests.serve.asking import Answers, ask, collect
-from tests.serve.conversations import CONVERSATIONS, SMALL_CONVERSATIONS, held_out_questions
+from tests.serve.conversations import AGENT, CONVERSATIONS, SMALL_CONVERSATIONS, held_out_questions
 from tests.serve.vllm_alone import Reference, VllmAlone
 from training import evaluate_served
 from training.card import MODEL as SCENES
@@ -73,6 +73,7 @@ def reference(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFac
         return Reference(
             {name: collect(servers[name].base_url, CONVERSATIONS) for name in ARCHITECTURES},
             {c.name: ask(servers["tight"].base_url, c.body) for c in SMALL_CONVERSATIONS},
+            {arch: {name: ask(servers[arch].base_url, body) for name, body in AGENT.items()} for arch in ARCHITECTURES},
             evaluate_served.answers(servers["tight"].base_url, held_out_questions(), at_once=MAX_ANSWERING),
             {path: [method.upper() for method in operations] for path, operations in described.items()},
         )

@@ -78,6 +78,27 @@ def about(image_url: str, words: str = "What is in the picture?", **fields: obje
     return chat(user(image(image_url), text(words)), **fields)
 
 
+def screenshots(num_turns: int, *, edited_turn: int | None = None) -> Body:
+    """A turn of an agent that sends a screenshot with each, and all earlier ones again. After each there are words for
+    more than a block of vLLM's prefix cache. `edited_turn`: the answer before it is another."""
+    messages: list[Body] = []
+    for turn in range(1, num_turns + 1):
+        if turn > 1:
+            said = f"Step {turn - 1}" + (", once more." if turn == edited_turn else ".")
+            messages.append({"role": "assistant", "content": said})
+        messages.append(user(image(url(700 + turn, 1280, 800, "JPEG")), text(SEVERAL_BLOCKS)))
+    return chat(*messages, mm_processor_kwargs={"max_pixels": 256 * 256})
+
+
+AGENT_TURNS = 20
+AGENT: dict[str, Body] = {
+    "turn 2": screenshots(2),
+    f"turn {AGENT_TURNS}": screenshots(AGENT_TURNS),
+    "edited": screenshots(AGENT_TURNS, edited_turn=11),
+}
+"""What vLLM alone is asked of an agent's conversation."""
+
+
 def _one_image() -> dict[str, Body]:
     return {
         "png of odd size": about(url(1, 97, 61)),

@@ -87,6 +87,8 @@ class Reference:
     """In float32, by architecture."""
     bfloat16: dict[str, Json]
     """Of the small trained model, by the names of SMALL_CONVERSATIONS."""
+    agent: dict[str, dict[str, Json]]
+    """To `conversations.AGENT` in float32, by architecture."""
     scenes: list[str]
     """Its answers to `conversations.held_out_questions`."""
     paths: dict[str, list[str]]
