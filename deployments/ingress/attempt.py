@@ -98,11 +98,11 @@ class Attempt:
             answer = await self._start_answer(early=True)
             early = True
             while isinstance(head := await anext(answer), TooEarly | NotEncoded):
+                self.replicas.drain(answer)
                 if isinstance(head, NotEncoded):
                     await self._encode_asked(head.images)
                 else:
                     early = False
-                self.replicas.drain(answer)
                 answer = await self._start_answer(early=early)
             head = await self._wait_until_accepted(head, answer)
             body = await self._read_body(head, answer)

@@ -121,9 +121,6 @@ class EmbeddingReceiver:
         ready_at_s = [image.timings.ready_at_s for image in received.images if not isinstance(image, ImageRefused)]
         if ready_at_s:
             received.transfer_s = clamp_duration(time.time() - max(ready_at_s), self._counts)
-        for image, path in received.list_transfers():
-            self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=path.value)
-            self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, image.num_bytes, path=path.value)
 
     async def receive_missing(
         self, missing: Missing, digests: Sequence[str], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
@@ -289,7 +286,10 @@ class EmbeddingReceiver:
     def _grant(self, slot: EmbeddingSlot) -> None:
         assert slot.lease is not None
         assert slot.peer is not None
+        assert slot.path is not None
         assert isinstance(slot.image, SharedEmbedding)
+        self._counts.add(Counter.EMBEDDINGS_RECEIVED, path=slot.path.value)
+        self._counts.add(Counter.EMBEDDING_BYTES_RECEIVED, slot.image.num_bytes, path=slot.path.value)
         slot.engine_lease, address = secrets.token_hex(8), slot.peer.client.address
         with self._lock:
             self._granted[slot.engine_lease] = slot
