@@ -8,16 +8,18 @@ from enum import Enum
 from deployments.common.messages import ResponseHead
 
 _TYPES = {
+    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     501: "not_implemented_error",
     503: "overloaded_error",
 }
-"""Types of the errors by status; others are "invalid_request_error" under 500 and "server_error" from 500 on."""
-
-
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 504: "timeout_error"}
 ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 """Routes whose errors have Anthropic's format."""
@@ -47,7 +49,7 @@ class ApiError(Exception):
 
 def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
     """Returns the HTTP response: OpenAI's error body, with `Retry-After` or `WWW-Authenticate` where they apply."""
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    kind = _TYPES.get(error.status, "server_error")
     message = error.message
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = message[:MAX_MESSAGE_CHARACTERS] + " …"

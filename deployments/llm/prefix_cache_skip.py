@@ -73,7 +73,8 @@ async def unless_lost(result: Coroutine[Any, Any, T], lost: asyncio.Future[NoRet
     stored nowhere; `result` is then cancelled."""
     task = asyncio.ensure_future(result)
     try:
-        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {task, lost}
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else lost.result()
     finally:
         await cancel_and_wait(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -20,11 +21,12 @@ from deployments.common.api_error import ApiError
 from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded, SharedEmbedding
 from deployments.ingress import attempt, image_jobs
 from deployments.ingress.http.chat_request import ChatRequest, image_parts
+from encoder.images.size import read_header
 from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
 from tests.unit.deployments.samples import png
 from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
 
-ANSWER = {"role": "assistant", "content": "Done."}
+ANSWER: dict[str, object] = {"role": "assistant", "content": "Done."}
 TOKENS = 4
 """Of one picture."""
 
@@ -45,8 +47,8 @@ def user(*pictures: dict[str, object]) -> dict[str, object]:
 
 def turn(number: int, **size: int) -> list[dict[str, object]]:
     """All messages of a conversation of so many turns, each with a picture."""
-    earlier = [message for each in range(number - 1) for message in (user(picture(each, **size)), ANSWER)]
-    return [*earlier, user(picture(number - 1, **size))]
+    earlier = [[user(picture(each, **size)), ANSWER] for each in range(number - 1)]
+    return [*itertools.chain(*earlier), user(picture(number - 1, **size))]
 
 
 def ask(stand_ins: StandIns, *conversations: Sequence[object], **limits: Any) -> list[Response]:
@@ -208,7 +210,6 @@ def test_an_image_that_is_shown_again_is_new() -> None:
 
 def test_an_image_seen_before_is_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
-    read_header = image_jobs.read_header
 
     def counted(data: bytes, **limits: Any) -> object:
         read.append(data)

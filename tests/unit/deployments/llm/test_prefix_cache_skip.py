@@ -20,9 +20,10 @@ from deployments.llm.received import NotEncodedError
 from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, FirstTokenClock, first_token_clock
 from tests.cluster.controlled import StandInLLM
-from tests.unit.deployments.llm.test_embedding_receiver import WIDTH, FreeAdded, eventually, setting
+from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually, setting
 from tests.unit.deployments.llm.test_llm import digest, encoded, header, place, replica, request, run
 from tests.unit.deployments.samples import at_once
+from tests.unit.deployments.transfer.test_same_host import WIDTH
 
 DIGEST = digest(1.0)
 CHAT = "/v1/chat/completions"
