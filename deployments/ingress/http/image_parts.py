@@ -157,8 +157,6 @@ def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterato
         kind = message.get("type", "message") if body_format is BodyFormat.RESPONSES else "message"
         if kind not in INPUT_ITEMS:
             raise _refused(path, f": unknown item type {kind!r}; known types: {', '.join(INPUT_ITEMS)}")
-        if kind in TOOL_OUTPUTS:
-            message.pop("status", None)  # with it, vLLM 0.32 parses `output` to objects that its renderer does not take
         for key in ("content", "output") if body_format is BodyFormat.RESPONSES else ("content",):
             refusal = None
             if body_format is not BodyFormat.CHAT and not _takes_images(body_format, kind, role, key):
