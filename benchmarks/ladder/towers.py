@@ -56,20 +56,34 @@ _QWEN25 = {
     "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
     "out_hidden_size": 3584, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
 }  # fmt: skip
+# Qwen3.5's towers are Qwen3-VL's without deepstack levels.
+_QWEN35 = _QWEN3 | {"deepstack_visual_indexes": []}
 _SMALL = {"depth": 3, "hidden_size": 64, "intermediate_size": 90, "num_heads": 2, "out_hidden_size": 48}
-SECTIONS: Mapping[str, Mapping[str, object]] = {"qwen3_vl": _QWEN3, "qwen2_5_vl": _QWEN25, "qwen3_vl_2b": _QWEN3_2B}
+SECTIONS: Mapping[str, Mapping[str, object]] = {
+    "qwen3_vl": _QWEN3,
+    "qwen2_5_vl": _QWEN25,
+    "qwen3_vl_2b": _QWEN3_2B,
+    "qwen3_5": _QWEN35,
+}
 """Vision sections of the published configurations, by the benchmarks' name of the tower."""
 ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl": "qwen3_vl",
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl_2b": "qwen3_vl",
+    "qwen3_5": "qwen3_vl",
 }
 TINY_SECTIONS: Mapping[str, Mapping[str, object]] = {
     "qwen3_vl": _QWEN3 | _SMALL | {"deepstack_visual_indexes": [0, 1]},
     "qwen2_5_vl": _QWEN25 | _SMALL | {"fullatt_block_indexes": [1]},
     "qwen3_vl_2b": _QWEN3_2B | _SMALL | {"deepstack_visual_indexes": [0, 1]},
+    "qwen3_5": _QWEN35 | _SMALL,
 }
-NAMES = {"qwen3_vl": "Qwen3-VL-8B", "qwen2_5_vl": "Qwen2.5-VL-7B", "qwen3_vl_2b": "Qwen3-VL-2B"}
+NAMES = {
+    "qwen3_vl": "Qwen3-VL-8B",
+    "qwen2_5_vl": "Qwen2.5-VL-7B",
+    "qwen3_vl_2b": "Qwen3-VL-2B",
+    "qwen3_5": "Qwen3.5-9B",
+}
 
 
 INPUT_SETS = 3

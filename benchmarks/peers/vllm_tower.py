@@ -19,8 +19,10 @@ BUDGETS = [64 * 2**power for power in range(8)]
 """vLLM's default budgets from 64 tokens on."""
 FINE_BUDGETS = [64, 128, 256, *range(512, 8193, 512)]
 PREFIX, FP8_PREFIX = "vllm", "vllm-fp8"
+_QWEN3_TEXT = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _TEXT = {
-    "qwen3_vl": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    "qwen3_vl": _QWEN3_TEXT,
+    "qwen3_5": _QWEN3_TEXT,
     "qwen2_5_vl": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     "qwen3_vl_2b": {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }

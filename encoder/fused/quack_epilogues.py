@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from quack.activation import gelu_tanh_approx
+from quack.activation import gelu_erf, gelu_tanh_approx
 from quack.epilogue.frontend import gemm_epilogue, pack, unpack
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 
@@ -61,6 +61,18 @@ def _rotated(pair: Any, row: Any, column: Any, frequency: Any) -> Any:  # noqa: 
     sin = cute.math.sin(angle, fastmath=True)
     cos = cute.math.cos(angle, fastmath=True)
     return pack(first * cos - second * sin, second * cos + first * sin)
+
+
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
+def add_bias(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Adds the bias."""
+    return {"D": acc + bias}
+
+
+@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
+def gelu(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Adds the bias and applies the exact GELU."""
+    return {"D": gelu_erf(acc + bias)}
 
 
 @gemm_epilogue(

@@ -43,7 +43,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     found: dict[str, Any] = json.loads(told.splitlines()[-1])
     assert json.loads(out.read_text()) == found
-    assert Image.open(out.with_suffix(".png")).size == (1440, 480 * 3)
+    assert Image.open(out.with_suffix(".png")).size == (1440, 480 * len(SECTIONS))
     assert "torch compile" not in told
     assert "transformers, eager" in told
     return found
@@ -155,6 +155,14 @@ def test_a_switch_that_is_not_there_leaves_its_rung_out(monkeypatch: pytest.Monk
 def test_operations_are_those_of_the_published_table(arch: str, tflop: list[float]) -> None:
     config = config_of(arch, tiny=False, dtype="bfloat16")
     assert [round(shape.tflop, 3) for shape in shapes_of(config, tiny=False) if not shape.held_out] == tflop
+
+
+def test_tower_of_qwen3_5_is_that_of_its_checkpoints() -> None:
+    """Its checkpoints name no deepstack levels; with Qwen3-VL's default ones the tower would be another function."""
+    published = {key: value for key, value in SECTIONS["qwen3_5"].items() if key != "deepstack_visual_indexes"}
+    read = VisionConfig.from_dict({"model_type": "qwen3_5", "dtype": "bfloat16", "vision_config": published})
+    assert config_of("qwen3_5", tiny=False, dtype="bfloat16") == read
+    assert read.width == read.out_hidden_size
 
 
 def test_a_seed_gives_one_function_in_any_dtype() -> None:
