@@ -61,10 +61,10 @@ class EncoderConfig:
     """How images are packed into batches. "cost": by measured time, with graphs and eagerly. "greedy": in ascending
     order, as many as fit the largest budget. Without measured times, "greedy" is used."""
     encoder_cudagraph_token_budgets: Literal["auto"] | tuple[int, ...] = "auto"
-    """Batch capacities in visual tokens, ascending. "auto": 29 from 64 to 8192, four per octave; without graphs 2048,
-    4096, 8192 and 13824. A larger image runs alone and eagerly."""
-    encoder_cudagraph_max_images_per_batch: int = 16
-    """Images that one batch may hold."""
+    """Batch capacities in visual tokens, ascending. "auto": 37 from 64 to 8192, four per octave and eight from 512 to
+    2048; without graphs 2048, 4096, 8192 and 13824. A larger image runs alone and eagerly."""
+    encoder_cudagraph_max_images_per_batch: int = 32
+    """Images that one batch may hold. A graph of fewer than 16 tokens per image holds fewer, but at least 16."""
     encoder_cudagraph_memory_bytes: int = 2 * 1024**3
     """Bound on the graphs' memory with their buffers; a graph beyond it is not captured. The driver's own memory for
     graphs is not included; 256 MiB of the device stay free."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from encoder.fused import quack_epilogues
 from encoder.fused.affine import Affine, ScaledRows
-from encoder.fused.quack_gemm import Tile, best_tile, multiply, rotation_arguments
+from encoder.fused.gemm_tiles import Tile, best_tile
+from encoder.fused.quack_gemm import multiply, rotation_arguments
 from encoder.fused.rope_in_gemm import Rotation
 
 # Medians on an H200 (benchmarks/log/2026-11-21-fp8-epilogues.md).

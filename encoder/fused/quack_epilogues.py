@@ -64,12 +64,6 @@ def _rotated(pair: Any, row: Any, column: Any, frequency: Any) -> Any:  # noqa: 
 
 
 @gemm_epilogue(ops={"bias": RowVecLoad("bias")})
-def add_bias(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Adds the bias."""
-    return {"D": acc + bias}
-
-
-@gemm_epilogue(ops={"bias": RowVecLoad("bias")})
 def gelu(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401
     """Adds the bias and applies the exact GELU."""
     return {"D": gelu_erf(acc + bias)}

@@ -5,8 +5,7 @@ FlashAttention-4 installs QuACK (`quack-kernels`). Its kernels are compiled on f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,58 +16,24 @@ from torch import Tensor
 from encoder.fused import quack_epilogues
 from encoder.fused.affine import Affine
 from encoder.fused.gemm import CublasGemm, Epilogue, Gemm, Rows
+from encoder.fused.gemm_tiles import PART, PARTS, Tile, activation_tile, residual_tile, rotated_tile, splits
 from encoder.fused.rope_in_gemm import Rotation
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile of a GEMM that one thread block, or a cluster of them, computes."""
-
-    rows: int
-    columns: int
-    pingpong: bool = True
-    cluster: int = 2
-
-    @property
-    def config(self) -> GemmConfig:
-        """The tile for `gemm_act`, which caches plans by the configuration's identity: callers must keep the object."""
-        return GemmConfig(
-            tile_m=self.rows,
-            tile_n=self.columns,
-            pingpong=self.pingpong,
-            is_dynamic_persistent=False,
-            cluster_m=self.cluster,
-            cluster_n=1,
-            device_capacity=9,
-        )
-
-    def waves(self, rows: int, columns: int, multiprocessors: int) -> float:
-        """Returns the number of tiles per multiprocessor; the last wave is rarely full."""
-        return -(-rows // self.rows) * -(-columns // self.columns) / multiprocessors
-
-
-_LARGE = Tile(128, 192)
-_CONFIG = _LARGE.config
 _NAMES = {Epilogue.NONE: None, Epilogue.GELU_TANH: "gelu_tanh_approx", Epilogue.SILU: "silu", Epilogue.SWIGLU: "swiglu"}
 
-# The share of busy multiprocessors from which QuACK was faster than cuBLAS on an H200; lower where cuBLAS needs a
-# separate pass for the activation.
-_BUSY_ENOUGH = {Epilogue.NONE: 0.82, Epilogue.GELU_TANH: 0.8, Epilogue.SILU: 0.7, Epilogue.SWIGLU: 0.65}
-_RESIDUAL, _RESIDUAL_BUSY_ENOUGH = Tile(128, 128), 0.95
-# q and k are rotated by QuACK for every number of rows.
-_ROTATED, _TILE_OVERHEAD = (Tile(128, 192), Tile(128, 160), Tile(128, 128)), 16
-_FEW_ROTATED_ROWS, _FEW_ROTATED = 512, Tile(64, 128)
-# GEMMs of up to this number of rows overlap with the preceding kernel, which makes QuACK's faster. `accumulate` leaves
-# partial sums to the norm; deep GEMMs are split along K, on 16 bytes, to fill the device.
-_FEW_ROWS, _PARTS, _LEAST_DEPTH = 256, 3, 1024
-_IN_PARTS, _IN_ONE = Tile(64, 128, pingpong=False), Tile(64, 96, cluster=1)
-# Mergers' GEMMs are deeper than a layer's, and run concurrently with the layers.
-_MOST_FEW_DEPTH = 2048
-_FEW = {
-    Epilogue.NONE: Tile(64, 128).config,
-    Epilogue.GELU_TANH: Tile(128, 96, pingpong=False).config,
-    Epilogue.SWIGLU: Tile(128, 128, pingpong=False, cluster=1).config,
-}
+
+@cache
+def _config(tile: Tile) -> GemmConfig:
+    """Returns the tile for `gemm_act`, the same object each time: QuACK caches plans by the object's identity."""
+    return GemmConfig(
+        tile_m=tile.rows,
+        tile_n=tile.columns,
+        pingpong=tile.pingpong,
+        is_dynamic_persistent=False,
+        cluster_m=tile.cluster,
+        cluster_n=1,
+        device_capacity=9,
+    )
 
 
 class QuackGemm(Gemm):
@@ -82,15 +47,20 @@ class QuackGemm(Gemm):
 
     def inner_width(self, width: int, dtype: torch.dtype) -> int:
         """See `Gemm`. Each part of a split width begins on 16 bytes."""
-        step = 8 * _PARTS
+        step = 8 * PARTS
         return -(-self._cublas.inner_width(width, dtype) // step) * step
 
     def __call__(self, layer: Affine, x: Rows, epilogue: Epilogue = Epilogue.NONE, out: Tensor | None = None) -> Tensor:
         """See `Gemm`."""
         assert isinstance(x, Tensor)
-        config = self._config(epilogue, x.shape[0], layer)
-        if config is None:
+        rows, (columns, depth) = x.shape[0], layer.weight.shape
+        tile = activation_tile(epilogue, rows, columns, depth, self.multiprocessors)
+        if tile is None:
             return self._cublas(layer, x, epilogue, out)
+        if epilogue is Epilogue.GELU:
+            out = x.new_empty(rows, columns)
+            multiply(quack_epilogues.gelu, x, layer.weight, out, tile, {"bias": layer.bias[None]})
+            return out
         _, result = gemm_act(
             x,
             layer.weight.t(),
@@ -99,7 +69,7 @@ class QuackGemm(Gemm):
             postact_out=out,
             store_preact=False,
             tuned=False,
-            config=config,
+            config=_config(tile),
         )
         assert isinstance(result, Tensor)
         return result
@@ -109,9 +79,7 @@ class QuackGemm(Gemm):
         assert isinstance(x, Tensor)
         rows, columns = x.shape[0], layer.weight.shape[0]
         out = x.new_empty(rows, columns)
-        tile = _FEW_ROTATED
-        if rows > _FEW_ROTATED_ROWS:
-            tile = best_tile(_ROTATED, rows, columns, self.multiprocessors, _TILE_OVERHEAD)
+        tile = rotated_tile(rows, columns, self.multiprocessors)
         multiply(quack_epilogues.rotate, x, layer.weight, out, tile, rotation_arguments(layer, rotation))
         return out
 
@@ -119,40 +87,18 @@ class QuackGemm(Gemm):
         """See `Gemm`."""
         assert isinstance(x, Tensor)
         rows, (columns, depth) = x.shape[0], layer.weight.shape
-        if rows > _FEW_ROWS:
-            if self._busy(_RESIDUAL, rows, columns) < _RESIDUAL_BUSY_ENOUGH:
+        if not splits(rows, depth):
+            tile = residual_tile(rows, columns, depth, self.multiprocessors)
+            if tile is None:
                 return self._cublas.accumulate(layer, x, residual)
-            multiply(quack_epilogues.add, x, layer.weight, residual, _RESIDUAL, {}, residual)
+            multiply(quack_epilogues.add, x, layer.weight, residual, tile, {}, residual)
             return None
-        parts = _PARTS if depth % (8 * _PARTS) == 0 and depth >= _PARTS * _LEAST_DEPTH else 1
-        sums = x.new_empty(parts, rows, columns, dtype=torch.float32)
+        sums = x.new_empty(PARTS, rows, columns, dtype=torch.float32)
         # Split-K: each part of the depth is a separate GEMM, all in one launch.
-        split_x = x.view(rows, parts, -1).transpose(0, 1)
-        split_weight = layer.weight.view(columns, parts, -1).transpose(0, 1)
-        multiply(quack_epilogues.keep, split_x, split_weight, sums, _IN_ONE if parts == 1 else _IN_PARTS, {})
+        split_x = x.view(rows, PARTS, -1).transpose(0, 1)
+        split_weight = layer.weight.view(columns, PARTS, -1).transpose(0, 1)
+        multiply(quack_epilogues.keep, split_x, split_weight, sums, PART, {})
         return sums
-
-    def _config(self, epilogue: Epilogue, rows: int, layer: Affine) -> GemmConfig | None:
-        """Returns None if cuBLAS is faster."""
-        if rows <= _FEW_ROWS and layer.weight.shape[1] <= _MOST_FEW_DEPTH and epilogue in _FEW:
-            return _FEW[epilogue]
-        if epilogue not in _NAMES or self._busy(_LARGE, rows, layer.weight.shape[0]) < _BUSY_ENOUGH[epilogue]:
-            return None
-        return _CONFIG
-
-    def _busy(self, tile: Tile, rows: int, columns: int) -> float:
-        """Returns the share of multiprocessors that have a tile, averaged over all waves."""
-        waves = tile.waves(rows, columns, self.multiprocessors)
-        return waves / -(-waves // 1)
-
-
-def best_tile(tiles: Sequence[Tile], rows: int, columns: int, multiprocessors: int, overhead: int) -> Tile:
-    """Returns the fastest tile by number of waves. `overhead`: the cost of a tile beyond its columns, in columns."""
-
-    def cost(tile: Tile) -> float:
-        return -(-tile.waves(rows, columns, multiprocessors) // 1) * (tile.columns + overhead)
-
-    return min(tiles, key=cost)
 
 
 def rotation_arguments(layer: Affine, rotation: Rotation) -> dict[str, Tensor]:

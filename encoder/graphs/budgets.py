@@ -16,13 +16,18 @@ SMALLEST, LARGEST = 64, 8192
 # Four steps per octave. With patch size 16 and merge size 2, images of 224² and 448² pixels fill the third step
 # (49 and 196 tokens) without padding; with patch size 14 they fill the first (64 and 256 tokens).
 _STEPS = (64, 80, 98, 112)
+# Images between these sizes are common and run longer than their launches take: four more steps halve their padding.
+_FINE_FROM, _FINE_TO = 512, 2048
+_FINE_STEPS = (72, 89, 104, 120)
 
 
 def default_budgets() -> tuple[int, ...]:
-    """Returns 29 budgets from 64 to 8192 tokens, four per octave: 64, 80, 98, 112, 128, 160, 196, ..."""
-    octaves = range((LARGEST // SMALLEST).bit_length())
-    sizes = [step * 2**octave * SMALLEST // 64 for octave in octaves for step in _STEPS]
-    return tuple(size for size in sizes if size <= LARGEST)
+    """Returns 37 budgets from 64 to 8192 tokens, four per octave (64, 80, 98, 112, 128, 160, 196, ...), eight per
+    octave from 512 to 2048."""
+    starts = [SMALLEST * 2**octave for octave in range((LARGEST // SMALLEST).bit_length())]
+    sizes = [step * start // 64 for start in starts for step in _STEPS]
+    sizes += [step * start // 64 for start in starts if _FINE_FROM <= start < _FINE_TO for step in _FINE_STEPS]
+    return tuple(sorted(size for size in sizes if size <= LARGEST))
 
 
 def resolve_budgets(chosen: Literal["auto"] | tuple[int, ...], *, graphs: bool) -> tuple[int, ...]:

@@ -16,6 +16,9 @@ from torch import Tensor
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.metadata.device_tables import Layout, description_width
 
+# Each slot for an image costs attention empty blocks: with 32 instead of 16, a graph of 64 tokens takes 1.2 % longer.
+_FEWEST_SLOTS, _TOKENS_PER_SLOT = 16, 16
+
 
 class GraphKey(NamedTuple):
     """Identifies one graph of a tower."""
@@ -38,7 +41,11 @@ class GraphCapacity:
 
     @classmethod
     def for_key(cls, key: GraphKey, max_images: int, config: VisionConfig) -> GraphCapacity:
-        """Returns the capacity for a key. The window bound allows windows to be half empty on average."""
+        """Returns the capacity for a key. The window bound allows windows to be half empty on average.
+
+        A small graph has slots for fewer than `max_images` images: 16, or one for every 16 tokens.
+        """
+        max_images = min(max_images, max(_FEWEST_SLOTS, key.budget // _TOKENS_PER_SLOT))
         windows = 0
         if config.window_size:
             windows = 2 * -(-key.budget // config.window_tokens**2) + max_images

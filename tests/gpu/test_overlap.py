@@ -149,7 +149,8 @@ def test_quacks_products_of_8_bits_read_in_time(rows: int) -> None:
     """Scales of rows come from the kernel just ahead, like the rows."""
     wide = quack()
     from encoder.fused import quack_epilogues
-    from encoder.fused.quack_gemm import Tile, multiply
+    from encoder.fused.gemm_tiles import Tile
+    from encoder.fused.quack_gemm import multiply
 
     del wide
     x, weight = (ScaledRows(*scaled_rows(random(count, WIDTH, dtype=BFLOAT16, seed=count))) for count in (rows, INNER))

@@ -105,7 +105,7 @@ def test_quack_writes_into_a_slice(quack: Gemm) -> None:
     assert not wide[:, 8192:].any()
 
 
-@pytest.mark.parametrize("rows", [1, 196, 700, 3136, 4001])
+@pytest.mark.parametrize("rows", [1, 196, 320, 512, 700, 3136, 4001])
 @pytest.mark.parametrize("head_dim", [72, 80])
 def test_quack_turns_q_and_k_and_leaves_v(quack: Gemm, rows: int, head_dim: int) -> None:
     heads, width = 16, 16 * head_dim
@@ -132,20 +132,52 @@ def test_quack_leaves_sums_of_few_rows_in_parts(quack: Gemm, rows: int, outputs:
     added = expected(affine, x) - affine.bias.double()
     if sums is None:
         assert relative_error(residual, before.double() + added) < TOLERANCE[torch.bfloat16]
-        assert rows > 256
+        assert rows > 256 or parts == 1
     else:
         assert sums.shape == (parts, rows, outputs)
         assert relative_error(sums.sum(0), added) < 1e-5
         assert torch.equal(residual, before)
 
 
-def test_quack_adds_a_residual_where_that_fills_the_device(quack: Gemm) -> None:
-    from encoder.fused.quack_gemm import _RESIDUAL, _RESIDUAL_BUSY_ENOUGH, QuackGemm
+def test_quack_adds_a_residual_where_that_fills_the_device(quack: Gemm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("left to cuBLAS")
 
-    assert isinstance(quack, QuackGemm)
+    monkeypatch.setattr(CublasGemm, "accumulate", refuse)
     affine, x = layer(1152, 1280, torch.bfloat16), random(8192, 1152, dtype=torch.bfloat16)
-    assert quack._busy(_RESIDUAL, 8192, 1280) >= _RESIDUAL_BUSY_ENOUGH
     residual = random(8192, 1280, dtype=torch.bfloat16, seed=3)
     sum_of_both = residual.double() + expected(affine, x) - affine.bias.double()
     quack.accumulate(affine, x, residual)
+    assert relative_error(residual, sum_of_both) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("rows", [1, 49, 64])
+def test_quack_computes_a_merger_of_few_tokens(quack: Gemm, rows: int) -> None:
+    """Both layers, the exact GELU between them in the first one's epilogue, into a slice of the output."""
+    first, second = layer(4608, 4608, torch.bfloat16), layer(4608, 4096, torch.bfloat16)
+    x, wide = random(rows, 4608, dtype=torch.bfloat16), torch.zeros(rows, 3 * 4096, device=CUDA, dtype=torch.bfloat16)
+    hidden = quack(first, x, Epilogue.GELU)
+    assert relative_error(hidden, F.gelu(expected(first, x))) < TOLERANCE[torch.bfloat16]
+    quack(second, hidden, out=wide[:, 4096:8192])
+    assert relative_error(wide[:, 4096:8192], expected(second, hidden)) < TOLERANCE[torch.bfloat16]
+    assert not wide[:, :4096].any()
+    assert not wide[:, 8192:].any()
+
+
+@pytest.mark.parametrize("rows", [257, 320, 392, 512, 640, 896, 1024, 1568, 2100])
+@pytest.mark.parametrize("after", [Epilogue.NONE, Epilogue.GELU_TANH, Epilogue.SWIGLU])
+def test_products_with_every_class_of_tiles(rows: int, after: Epilogue) -> None:
+    """Whoever computes them: some of these are left to cuBLAS."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("QuACK's products are for Hopper")
+    pytest.importorskip("quack", reason="QuACK comes with FlashAttention-4: pip install 'vitray[fa4]'")
+    from encoder.fused.quack_gemm import QuackGemm
+
+    outputs = {Epilogue.NONE: 3840, Epilogue.GELU_TANH: 4320, Epilogue.SWIGLU: 6912}[after]
+    affine, x = layer(1152, outputs, torch.bfloat16), random(rows, 1152, dtype=torch.bfloat16)
+    gemm = QuackGemm(CUDA)
+    assert relative_error(gemm(affine, x, after), AFTER[after](expected(affine, x))) < 1.5 * TOLERANCE[torch.bfloat16]
+    short, residual = layer(1152, 1152, torch.bfloat16), random(rows, 1152, dtype=torch.bfloat16, seed=3)
+    sum_of_both = residual.double() + expected(short, x) - short.bias.double()
+    assert gemm.accumulate(short, x, residual) is None
     assert relative_error(residual, sum_of_both) < TOLERANCE[torch.bfloat16]

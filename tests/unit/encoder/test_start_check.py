@@ -124,8 +124,9 @@ def test_batches_lie_on_both_sides_of_every_bound_that_kernels_change_at() -> No
     for path, name in (
         ("encoder/kernels/tiles.py", "_FEW_ROWS"),
         ("encoder/fused/forward.py", "_MOST_ROWS_BESIDE"),
-        ("encoder/fused/quack_gemm.py", "_FEW_ROWS"),
-        ("encoder/fused/quack_gemm.py", "_FEW_ROTATED_ROWS"),
+        ("encoder/fused/gemm_tiles.py", "FEW_ROWS"),
+        ("encoder/fused/gemm_tiles.py", "_MORE_ROWS"),
+        ("encoder/fused/gemm_tiles.py", "_MOST_ODD_ROWS"),
     ):
         bound = constant(path, name)
         assert isinstance(bound, int)
