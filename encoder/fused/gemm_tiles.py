@@ -42,7 +42,7 @@ _FEW_PLAIN = Tile(128, 64, pingpong=False)
 _FEW_ACTIVATED = tuple(Tile(64, columns) for columns in (128, 144, 160, 192, 224))
 _MORE_ROWS = 512
 _MORE = tuple(Tile(128, columns, pingpong=False, cluster=1) for columns in (128, 144))
-_MORE_GATED = (_MORE[0], *(Tile(64, columns, cluster=1) for columns in (160, 192, 224)))
+_MORE_GATED = (_MORE[0], *(Tile(64, columns, cluster=1) for columns in (160, 192)))
 _LARGE = Tile(128, 192)
 _MANY = (_LARGE, Tile(128, 160), Tile(128, 144), Tile(128, 128))
 # With more waves than this, the last wave matters less than the size of the tile.
@@ -86,7 +86,9 @@ def activation_tile(epilogue: Epilogue, rows: int, columns: int, depth: int, mul
             return _FEW_PLAIN
         return best_tile(_usable(_FEW_ACTIVATED, gated), rows, columns, multiprocessors)
     tiles: tuple[Tile, ...] = (_LARGE,)
-    if rows <= _MORE_ROWS:
+    if depth > _MERGER_DEPTH:
+        pass
+    elif rows <= _MORE_ROWS:
         tiles = _MORE_GATED if gated else _MORE
     elif _LARGE.waves(rows, columns, multiprocessors) <= _FEW_WAVES:
         tiles = tuple(_unpadded(tile, rows) for tile in _MANY)

@@ -61,7 +61,7 @@ def test_activations_have_the_tile_that_measured_fastest(
         (320, 3072, Tile(64, 128, cluster=1)),
         (512, 3456, Tile(128, 128, pingpong=False, cluster=1)),
         (640, 3456, Tile(128, 160, cluster=1)),
-        (896, 3456, Tile(128, 128, cluster=1)),
+        (896, 3456, Tile(128, 192, cluster=1)),
         (1024, 3456, Tile(128, 128)),
         (8192, 3456, Tile(128, 192)),
     ],
