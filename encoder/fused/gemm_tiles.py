@@ -26,6 +26,11 @@ class Tile:
         clusters = -(-rows // (self.rows * self.cluster))
         return -(-clusters * self.cluster * -(-columns // self.columns) // multiprocessors)
 
+    def busy_share(self, rows: int, columns: int, multiprocessors: int) -> float:
+        """Returns the share of multiprocessors that have a tile, averaged over all waves."""
+        tiles = -(-rows // self.rows) * -(-columns // self.columns)
+        return tiles / (-(-tiles // multiprocessors) * multiprocessors)
+
     def useful_share(self, rows: int, columns: int, multiprocessors: int) -> float:
         """Returns the share of the multiply-adds possible in all waves that the result needs."""
         possible = self.waves(rows, columns, multiprocessors) * multiprocessors * self.rows * self.columns
@@ -47,18 +52,25 @@ _LARGE = Tile(128, 192)
 _MANY = (_LARGE, Tile(128, 160), Tile(128, 144), Tile(128, 128))
 # With more waves than this, the last wave matters less than the size of the tile.
 _FEW_WAVES = 3
-# The least useful share with which QuACK is faster than cuBLAS; lower where cuBLAS needs a pass for the activation.
+# QuACK is faster than cuBLAS from this share on: busy for the large tile, useful for others. Lower where cuBLAS needs a
+# pass for the activation.
 _LEAST_SHARE = {Epilogue.NONE: 0.82, Epilogue.GELU_TANH: 0.8, Epilogue.SILU: 0.7, Epilogue.SWIGLU: 0.65}
 
+# Tiles up to a number of rows, and for more rows.
+_FEW_ROTATED = (
+    (FEW_ROWS, (_FEW_PLAIN,)),
+    (320, (Tile(64, 128, cluster=1), Tile(64, 144, cluster=1))),
+    (400, (Tile(64, 128),)),
+    (_MORE_ROWS, (Tile(128, 128, pingpong=False, cluster=1),)),
+)
 _ROTATED = (_LARGE, Tile(128, 160), Tile(128, 128))
-_MORE_ROTATED = (Tile(64, 128, cluster=1), Tile(64, 144, cluster=1), Tile(128, 128, pingpong=False, cluster=1))
 # Up to this number of rows, an odd number of row tiles is computed without clusters instead of with an empty tile.
 _MOST_ODD_ROWS = 2048
 # The cost of a tile beyond its multiply-adds, in columns of 128 rows.
 _OVERHEAD = 16
 
 _RESIDUAL, _LEAST_RESIDUAL_SHARE = Tile(128, 128), 0.95
-_FEW_RESIDUAL = Tile(64, 64, cluster=1)
+_FEW_RESIDUAL, _FEW_RESIDUAL_ROWS = Tile(64, 64, cluster=1), 320
 # Deep GEMMs are split along K, on 16 bytes, to fill the device; the next norm adds the partial sums.
 PARTS, PART = 3, Tile(64, 128, pingpong=False, cluster=4)
 _LEAST_DEPTH = 1024
@@ -93,24 +105,25 @@ def activation_tile(epilogue: Epilogue, rows: int, columns: int, depth: int, mul
     elif _LARGE.waves(rows, columns, multiprocessors) <= _FEW_WAVES:
         tiles = tuple(_unpadded(tile, rows) for tile in _MANY)
     tile = best_tile(_usable(tiles, gated), rows, columns, multiprocessors)
-    return tile if tile.useful_share(rows, columns, multiprocessors) >= _LEAST_SHARE[epilogue] else None
+    share = tile.busy_share if tile == _LARGE else tile.useful_share
+    return tile if share(rows, columns, multiprocessors) >= _LEAST_SHARE[epilogue] else None
 
 
 @lru_cache(maxsize=1024)
 def rotated_tile(rows: int, columns: int, multiprocessors: int) -> Tile:
     """Returns the tile of `Gemm.rotated`, for every number of rows."""
-    if rows <= FEW_ROWS:
-        return _FEW_PLAIN
-    tiles = _MORE_ROTATED if rows <= _MORE_ROWS else tuple(_unpadded(tile, rows) for tile in _ROTATED)
+    tiles = next((few for most, few in _FEW_ROTATED if rows <= most), None)
+    if tiles is None:
+        tiles = tuple(_unpadded(tile, rows) for tile in _ROTATED)
     return best_tile(tiles, rows, columns, multiprocessors)
 
 
 @lru_cache(maxsize=1024)
 def residual_tile(rows: int, columns: int, depth: int, multiprocessors: int) -> Tile | None:
     """Returns the tile of a GEMM that adds to the residual; None if cuBLAS is faster."""
-    if rows <= FEW_ROWS or (depth <= _MERGER_DEPTH and _FEW_RESIDUAL.waves(rows, columns, multiprocessors) == 1):
+    if rows <= FEW_ROWS or (rows <= _FEW_RESIDUAL_ROWS and depth <= _MERGER_DEPTH):
         return _FEW_RESIDUAL
-    full = _RESIDUAL.useful_share(rows, columns, multiprocessors) >= _LEAST_RESIDUAL_SHARE
+    full = _RESIDUAL.busy_share(rows, columns, multiprocessors) >= _LEAST_RESIDUAL_SHARE
     return _RESIDUAL if full else None
 
 

@@ -21,6 +21,7 @@ def test_waves_count_whole_clusters() -> None:
 def test_useful_share_is_1_where_tiles_fill_all_waves_exactly() -> None:
     assert Tile(128, 128).useful_share(2 * 128, 66 * 128, H200) == 1.0
     assert Tile(128, 128).useful_share(128, 66 * 128, H200) == 0.5
+    assert Tile(128, 128, cluster=1).busy_share(1, 66 * 128, H200) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,8 @@ def test_useful_share_is_1_where_tiles_fill_all_waves_exactly() -> None:
         (Epilogue.SWIGLU, 1024, 6912, 1280, Tile(128, 160)),
         (Epilogue.NONE, 1280, 3840, 1280, Tile(128, 160)),
         (Epilogue.GELU_TANH, 1280, 4320, 1152, Tile(128, 192)),
+        (Epilogue.GELU_TANH, 2848, 4320, 1152, Tile(128, 192)),
+        (Epilogue.NONE, 576, 4096, 4608, Tile(128, 192)),
         (Epilogue.GELU_TANH, 8192, 4320, 1152, Tile(128, 192)),
         (Epilogue.GELU, 64, 4608, 4608, Tile(64, 48, cluster=1)),
         (Epilogue.NONE, 64, 4096, 4608, Tile(64, 64, cluster=1)),
@@ -59,6 +62,7 @@ def test_activations_have_the_tile_that_measured_fastest(
         (256, 3456, Tile(128, 64, pingpong=False)),
         (320, 3456, Tile(64, 144, cluster=1)),
         (320, 3072, Tile(64, 128, cluster=1)),
+        (392, 3072, Tile(64, 128)),
         (512, 3456, Tile(128, 128, pingpong=False, cluster=1)),
         (640, 3456, Tile(128, 160, cluster=1)),
         (896, 3456, Tile(128, 192, cluster=1)),
@@ -73,7 +77,7 @@ def test_rotations_have_the_tile_that_measured_fastest(rows: int, columns: int, 
 def test_residuals_are_added_by_quack_in_one_wave_or_where_it_fills_the_device() -> None:
     assert residual_tile(256, 1152, 1152, H200) == Tile(64, 64, cluster=1)
     assert residual_tile(320, 1152, 1152, H200) == Tile(64, 64, cluster=1)
-    assert residual_tile(512, 1152, 1152, H200) is None
+    assert residual_tile(392, 1152, 1152, H200) is None
     assert residual_tile(320, 1152, 4320, H200) is None
     assert residual_tile(8192, 1280, 1280, H200) == Tile(128, 128)
 
