@@ -98,11 +98,9 @@ def activation_tile(epilogue: Epilogue, rows: int, columns: int, depth: int, mul
             return _FEW_PLAIN
         return best_tile(_usable(_FEW_ACTIVATED, gated), rows, columns, multiprocessors)
     tiles: tuple[Tile, ...] = (_LARGE,)
-    if depth > _MERGER_DEPTH:
-        pass
-    elif rows <= _MORE_ROWS:
+    if depth <= _MERGER_DEPTH and rows <= _MORE_ROWS:
         tiles = _MORE_GATED if gated else _MORE
-    elif _LARGE.waves(rows, columns, multiprocessors) <= _FEW_WAVES:
+    elif depth <= _MERGER_DEPTH and _LARGE.waves(rows, columns, multiprocessors) <= _FEW_WAVES:
         tiles = tuple(_unpadded(tile, rows) for tile in _MANY)
     tile = best_tile(_usable(tiles, gated), rows, columns, multiprocessors)
     share = tile.busy_share if tile == _LARGE else tile.useful_share
