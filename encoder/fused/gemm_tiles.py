@@ -22,19 +22,20 @@ class Tile:
     cluster: int = 2
 
     def waves(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """Returns the number of rounds in which the multiprocessors compute all tiles, of whole clusters."""
-        clusters = -(-rows // (self.rows * self.cluster))
-        return -(-clusters * self.cluster * -(-columns // self.columns) // multiprocessors)
+        """Returns the number of rounds in which the multiprocessors compute all tiles."""
+        return -(-self._tiles(rows, columns) // multiprocessors)
 
     def busy_share(self, rows: int, columns: int, multiprocessors: int) -> float:
         """Returns the share of multiprocessors that have a tile, averaged over all waves."""
-        tiles = -(-rows // self.rows) * -(-columns // self.columns)
-        return tiles / (-(-tiles // multiprocessors) * multiprocessors)
+        return self._tiles(rows, columns) / (self.waves(rows, columns, multiprocessors) * multiprocessors)
 
     def useful_share(self, rows: int, columns: int, multiprocessors: int) -> float:
         """Returns the share of the multiply-adds possible in all waves that the result needs."""
         possible = self.waves(rows, columns, multiprocessors) * multiprocessors * self.rows * self.columns
         return rows * columns / possible
+
+    def _tiles(self, rows: int, columns: int) -> int:
+        return -(-rows // self.rows) * -(-columns // self.columns)
 
 
 # GEMMs of up to this number of rows overlap with the preceding kernel, which makes QuACK's faster.

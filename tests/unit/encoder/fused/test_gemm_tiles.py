@@ -10,12 +10,10 @@ from encoder.fused.gemm_tiles import Tile, activation_tile, best_tile, residual_
 H200 = 132
 
 
-def test_waves_count_whole_clusters() -> None:
-    # 5 tiles of 128 rows are 6 in clusters of two.
-    assert Tile(128, 160, cluster=1).waves(640, 3520, H200) == 1
-    assert Tile(128, 160, cluster=2).waves(640, 3520, H200) == 1
-    assert Tile(128, 160, cluster=1).waves(640, 4160, H200) == 1
-    assert Tile(128, 160, cluster=2).waves(640, 4160, H200) == 2
+def test_waves_are_rounds_of_all_multiprocessors() -> None:
+    assert Tile(128, 160).waves(640, 4160, H200) == 1
+    assert Tile(128, 160).waves(641, 4160, H200) == 2
+    assert Tile(128, 160).waves(640, 4224, H200) == 2
 
 
 def test_useful_share_is_1_where_tiles_fill_all_waves_exactly() -> None:
