@@ -19,8 +19,9 @@ from configs.resolve import PROJECT_ROOT
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded, SharedEmbedding
-from deployments.ingress import attempt, image_jobs
-from deployments.ingress.http.chat_request import ChatRequest, image_parts
+from deployments.ingress import attempt
+from deployments.ingress.http.chat_request import ChatRequest
+from deployments.ingress.http.image_parts import BodyFormat, image_parts
 from encoder.images.size import read_header
 from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
 from tests.unit.deployments.samples import png
@@ -180,10 +181,10 @@ def test_earlier_images_are_bounded_apart(earlier: int, new: int, refusal: str |
     said = [user(*(picture(n) for n in range(earlier))), ANSWER, user(*(picture(100 + n) for n in range(new)))]
     body = [json.dumps({"messages": said}).encode()]
     if refusal is None:
-        assert len(ChatRequest.parse(body, limits, takes_images=True, salt=None).images) == earlier + new
+        assert len(ChatRequest.parse(body, limits, body_format=BodyFormat.CHAT, salt=None).images) == earlier + new
         return
     with pytest.raises(ApiError, match=f"{refusal}.* images, the limit is"):
-        ChatRequest.parse(body, limits, takes_images=True, salt=None)
+        ChatRequest.parse(body, limits, body_format=BodyFormat.CHAT, salt=None)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,24 @@ def test_new_is_what_comes_after_the_last_answer(messages: list[object], new: li
     assert [part.is_new for part in image_parts({"messages": messages})] == new
 
 
+def test_new_is_what_comes_after_the_last_item_of_the_model() -> None:
+    """In the Responses API, a call of a function is an item without a role."""
+    shown = {"type": "input_image", "image_url": "https://example.com/a.png"}
+    call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": [dict(shown)]}
+    body = {"input": [user(dict(shown)), call, result]}
+    assert [part.is_new for part in image_parts(body, BodyFormat.RESPONSES)] == [False, True]
+
+
+def test_new_is_what_comes_after_the_last_tool_use() -> None:
+    """In the Messages API, a tool's result is in a message of the user."""
+    shown = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [dict(shown)]}
+    body = {"messages": [user(dict(shown)), use, user(result)]}
+    assert [part.is_new for part in image_parts(body, BodyFormat.MESSAGES)] == [False, True]
+
+
 def test_an_image_that_is_shown_again_is_new() -> None:
     stand_ins = Encodes()
     assert statuses(stand_ins, [user(picture(1)), ANSWER, user(picture(2)), ANSWER, user(picture(1))]) == [200]
@@ -215,7 +234,7 @@ def test_an_image_seen_before_is_only_hashed(monkeypatch: pytest.MonkeyPatch) ->
         read.append(data)
         return read_header(data, **limits)
 
-    monkeypatch.setattr(image_jobs, "read_header", counted)
+    monkeypatch.setattr("deployments.ingress.image_jobs.read_header", counted)
     stand_ins = Encodes()
     assert statuses(stand_ins, *(turn(number) for number in range(1, 6))) == [200] * 5
     assert len(read) == len(set(read)) == 5

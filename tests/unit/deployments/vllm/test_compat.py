@@ -271,7 +271,9 @@ def test_an_engine_gets_the_salt_of_the_request(
         def from_engine_args(cls, *_: object, **__: object) -> FakeLLM:
             return cls()
 
-        async def generate(self, prompt: dict[str, Any], request_id: str) -> AsyncIterator[tuple[Any, str]]:
+        async def generate(
+            self, prompt: dict[str, Any], sampling_params: None, request_id: str
+        ) -> AsyncIterator[tuple[Any, str]]:
             yield prompt["cache_salt"], request_id
 
     fakes = {"AsyncLLM": FakeLLM, "AsyncEngineArgs": SimpleNamespace, "ECTransferConfig": SimpleNamespace}
@@ -282,6 +284,6 @@ def test_an_engine_gets_the_salt_of_the_request(
 
     async def generated() -> list[object]:
         compat.cache_salt.set(salt)
-        return [one async for one in engine.generate(prompt={"cache_salt": "theirs"}, request_id="r")]
+        return [one async for one in engine.generate({"cache_salt": "theirs"}, None, request_id="r")]
 
     assert asyncio.run(generated()) == [(expected, "r")]
