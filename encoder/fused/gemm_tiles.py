@@ -111,9 +111,8 @@ def activation_tile(epilogue: Epilogue, rows: int, columns: int, depth: int, mul
 @lru_cache(maxsize=1024)
 def rotated_tile(rows: int, columns: int, multiprocessors: int) -> Tile:
     """Returns the tile of `Gemm.rotated`, for every number of rows."""
-    tiles = next((few for most, few in _FEW_ROTATED if rows <= most), None)
-    if tiles is None:
-        tiles = tuple(_unpadded(tile, rows) for tile in _ROTATED)
+    few = next((tiles for most, tiles in _FEW_ROTATED if rows <= most), None)
+    tiles = tuple(_unpadded(tile, rows) for tile in _ROTATED) if few is None else few
     return best_tile(tiles, rows, columns, multiprocessors)
 
 

@@ -147,8 +147,8 @@ def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterato
     """Yields the images of all messages, or of all items of `input`, each with its message's index."""
     types = body_format.value
     if body_format is BodyFormat.MESSAGES:
-        refusal = "the system prompt takes no images"
-        yield from ((-1, found) for found in _walk_parts(body.get("system"), "system", types, files, refusal))
+        refused = "the system prompt takes no images"
+        yield from ((-1, found) for found in _walk_parts(body.get("system"), "system", types, files, refused))
     messages = body.get(body_format.field)
     for number, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict):

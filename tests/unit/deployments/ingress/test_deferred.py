@@ -216,7 +216,7 @@ def test_new_is_what_comes_after_the_last_tool_use() -> None:
     """In the Messages API, a tool's result is in a message of the user."""
     shown = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
     use = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [dict(shown)]}
+    result: dict[str, object] = {"type": "tool_result", "tool_use_id": "1", "content": [dict(shown)]}
     body = {"messages": [user(dict(shown)), use, user(result)]}
     assert [part.is_new for part in image_parts(body, BodyFormat.MESSAGES)] == [False, True]
 
