@@ -227,7 +227,7 @@ def test_a_bad_image_fails_its_request_alone(app: ServedApp) -> None:
     answers = ask_all(app, [*good[:2], chat(png(64, 64, (201, 0, 0)), bad), *good[2:]])
     assert [answer.status_code for answer in answers] == [200, 200, 400, 200, 200]
     error = told(answers[2], 400)
-    assert error["message"].startswith("image 2 of 2: ")
+    assert error["message"].startswith("image 2 of 2 (messages[0].content[")
     assert error["type"] == "invalid_request_error"
     assert error["code"] == "invalid_image"
     assert app.encoder("counts")["IMAGES_REFUSED"] == refused + 1
