@@ -159,7 +159,7 @@ def build_encoder_jobs(
         try:
             size, grid = (measure or size_and_grid)(digest, data, effective, identity, limits)
         except ImageError as error:
-            raise ApiError(400, f"{part.label}: {error}", param="messages", code="invalid_image") from error
+            raise ApiError(400, f"{part.label}: {error}", param=part.param, code="invalid_image") from error
         tokens = num_tokens(grid, identity.rules.merge_size)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image

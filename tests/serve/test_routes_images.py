@@ -115,7 +115,7 @@ def test_a_message_with_images_streamed_and_whole(claude: anthropic.Anthropic) -
     asked: Any = {
         "model": MODEL,
         "messages": [user(source_image(ONE), text("What is it?"), source_image(TWO))],
-        "temperature": 0,
+        "extra_body": {"temperature": 0},
         "max_tokens": 12,
     }
     whole = claude.messages.create(**asked)
@@ -134,7 +134,7 @@ def test_a_message_with_images_streamed_and_whole(claude: anthropic.Anthropic) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_that_uses_a_tool_and_sees_its_image(claude: anthropic.Anthropic, stream: bool) -> None:
-    asked: Any = {"model": MODEL, "tools": [MESSAGES_TOOL], "temperature": 0, "max_tokens": 400}
+    asked: Any = {"model": MODEL, "tools": [MESSAGES_TOOL], "extra_body": {"temperature": 0}, "max_tokens": 400}
     question: Any = user(source_image(ONE), text("What is the weather there?"))
     choice: Any = {"type": "tool", "name": FUNCTION["name"]}
     if stream:
