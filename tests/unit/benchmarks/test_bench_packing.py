@@ -53,7 +53,7 @@ def test_the_configured_packer_and_budgets_count(
     assert bench_packing.main([str(trace), "--out", str(out)]) == 0
     report = report_of(capsys)
     assert json.loads(out.read_text()) == report
-    assert (report["packing"], len(report["budgets"]), report["max_images"]) == ("cost", 29, 16)
+    assert (report["packing"], len(report["budgets"]), report["max_images"]) == ("cost", 37, 32)
     assert (report["costs"]["gpu"], report["costs"]["file"]) == ("NVIDIA H200", "costs_h200.json")
     by_cost = report["traces"]["made_up"]
 
