@@ -10,9 +10,12 @@ from enum import Enum
 import torch
 
 from deployments.encoder_replica.gpu.health import Fault
+from deployments.vllm.preparer import VllmInputs
 from encoder.images.decoded import Decoded
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
+
+Item = Pixels | Decoded | VllmInputs
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Encoded:
 class Job:
     """One image to encode."""
 
-    pixels: Pixels | Decoded
+    item: Item
+    """Prepared input."""
     num_tokens: int
     queued_at_s: float
     place: float
