@@ -46,7 +46,8 @@ def page() -> str:
         "the generic one.",
         "With the generic encoder, a request's prompt is read once its images are encoded, since only vLLM's processor "
         "knows how many tokens they have; an image that was sent before is known. Until then its tokens are estimated "
-        "from its size, for admission and quotas. A request cannot set `min_pixels` and `max_pixels`, and `detail` has "
+        "from its size, for admission and quotas. An image of an earlier turn is encoded again unless it is known "
+        "where its embedding is stored. A request cannot set `min_pixels` and `max_pixels`, and `detail` has "
         "no effect, as in vLLM alone. The application takes images only.",
         GENERATED,
         "## Tested",
