@@ -6,16 +6,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from deployments.encoder_replica.gpu.health import Fault
-from deployments.vllm.preparer import VllmInputs
 from encoder.images.decoded import Decoded
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
 
-Item = Pixels | Decoded | VllmInputs
+if TYPE_CHECKING:  # a GPU host without the servers' packages runs this module's tests
+    from deployments.vllm.preparer import VllmInputs
+
+Item: TypeAlias = "Pixels | Decoded | VllmInputs"
 
 
 @dataclass(frozen=True)
