@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-Implementation = Literal["auto", "vitray", "vllm"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4", "fa3"]
 GraphCapture = Literal["startup", "on_demand", "hybrid"]
 Packing = Literal["cost", "greedy"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "implementation": get_args(Implementation),
     "dtype": get_args(Dtype),
     "attention_backend": get_args(AttentionName),
     "graph_capture": get_args(GraphCapture),
@@ -34,10 +32,6 @@ class EncoderConfig:
         "use_attribute_docstrings": True,
     }
 
-    implementation: Implementation = "auto"
-    """Which code encodes. "vitray": our own tower. "vllm": vLLM's processor and model class, for every other
-    architecture ([models](models.md)); of the settings below, only `dtype`, `cudagraph_mm_encoder`, the token budgets
-    and the images per batch apply to it. "auto": our own tower, if there is one for the checkpoint."""
     dtype: Dtype = "auto"
     """ "auto" is the checkpoint's own dtype."""
     fused_kernels: Literal["auto"] | bool = "auto"
@@ -89,9 +83,6 @@ class EncoderConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        if self.implementation == "vllm" and (self.fp8 or self.fused_kernels is True):
-            key = "fp8" if self.fp8 else "fused_kernels"
-            raise ValueError(f"{key} is true, and implementation is 'vllm'; only 'vitray' has it")
         for name in ("fused_kernels", "cudagraph_mm_encoder"):
             if getattr(self, name) not in ("auto", True, False):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be auto, true or false")

@@ -22,7 +22,7 @@ from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import ImageRules, PixelBounds, num_tokens, resized_size
+from encoder.images.size import ImageRules, PixelBounds, resized_size
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts
 from encoder.pixels.preprocess import Pixels, Preprocessor
@@ -165,9 +165,6 @@ class Encoder:
         if enough is None or waiting > DEEP_QUEUE_BATCHES * self.runner.largest_budget:
             return len(num_tokens)
         return max(1, sum(total <= enough for total in accumulate(num_tokens)))
-
-    def count_tokens(self, image: Pixels | Decoded) -> int:
-        return num_tokens(image.grid_thw, self.identity.rules.merge_size)
 
     @property
     def staging_counts(self) -> StagingCounts:

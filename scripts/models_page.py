@@ -41,14 +41,8 @@ def page() -> str:
         f"{counts[Support.UNTESTED]} should run in it but were not tested, and {counts[Support.UNSUPPORTED]} are "
         "unsupported. `vitray models` prints the list for the installed vLLM.",
         "The generic encoder is vLLM's own model class without its language model; vLLM's own processor prepares the "
-        "items, in decode workers. An LLM replica then loads no weights of the tower, unless the notes say so. "
-        "`encoder.implementation` chooses the encoder; by default, architectures without a tower of ours get "
-        "the generic one.",
-        "With the generic encoder, a request's prompt is read once its images are encoded, since only vLLM's processor "
-        "knows how many tokens they have; an image that was sent before is known. Until then its tokens are estimated "
-        "from its size, for admission and quotas. An image of an earlier turn is encoded again unless it is known "
-        "where its embedding is stored. A request cannot set `min_pixels` and `max_pixels`, and `detail` has "
-        "no effect, as in vLLM alone. The application takes images only.",
+        "items. An LLM replica then loads no weights of the tower, unless the notes say so. The application does not "
+        "use the generic encoder yet: it serves architectures with a tower of its own.",
         GENERATED,
         "## Tested",
         "A small checkpoint with random weights of each architecture answered the same questions twice on a CPU, by "

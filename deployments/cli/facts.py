@@ -155,12 +155,10 @@ def _version(distribution: str) -> str | None:
 def _folder(folder: Path) -> ModelFact:
     from encoder.checkpoint.files import INDEX_FILE, SINGLE_FILE
     from encoder.checkpoint.image_rules import ImageRules
-    from encoder.checkpoint.vision_config import VisionConfig, has_own_tower
+    from encoder.checkpoint.vision_config import VisionConfig
 
     again = "copy or download the checkpoint again"
     try:
-        if not has_own_tower(folder):
-            return _generic(folder)
         vision = VisionConfig.from_checkpoint(folder)
         ImageRules.from_checkpoint(folder)
         index = folder / INDEX_FILE
@@ -173,21 +171,6 @@ def _folder(folder: Path) -> ModelFact:
     if missing:
         return ModelFact(False, f"{folder} lacks {', '.join(missing[:3])}", again)
     return ModelFact(True, f"{vision.architecture}, {vision.dtype}, in {folder}")
-
-
-def _generic(folder: Path) -> ModelFact:
-    """Whether vLLM's own model class can encode for a checkpoint without a tower of ours. Takes seconds."""
-    from deployments.vllm import compat
-    from deployments.vllm.architectures import Support, model_support
-
-    name = ", ".join(json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
-    if not compat.is_installed():
-        return ModelFact(True, f"{name}, in {folder}; encoders need vLLM for it")
-    found = next((model for model in model_support() if model.architecture == name), None)
-    if found is None or found.support is Support.UNSUPPORTED:
-        reason = "no multimodal architecture of vLLM" if found is None else found.reason
-        return ModelFact(False, f"{folder}: {name}: {reason}", "`vitray models` lists what can be served")
-    return ModelFact(True, f"{name}, {found.support.value}, in {folder}")
 
 
 def _hub(model: str) -> ModelFact:

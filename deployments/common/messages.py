@@ -14,17 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from encoder.images.size import PixelBounds
-from encoder.item_header import ItemHeader
 from encoder.packing.run_counts import RunRecord
 
 if TYPE_CHECKING:  # processes that only forward these values do not load torch
     import torch
 
 KEY_PREFIX = "vitray:"
-NOT_STORED = ""
-"""Stands for a server's address: the embedding is in no encoder's shared memory."""
-Shape = tuple[int | None, int]
-"""Expected rows, None if the header with the embedding states them, and width of an embedding."""
 _BITS = {"bfloat16": np.uint16, "float32": np.float32}
 """The numpy dtype that holds an embedding, by the embedding's dtype."""
 
@@ -91,8 +86,6 @@ class EncodedImage:
     bits: npt.NDArray[np.generic]
     """`[num_tokens, width]`: float32, or bfloat16 viewed as uint16, because numpy has no bfloat16."""
     timings: EncodeTimings
-    header: ItemHeader | None = None
-    """The item's header; None if the ingress computes headers itself."""
 
     @property
     def num_bytes(self) -> int:
@@ -120,16 +113,16 @@ class EncodedImage:
         bits = tokens.contiguous().view(torch.uint16 if dtype == "bfloat16" else tokens.dtype)
         return cls(digest, dtype, bits.numpy(), timings)
 
-    def to_shared(self, server: str = NOT_STORED) -> SharedEmbedding:
+    def to_shared(self, server: str) -> SharedEmbedding:
         """Returns the location of this embedding in the shared memory of `server`."""
-        return SharedEmbedding(self.digest, self.dtype, self.shape, self.timings, server, header=self.header)
+        return SharedEmbedding(self.digest, self.dtype, self.shape, self.timings, server)
 
-    def check(self, shape: Shape) -> None:
-        """Raises WireError if the embedding is not what the language model expects: `shape` is (rows, width), without
-        rows if they are to be those of the header that came with it. A wrong width would end its engine."""
+    def check(self, shape: tuple[int, int]) -> None:
+        """Raises WireError if the embedding is not what the language model expects: `shape` is (rows, width). A wrong
+        width would end its engine."""
         if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
             raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
-        _check(self.dtype, self.bits.shape, shape, self.header)
+        _check(self.dtype, self.bits.shape, shape)
         if self.bits.dtype != _BITS[self.dtype]:
             expected = np.dtype(_BITS[self.dtype])
             raise WireError(f"embedding bits are {self.bits.dtype}, expected {expected} for {self.dtype}")
@@ -156,6 +149,10 @@ class RemoteLocation:
     """Notification that the reader sends after the read; it releases the lease."""
 
 
+NOT_STORED = ""
+"""Stands for a server's address: the embedding is in no encoder's shared memory."""
+
+
 @dataclass(frozen=True)
 class SharedEmbedding:
     """Location of an embedding in shared memory of the encoder's host. Readers there acquire a lease from its server; a
@@ -171,8 +168,6 @@ class SharedEmbedding:
     """Address for `same_host.ShmClient` on the encoder's host, or NOT_STORED."""
     remote: RemoteLocation | None = None
     """Location for one reader on another host."""
-    header: ItemHeader | None = None
-    """As in EncodedImage."""
 
     @property
     def num_tokens(self) -> int:
@@ -182,9 +177,9 @@ class SharedEmbedding:
     def num_bytes(self) -> int:
         return self.shape[0] * self.shape[1] * np.dtype(_BITS[self.dtype]).itemsize
 
-    def check(self, shape: Shape) -> None:
+    def check(self, shape: tuple[int, int]) -> None:
         """Raises WireError under the conditions of `EncodedImage.check`."""
-        _check(self.dtype, self.shape, shape, self.header)
+        _check(self.dtype, self.shape, shape)
 
 
 def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -198,13 +193,9 @@ def _torch_dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def _check(dtype: object, shape: object, expected: Shape, header: ItemHeader | None) -> None:
+def _check(dtype: object, shape: object, expected: tuple[int, int]) -> None:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
-    if expected[0] is None:
-        if header is None:
-            raise WireError("the embedding came without its header")
-        expected = header.num_embeds, expected[1]
     if shape != expected:
         raise WireError(f"embedding shape {shape} is not the expected {expected}")
 

@@ -1,4 +1,4 @@
-"""Resolves a model name to the folder or the hub name that a replica loads, and which encoder its items need.
+"""Resolves a model name to the folder or the hub name that a replica loads.
 
 A relative folder is looked up in the working directory first, then in this project's folder.
 """
@@ -7,20 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import JsonValue
-
 from configs.resolve import PROJECT_ROOT
-from configs.schema import AppConfig
-from encoder.checkpoint.files import resolve_checkpoint
-from encoder.checkpoint.fingerprint import checkpoint_fingerprint
-from encoder.checkpoint.vision_config import has_own_tower
-from encoder.images.generic_identity import GenericIdentity
-
-GENERIC_ENGINE_ARGS = (
-    "dtype", "hf_overrides", "config_format", "tokenizer", "tokenizer_mode", "quantization", "max_model_len",
-    "media_io_kwargs",
-)  # fmt: skip
-"""Keys of `llm.engine_args` that also concern vLLM's processor and towers."""
 
 
 def local_model(model: str) -> str:
@@ -33,32 +20,3 @@ def local_model(model: str) -> str:
             f"model {model!r}: no such checkpoint folder (a folder with a config.json), and not a hub name (owner/name)"
         )
     return model
-
-
-def uses_own_tower(config: AppConfig) -> bool:
-    """Whether the model's images are encoded by a tower of ours, else by vLLM's model class."""
-    if config.encoder.implementation != "auto":
-        return config.encoder.implementation == "vitray"
-    return has_own_tower(resolve_checkpoint(local_model(config.model), weights=False))
-
-
-def encoder_checkpoint(config: AppConfig) -> Path:
-    """Returns the folder with the files of the model that its encoder reads, downloaded if it is a hub name."""
-    return resolve_checkpoint(local_model(config.model), whole=not uses_own_tower(config))
-
-
-def expected_tower(config: AppConfig) -> str:
-    """Returns the identity of the towers whose embeddings the language model takes."""
-    from encoder.towers.weights import tower_identity  # imports torch
-
-    path = encoder_checkpoint(config)
-    if uses_own_tower(config):
-        return tower_identity(path)
-    return GenericIdentity(checkpoint_fingerprint(path), "", ()).tower
-
-
-def generic_engine_args(config: AppConfig) -> dict[str, JsonValue]:
-    """Returns arguments of vLLM's engine for its processor and towers in an encoder."""
-    dtype = config.encoder.dtype
-    given = config.llm.engine_args | ({} if dtype == "auto" else {"dtype": dtype})
-    return {key: given[key] for key in GENERIC_ENGINE_ARGS if key in given}

@@ -21,16 +21,14 @@ from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
 from deployments.common.fair_queue import virtual_arrival_s
 from deployments.common.messages import EncodedImage, EncodeTimings, ImageJob, ImageRefused, SharedEmbedding
-from deployments.common.model_path import encoder_checkpoint, uses_own_tower
+from deployments.common.model_path import local_model
 from deployments.common.ray_private import is_batching_task_alive
 from deployments.common.replica_errors import OtherIdentityError, QueueFullError, WorkerEndedError
 from deployments.common.replica_status import Report, encoder_report, replica_name
 from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.decode.pool import DecodePool
-from deployments.encoder_replica.decode.prepare_pool import PreparePool
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
-from deployments.encoder_replica.generic import load_generic_encoder
-from deployments.encoder_replica.gpu.jobs import Encoded, Item, WorkerEvents
+from deployments.encoder_replica.gpu.jobs import Encoded, WorkerEvents
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from deployments.encoder_replica.single_flight import SingleFlight
 from deployments.routing.affinity import PUBLISHED_DIGESTS, concatenate_prefixes
@@ -60,10 +58,11 @@ from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError, host_id
+from encoder.checkpoint.files import resolve_checkpoint
 from encoder.encoder import Encoder
-from encoder.images.identity import EncoderIdentity
+from encoder.images.decoded import Decoded
 from encoder.images.size import ImageError
-from encoder.item_header import ItemHeader
+from encoder.pixels.preprocess import Pixels
 from encoder.staging.streams import pin_shared
 
 logger = logging.getLogger("ray.serve")
@@ -97,10 +96,8 @@ class EncoderReplica:
 
     @preserve_log_buffers()  # loading an attention kernel may import vLLM
     def __init__(self, config: AppConfig) -> None:
-        path: Path = encoder_checkpoint(config)
+        path: Path = resolve_checkpoint(local_model(config.model))
         limits = config.encoder_replica
-        self._max_tokens = config.ingress.max_visual_tokens_per_image
-        prepare_pool = None if uses_own_tower(config) else PreparePool(path, config)
         self._counts = Counters()
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         uses_shared_memory = config.transfer != "object_store"
@@ -114,11 +111,7 @@ class EncoderReplica:
         self._times = Histograms()
         self._run_metrics = RunMetrics(self._counts)
         self._worker = GpuWorker(
-            lambda: (
-                warm_encoder(path, config.encoder)
-                if prepare_pool is None
-                else load_generic_encoder(path, config, prepare_pool)
-            ),
+            lambda: warm_encoder(path, config.encoder),
             max_queued_tokens=limits.max_queued_tokens,
             allocate=None if store is None else partial(self._allocate, store),
             events=WorkerEvents(
@@ -128,24 +121,18 @@ class EncoderReplica:
                 on_gpu_failure=lambda fault: self._counts.add(Counter.GPU_FAILURES, reason=fault.value),
             ),
         )
-        arenas = [] if self._server is None else [self._server.store.arena]
-        if prepare_pool is not None:
-            self._decoders: DecodePool | PreparePool = prepare_pool
-        else:
-            assert isinstance(self._worker.identity, EncoderIdentity)
-            self._decoders = DecodePool(
-                self._worker.identity.rules,
-                workers=limits.decode_workers,
-                max_pixels=config.ingress.max_image_pixels,
-                timeout_s=limits.decode_timeout_s,
-                shm_bytes=limits.pixel_shm_bytes,
-                resize=not self._worker.resizes_on_device,
-                on_piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
-                memory_bytes=limits.decode_memory_bytes,
-            )
-            arenas.append(self._decoders.arena)
-        if torch.cuda.is_available():
-            for arena in arenas:
+        self._decoders = DecodePool(
+            self._worker.identity.rules,
+            workers=limits.decode_workers,
+            max_pixels=config.ingress.max_image_pixels,
+            timeout_s=limits.decode_timeout_s,
+            shm_bytes=limits.pixel_shm_bytes,
+            resize=not self._worker.resizes_on_device,
+            on_piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
+            memory_bytes=limits.decode_memory_bytes,
+        )
+        if self._worker.resizes_on_device:
+            for arena in (self._decoders.arena, *([] if self._server is None else [self._server.store.arena])):
                 try:
                     pin_shared(arena.address, arena.num_bytes)
                 except RuntimeError as error:  # staging then copies through its own pinned memory
@@ -301,9 +288,9 @@ class EncoderReplica:
             tokens_before=job.tokens_before,
             tokens_per_s=self._worker.tokens_per_s,
         )
-        item, header = await self._prepare(job, place)
+        pixels = await self._decoders.decode(job.data, job.bounds, job.size, place)
         preprocess_ms = (time.perf_counter() - started) * 1e3
-        encoded: Encoded = await (await self._hand_off((item, place)))
+        encoded: Encoded = await (await self._hand_off((pixels, place)))
         self._counts.add(Counter.IMAGES_ENCODED)
         self._times.observe(Histogram.PREPROCESS_SECONDS, preprocess_ms / 1e3)
         self._times.observe(Histogram.ENCODER_QUEUE_SECONDS, encoded.queue_ms / 1e3)
@@ -315,25 +302,16 @@ class EncoderReplica:
             ran=encoded.ran,
         )
         _record_spans(timings, job.num_tokens)
-        image = dataclasses.replace(EncodedImage.pack(encoded.tokens, job.digest, timings), header=header)
+        image = EncodedImage.pack(encoded.tokens, job.digest, timings)
         if self._server is not None:
             self._server.store.publish(image)
         self._cache.put(job.digest, image, image.num_bytes)
         return image
 
-    async def _prepare(self, job: ImageJob, place: float) -> tuple[Item, ItemHeader | None]:
-        """Returns the encoder's input, and its header if the ingress cannot compute it. Raises ImageError."""
-        if not isinstance(self._decoders, PreparePool):
-            return await self._decoders.decode(job.data, job.bounds, job.size, place), None
-        prepared = await self._decoders.prepare(job.data, job.digest, place)
-        if prepared.num_tokens > self._max_tokens:  # the ingress has estimated them
-            raise ImageError(f"{prepared.num_tokens} visual tokens, the limit is {self._max_tokens}")
-        return prepared, prepared.header
-
     @serve.batch(
         max_batch_size=HAND_OFF_IMAGES, batch_wait_timeout_s=HAND_OFF_WAIT_S, max_concurrent_batches=HAND_OFF_CALLS
     )
-    async def _hand_off(self, images: list[tuple[Item, float]]) -> list[asyncio.Future[Encoded]]:
+    async def _hand_off(self, images: list[tuple[Pixels | Decoded, float]]) -> list[asyncio.Future[Encoded]]:
         """Queues the images, each with its place in the queue, and returns a future for each without waiting.
 
         Serve would form small batches while the GPU is busy; instead, the worker's queue fills and is packed as a whole
@@ -341,9 +319,9 @@ class EncoderReplica:
         """
         self._has_batching_task = True
         futures: list[asyncio.Future[Encoded]] = []
-        for item, place in images:
+        for pixels, place in images:
             try:
-                futures.append(asyncio.wrap_future(self._worker.submit(item, place)))
+                futures.append(asyncio.wrap_future(self._worker.submit(pixels, place)))
             except (QueueFullError, WorkerEndedError) as error:
                 if isinstance(error, QueueFullError):
                     self._counts.add(Counter.ENCODER_REJECTIONS)

@@ -14,15 +14,7 @@ from dataclasses import dataclass, field
 from starlette.responses import Response, StreamingResponse
 
 from deployments.common.api_error import ApiError, error_event
-from deployments.common.messages import (
-    Accepted,
-    Deferred,
-    ImageJob,
-    NotEncoded,
-    ResponseHead,
-    SharedEmbedding,
-    TooEarly,
-)
+from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded, ResponseHead, TooEarly
 from deployments.ingress.admission import Visit
 from deployments.ingress.coalescing import SharedCall
 from deployments.ingress.failures import EngineLostError, LLMLostError, ReplicaLostError
@@ -83,7 +75,7 @@ class Attempt:
     charge: Callable[[Sequence[ImageJob]], Awaitable[None]] = charge_nothing
     """Called with deferred images before they are encoded. Waits for their admission."""
     asked: frozenset[int] = frozenset()
-    """Deferred images that are encoded: an engine has asked for them, or their headers are unknown."""
+    """Deferred images that an engine has asked for."""
     _encodings: list[Encoding] = field(default_factory=list, init=False)
     """Encodings that the answer waits for. Each is returned to `replicas`, by `record_accepted` or `cancel`."""
     _answer: Answer | None = field(default=None, init=False)
@@ -102,7 +94,7 @@ class Attempt:
             ApiError: the error for the client.
         """
         try:
-            await self._start_encodings()
+            self._start_encodings()
             answer = await self._start_answer(early=True)
             early = True
             while isinstance(head := await anext(answer), TooEarly | NotEncoded):
@@ -128,22 +120,14 @@ class Attempt:
             self.histograms.observe(Histogram.TIME_TO_FIRST_TOKEN_SECONDS, waited_s)
         return http_response(head, self._stream(head, answer) if body is None else body)
 
-    async def _start_encodings(self) -> None:
-        """Deferred images whose headers only an encoder can compute are encoded at once if no location is known, which
-        comes with the header: without headers, vLLM cannot get the request."""
-        jobs, headers, deferred = self.request.jobs, self.request.headers, self.request.deferred
-        while unknown := [n for n in deferred - self.asked if headers[n] is None and self._look_up(jobs[n]) is None]:
-            await self._encode_deferred(unknown)
-        for number, job in enumerate(jobs):
-            location = self._look_up(job)
+    def _start_encodings(self) -> None:
+        for number, job in enumerate(self.request.jobs):
+            location = None if self.skip_directory else self.replicas.look_up(job)
             self._encodings.append(
                 Deferred(location)
-                if number in deferred - self.asked
+                if number in self.request.deferred and number not in self.asked
                 else self.replicas.start_encode(job, self.lost.encoders, location=location)
             )
-
-    def _look_up(self, job: ImageJob) -> SharedEmbedding | None:
-        return None if self.skip_directory else self.replicas.look_up(job)
 
     async def _encode_asked(self, images: Sequence[int]) -> None:
         """Starts the encoding of images that an engine needs, and of which no embedding is stored. Raises the error of
@@ -151,16 +135,13 @@ class Attempt:
         for image in images:
             if isinstance(encoding := self._encodings[image], SharedCall):
                 await self.replicas.raise_encoding_error(encoding)
-        await self._encode_deferred([image for image in images if isinstance(self._encodings[image], Deferred)])
+        deferred = [image for image in images if isinstance(self._encodings[image], Deferred)]
+        self.asked |= {*deferred}
+        await self.charge([self.request.jobs[image] for image in deferred])
         for image in images:
             if not isinstance(encoding := self._encodings[image], SharedCall):
                 self.replicas.discard_location(encoding)
                 self._encodings[image] = self.replicas.start_encode(self.request.jobs[image], self.lost.encoders)
-
-    async def _encode_deferred(self, images: Sequence[int]) -> None:
-        """Waits for the admission of deferred images, which from now on are encoded."""
-        self.asked |= {*images}
-        await self.charge([self.request.jobs[image] for image in images])
 
     async def _start_answer(self, *, early: bool) -> Answer:
         self._answer = await self.replicas.start_answer(

@@ -43,7 +43,7 @@ from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.deadline import TIMEOUT_HEADER, Deadline
 from deployments.ingress.http.held_bytes import Held, HeldBytes
 from deployments.ingress.http.request_body import OffLoop, read_body
-from deployments.ingress.image_jobs import EngineRequest, Measure, build_engine_request, fetch_images, measure_image
+from deployments.ingress.image_jobs import EngineRequest, Measure, build_engine_request, fetch_images, size_and_grid
 from deployments.ingress.replica_client import Replicas
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
@@ -81,7 +81,7 @@ class Ingress:
         )
         self._off_loop = OffLoop()
         remembered = cached(LRUCache(MAX_REMEMBERED_SIZES), key=lambda digest, *_: digest, lock=Lock())
-        self._measure: Measure = remembered(measure_image)
+        self._measure: Measure = remembered(size_and_grid)
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
         self._page = Page(enabled=self._limits.web_ui)
         self._cluster = ClusterView(encoder, llm, self._ingress_load)

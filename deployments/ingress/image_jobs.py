@@ -17,8 +17,8 @@ from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, igno
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.data_url import raise_as_api_error
 from deployments.ingress.http.image_parts import ImagePart
-from encoder.images.generic_identity import Identity
-from encoder.images.size import ImageError, ImageHeader, PixelBounds, read_header
+from encoder.images.identity import EncoderIdentity
+from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, image_grid, num_tokens, read_header
 from encoder.item_header import ItemHeader
 
 BYTES_PER_TOKEN = 4
@@ -34,8 +34,8 @@ class EngineRequest:
     """References in the body; several may refer to one job."""
     jobs: Sequence[ImageJob] = ()
     """The distinct images."""
-    headers: Sequence[ItemHeader | None] = ()
-    """Header of each job's image; None if only the encoder can compute it, which sends it with the embedding."""
+    headers: Sequence[ItemHeader] = ()
+    """Header of each job's image."""
     conversation: str | None = None
     """Hash that all turns of a conversation share, 64 hex characters."""
     deferred: frozenset[int] = frozenset()
@@ -70,8 +70,8 @@ class RequestImages:
     jobs: list[ImageJob]
     job_of_part: list[int]
     """Index into `jobs` of each image part of the request, in order."""
-    headers: list[ItemHeader | None] = field(default_factory=list)
-    """Header of each job's image; None if only the encoder can compute it."""
+    grids: list[Grid] = field(default_factory=list)
+    """Patch grid of each job's embedding."""
     deferred: frozenset[int] = frozenset()
     """Indices of the jobs of which no part is new."""
 
@@ -113,13 +113,13 @@ async def fetch_images(
 def build_engine_request(
     chat: ChatRequest,
     http: HttpRequest,
-    identity: Identity,
+    identity: EncoderIdentity,
     limits: IngressConfig,
     salt: str | None,
     measure: Measure,
 ) -> EngineRequest:
     """Returns the request for the engine of `chat`, whose images have been fetched. `http` lacks only the body.
-    `measure`: `measure_image`, which may remember its results by digest.
+    `measure`: `size_and_grid`, which may remember its results by digest.
 
     Raises ApiError as `build_encoder_jobs` and `ChatRequest.to_json` do.
     """
@@ -128,14 +128,15 @@ def build_engine_request(
         ItemReference(new_key(), job, part.label) for part, job in zip(chat.images, images.job_of_part, strict=True)
     ]
     body, conversation = chat.to_json(references, [images.jobs[reference.item].digest for reference in references])
+    headers = [identity.header(job.digest, grid) for job, grid in zip(images.jobs, images.grids, strict=True)]
     http = dataclasses.replace(http, body=body)
-    return EngineRequest(http, references, images.jobs, images.headers, conversation, images.deferred)
+    return EngineRequest(http, references, images.jobs, headers, conversation, images.deferred)
 
 
 def build_encoder_jobs(
     parts: Sequence[ImagePart],
     bounds: PixelBounds | None,
-    identity: Identity,
+    identity: EncoderIdentity,
     limits: IngressConfig,
     salt: str | None = None,
     measure: Measure | None = None,
@@ -145,23 +146,21 @@ def build_encoder_jobs(
 
     Raises ApiError 400 that names the image, the value and the limit.
     """
-    if bounds is not None and not identity.has_pixel_bounds:
-        refused = "mm_processor_kwargs: images of this model have no pixel bounds"
-        raise ApiError(400, refused, param="mm_processor_kwargs")
     jobs: dict[str, ImageJob] = {}
-    headers: dict[str, ItemHeader | None] = {}
+    grids: dict[str, Grid] = {}
     digests = []
     total_tokens = 0
     new: dict[str, int] = {}  # visual tokens by digest
     for part in parts:
         assert part.file is not None, "it was fetched"
         data = part.file
-        effective = _effective_bounds(part, bounds, limits) if identity.has_pixel_bounds else None
+        effective = _effective_bounds(part, bounds, limits)
         digest = identity.digest(data, effective, salt)
         try:
-            size, tokens, header = (measure or measure_image)(digest, data, effective, identity, limits)
+            size, grid = (measure or size_and_grid)(digest, data, effective, identity, limits)
         except ImageError as error:
             raise ApiError(400, f"{part.label}: {error}", param=part.param, code="invalid_image") from error
+        tokens = num_tokens(grid, identity.rules.merge_size)
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param=part.param)
@@ -172,7 +171,7 @@ def build_encoder_jobs(
             new[digest] = tokens
         job = ImageJob(data, effective, digest, identity.fingerprint, size, tokens, before, tower=identity.tower)
         jobs.setdefault(digest, job)
-        headers[digest] = header
+        grids[digest] = grid
     if total_tokens > limits.max_visual_tokens_per_request:
         raise ApiError(
             400,
@@ -182,7 +181,7 @@ def build_encoder_jobs(
     order = {digest: number for number, digest in enumerate(jobs)}
     job_of_part = [order[digest] for digest in digests]
     deferred = frozenset(number for digest, number in order.items() if digest not in new)
-    return RequestImages(list(jobs.values()), job_of_part, list(headers.values()), deferred)
+    return RequestImages(list(jobs.values()), job_of_part, list(grids.values()), deferred)
 
 
 def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
@@ -194,22 +193,18 @@ def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: Ingre
     return PixelBounds(None if requested.min_pixels is None else min(requested.min_pixels, low), low)
 
 
-Measured = tuple[tuple[int, int], int, ItemHeader | None]
-"""An image's width and height, visual tokens, and header; None if only the encoder can compute it."""
-
-
-def measure_image(
-    digest: str, data: bytes, bounds: PixelBounds | None, identity: Identity, limits: IngressConfig
-) -> Measured:
-    """Measures an image by its file's header alone. `digest` determines the result under the same limits. Raises
-    ImageError."""
+def size_and_grid(
+    digest: str, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
+) -> tuple[tuple[int, int], Grid]:
+    """Returns the image's width and height in pixels and its patch grid, from its header alone. `digest` determines
+    the result under the same limits. Raises ImageError."""
     found = read_header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
     _check_sides(found, limits)
-    return (found.width, found.height), *identity.plan_image(digest, found.width, found.height, bounds)
+    return (found.width, found.height), image_grid(found.width, found.height, identity.rules, bounds)
 
 
-Measure = Callable[[str, bytes, PixelBounds | None, Identity, IngressConfig], Measured]
-"""Type of `measure_image`."""
+Measure = Callable[[str, bytes, PixelBounds | None, EncoderIdentity, IngressConfig], tuple[tuple[int, int], Grid]]
+"""Type of `size_and_grid`."""
 
 
 def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:

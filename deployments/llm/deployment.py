@@ -17,7 +17,7 @@ from pydantic import JsonValue
 
 from configs.schema import AppConfig
 from deployments.common.messages import HttpRequest, ItemReference, Piece, ResponseHead, SharedEmbedding
-from deployments.common.model_path import expected_tower, generic_engine_args, local_model, uses_own_tower
+from deployments.common.model_path import local_model
 from deployments.common.replica_errors import EngineDeadError
 from deployments.common.replica_status import Report, llm_report, max_ongoing_requests, replica_name
 from deployments.llm.child_guard import guard_children
@@ -37,10 +37,11 @@ from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.unix_socket import host_id
 from deployments.vllm import compat
 from deployments.vllm.connector.replica_link import LinkLostError
-from deployments.vllm.preparer import blank_image_header
 from deployments.vllm.references import References
 from deployments.vllm.stats import EngineStats
+from encoder.checkpoint.files import resolve_checkpoint
 from encoder.item_header import ItemHeader
+from encoder.towers.weights import tower_identity
 
 logger = logging.getLogger("ray.serve")
 
@@ -92,12 +93,8 @@ class LLM:
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await warm_up(app, args.model)  # the first served model name
-        self._tower = await asyncio.to_thread(expected_tower, config)
-        if uses_own_tower(config):
-            header = compat.one_token_header(self._engine, PROBE_DIGEST)
-        else:
-            model, shared_args = local_model(config.model), generic_engine_args(config)
-            header = await asyncio.to_thread(blank_image_header, model, shared_args, PROBE_DIGEST)
+        self._tower = await asyncio.to_thread(tower_identity, resolve_checkpoint(local_model(config.model)))
+        header = compat.one_token_header(self._engine, PROBE_DIGEST)
         await probe_engine_loads(self._receiver, self._answer_probe, args.model, header, width)
         if refused := compat.early_prefill_refused_by_model(self._engine):
             logger.warning("early prefill is disabled: %s", refused)
@@ -176,7 +173,7 @@ class LLM:
         self,
         request: HttpRequest,
         references: Sequence[ItemReference] = (),
-        headers: Sequence[ItemHeader | None] = (),
+        headers: Sequence[ItemHeader] = (),
         encodings: Sequence[Encoding] = (),
         call: Call = ANY_REPLICA,
     ) -> AsyncIterator[Piece]:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.common.messages import Deferred, EncodedImage, ImageRefused, Shape, SharedEmbedding, WireError
+from deployments.common.messages import NOT_STORED, Deferred, EncodedImage, ImageRefused, SharedEmbedding, WireError
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.prefix_cache_skip import Missing, MissingWatch
 from deployments.llm.received import (
@@ -85,13 +85,12 @@ class EmbeddingReceiver:
         return ReceivedEmbeddings()
 
     async def receive(
-        self, encodings: Sequence[Encoding], shapes: Sequence[Shape], received: ReceivedEmbeddings
+        self, encodings: Sequence[Encoding], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
     ) -> None:
         """Receives each embedding as soon as it is encoded, and grants it to the engine. The first failure ends the
         wait for the others. Deferred embeddings are skipped, and those that are no longer at their last known location.
 
-        `shapes`: shape `(num_tokens, width)` of each embedding that the language model expects; `num_tokens` is None if
-        the embedding comes with its header.
+        `shapes`: shape `(num_tokens, width)` of each embedding that the language model expects.
 
         Raises:
             NotEncodedError: an encoder failed.
@@ -124,12 +123,11 @@ class EmbeddingReceiver:
             received.transfer_s = clamp_duration(time.time() - max(ready_at_s), self._counts)
 
     async def receive_missing(
-        self, missing: Missing, digests: Sequence[str | None], shapes: Sequence[Shape], received: ReceivedEmbeddings
+        self, missing: Missing, digests: Sequence[str], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
     ) -> NoReturn:
         """Receives skipped embeddings from their last known location when the engine reports them as missing.
 
-        `digests`, `shapes`: of each embedding of the request; a digest is None if the embedding comes with its header,
-        for it is never skipped. Raises NotEncodedError for those that are stored nowhere.
+        `digests`, `shapes`: of each embedding of the request. Raises NotEncodedError for those that are stored nowhere.
         """
         while True:
             await missing.changed.wait()
@@ -199,7 +197,7 @@ class EmbeddingReceiver:
                 task.result().client.close()
         self._receive_buffer.close()
 
-    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: Shape) -> None:
+    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: tuple[int, int]) -> None:
         if isinstance(encoding, Deferred):
             slot.state, slot.location = SlotState.SKIPPED, encoding.location
             return
@@ -220,7 +218,7 @@ class EmbeddingReceiver:
         if isinstance(image, ImageRefused):
             slot.state, slot.image = SlotState.REJECTED, image
             return
-        slot.image = image if isinstance(image, SharedEmbedding) else image.to_shared()
+        slot.image = image if isinstance(image, SharedEmbedding) else image.to_shared(NOT_STORED)
         image.check(shape)
         if isinstance(image, EncodedImage):
             stored = self._receive_buffer.store(Header.of(image), image.unpack())

@@ -8,7 +8,6 @@ from enum import Enum, auto
 from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import EmbeddingLease, ShmClient
-from encoder.item_header import ItemHeader
 
 Image = EncodedImage | SharedEmbedding | ImageRefused
 
@@ -108,12 +107,6 @@ class ReceivedEmbeddings:
     def images(self) -> list[SharedEmbedding | ImageRefused]:
         """Answers of encoders or last known locations, complete once all are received."""
         return [slot.image for slot in self.slots if slot.image is not None]
-
-    def header(self, number: int) -> ItemHeader:
-        """Returns the header that came with an embedding that was received."""
-        image = self.slots[number].image
-        assert isinstance(image, SharedEmbedding) and image.header is not None  # noqa: PT018
-        return image.header
 
     @property
     def num_skipped(self) -> int:

@@ -23,7 +23,6 @@ from deployments.common.messages import (
     NotEncoded,
     Piece,
     ResponseHead,
-    Shape,
     SharedEmbedding,
     TooEarly,
 )
@@ -73,13 +72,12 @@ class Requests:
         self,
         request: HttpRequest,
         references: Sequence[ItemReference],
-        headers: Sequence[ItemHeader | None],
+        headers: Sequence[ItemHeader],
         encodings: Sequence[Encoding],
         clock: FirstTokenClock,
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted once the embeddings are received, then a ResponseHead, then body chunks.
 
-        `headers`: None for each that comes with its embedding, without which vLLM cannot get the request.
         `encodings`: one for each of `headers`. Yields only NotEncoded if an encoder failed or the engine needs skipped
         embeddings that are stored nowhere, and only TooEarly if `max_early_requests` requests are waiting.
 
@@ -92,13 +90,12 @@ class Requests:
             return
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
         received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
-        headers = [header or _known_header(encoding) for header, encoding in zip(headers, encodings, strict=True)]
-        if None not in headers and not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
+        if not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
             self._counts.add(Counter.EARLY_PREFILLS)
-        shapes = [(None if header is None else header.num_embeds, self._width) for header in headers]
+        shapes = [(header.num_embeds, self._width) for header in headers]
         with self._receiver.missing.watch(clock) as missing:
             stream = PrefetchedStream(self._frontend.answer(request, references, headers, received, timeline))
-            digests = [None if header is None else header.digest for header in headers]
+            digests = [header.digest for header in headers]
             lost = asyncio.ensure_future(self._receiver.receive_missing(missing, digests, shapes, received))
             try:
                 self._num_early_requests += request.early_prefill
@@ -130,7 +127,7 @@ class Requests:
     async def _receive(
         self,
         references: Sequence[ItemReference],
-        shapes: Sequence[Shape],
+        shapes: Sequence[tuple[int, int]],
         encodings: Sequence[Encoding],
         received: ReceivedEmbeddings,
     ) -> ApiError | None:
@@ -182,12 +179,6 @@ class Requests:
             if scheduled:  # vLLM preempted the request and evicted its prefix
                 raise TransferFailedError("the prefix cache no longer covers an image") from error
             yield NotEncoded(error.images)
-
-
-def _known_header(encoding: Encoding) -> ItemHeader | None:
-    """Returns the header of an embedding whose last known location is given, else None."""
-    location = encoding.location if isinstance(encoding, Deferred) else encoding
-    return location.header if isinstance(location, SharedEmbedding) else None
 
 
 async def _answer_error(error: ApiError) -> AsyncGenerator[ResponseHead | bytes, None]:

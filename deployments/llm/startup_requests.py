@@ -62,13 +62,13 @@ class EngineLoadError(RuntimeError):
 async def probe_engine_loads(
     receiver: EmbeddingReceiver, answer: Answer, model: str, header: ItemHeader, width: int
 ) -> None:
-    """Checks that the engine loads an embedding of `width` columns, that of `header`. Raises EngineLoadError."""
+    """Checks that the engine loads an embedding `[1, width]`, that of `header`. Raises EngineLoadError."""
     if not receiver.link.wait_for_engine(timeout_s=CONNECT_TIMEOUT_S):
         raise EngineLoadError("the engine's processes have not connected")
-    store = EmbeddingStore(HEADER_BYTES + 4 * width * header.num_embeds)
+    store = EmbeddingStore(HEADER_BYTES + 4 * width)
     server = ShmServer(store)
     try:
-        tokens = store.allocate(header.num_embeds, width, torch.float32)
+        tokens = store.allocate(1, width, torch.float32)
         assert tokens is not None
         tokens.zero_()
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)

@@ -71,7 +71,7 @@ class VllmFrontend:
         self,
         request: HttpRequest,
         references: Sequence[ItemReference],
-        headers: Sequence[ItemHeader | None],
+        headers: Sequence[ItemHeader],
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
@@ -79,7 +79,6 @@ class VllmFrontend:
 
         The head is delayed until all embeddings are received, so that the request can still be retried, and until the
         first chunk, so that its Server-Timing contains the time to the first token. References are valid meanwhile.
-        `headers`: vLLM is called once those that are None have come with their embeddings.
 
         Raises WorkerEndedError before the head if the engine has ended and the answer would be an error: vLLM sends a
         500, or an event stream without a token.
@@ -89,11 +88,8 @@ class VllmFrontend:
         keys: list[str] = []
         start: compat.Message | None = None
         try:
-            if None in headers:
-                await timeline.received.wait()
             for reference in references:
-                header = headers[reference.item] or received.header(reference.item)
-                keys.append(self.references.add(header, reference.key))
+                keys.append(self.references.add(headers[reference.item], reference.key))
             async with aclosing(asgi_client.call(self.app, request)) as messages:
                 async for message in messages:
                     if message["type"] == "http.response.start":

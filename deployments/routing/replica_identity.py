@@ -19,7 +19,7 @@ from ray.serve.request_router import RunningReplica
 
 from deployments.common import names
 from deployments.common.ray_private import is_available, running_replicas
-from encoder.images.generic_identity import Identity, identity_from_json
+from encoder.images.identity import EncoderIdentity
 
 IDENTITY = "identity"
 """Key of the identity in a replica's metadata. All values are strings, since the controller unpickles them."""
@@ -30,7 +30,7 @@ FIRST_UPDATE_S = 1.0
 """Time for Serve's controller to send the running replicas; if there are none by then, the application is starting."""
 
 
-def encoder_metadata(identity: Identity) -> dict[str, str]:
+def encoder_metadata(identity: EncoderIdentity) -> dict[str, str]:
     return {IDENTITY: identity.fingerprint, _TOWER: identity.tower, _ENCODER: identity.to_json()}
 
 
@@ -81,9 +81,9 @@ class FleetIdentity:
         self._encoder = encoder
         self._llm = llm
         self._to_client_error = to_client_error
-        self._current: Identity | None = None
+        self._current: EncoderIdentity | None = None
 
-    async def get(self) -> Identity:
+    async def get(self) -> EncoderIdentity:
         """Returns the most frequent identity of the running encoders whose tower a running language model expects; on a
         tie, the one returned last. Waits for the first encoder, and for a tower that both deployments have.
 
@@ -104,7 +104,7 @@ class FleetIdentity:
                 waiting.cancel()
         return chosen
 
-    def _choose(self) -> Identity | None:
+    def _choose(self) -> EncoderIdentity | None:
         encoders, towers = running_replicas(self._encoder), _towers(self._llm)
         replicas = [one for one in encoders if not towers or one.replica_metadata.get(_TOWER) in towers]
         if encoders and not replicas:
@@ -116,7 +116,7 @@ class FleetIdentity:
         )
         if most_frequent != current:
             published = next(replica for replica in replicas if identity_of(replica) == most_frequent)
-            self._current = identity_from_json(published.replica_metadata[_ENCODER])
+            self._current = EncoderIdentity.from_json(published.replica_metadata[_ENCODER])
         return self._current
 
 

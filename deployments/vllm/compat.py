@@ -324,9 +324,9 @@ def embedding_width(engine: Engine) -> int:
     Raises VllmNotUsableError if the model takes no images.
     """
     config = engine.model_config.hf_config
-    if not engine.model_config.is_multimodal_model:
-        raise VllmNotUsableError(f"vLLM runs model type {config.model_type!r} as a text model: it takes no images")
-    vision = getattr(getattr(config, "thinker_config", config), "vision_config", None)
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        raise VllmNotUsableError(f"model type {config.model_type!r} has no vision_config: it takes no images")
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     return int(engine.model_config.get_inputs_embeds_size()) * (1 + levels)
 

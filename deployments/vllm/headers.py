@@ -78,7 +78,7 @@ def _metadata(modality: str, kept: MultiModalKwargsItem) -> tuple[int, int, int]
         t, h, w = grid.data.tolist()
         return t, h, w
     if not kept:
-        kept = _item_of_field(modality, NO_METADATA, torch.tensor([0], dtype=torch.uint8))
+        kept = _item_of_field(modality, NO_METADATA, torch.empty(1, dtype=torch.uint8))
     return bytes(encode_mm_kwargs_item(kept).encode())
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from PIL import Image
 from pydantic import JsonValue
 
 from deployments.vllm import import_shim
@@ -138,14 +136,3 @@ class Preparer:
             return AudioMediaIO(**self._audio_options).load_bytes(data)
         except Exception as error:
             raise ItemError("the audio cannot be decoded") from error
-
-
-def blank_image(width: int, height: int) -> bytes:
-    """Returns a PNG file."""
-    Image.new("RGB", (width, height)).save(file := BytesIO(), "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def blank_image_header(path: str, engine_args: Mapping[str, JsonValue], digest: str) -> ItemHeader:
-    """Returns the header of a small image. Raises ItemError if the model takes no images."""
-    return Preparer(path, engine_args).prepare(blank_image(64, 64), "image", digest).header

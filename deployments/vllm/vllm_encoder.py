@@ -21,7 +21,6 @@ from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
 from deployments.vllm.preparer import VllmInputs
 from encoder.graphs.budgets import resolve_budgets
-from encoder.images.generic_identity import GenericIdentity
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
@@ -57,11 +56,9 @@ class VllmBatch:
         fetched = []
         for output in self.outputs:
             rows, width = output.shape
-            # float16 does not travel; float32 holds its values exactly.
-            dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
-            place = None if allocate is None else allocate(rows, width, dtype)
+            place = None if allocate is None else allocate(rows, width, output.dtype)
             # Synchronises on purpose: the caller needs the values.
-            fetched.append(output.to("cpu", dtype, copy=True) if place is None else place.copy_(output))
+            fetched.append(output.to("cpu", copy=True) if place is None else place.copy_(output))
         return fetched
 
 
@@ -73,12 +70,8 @@ class VllmEncoder:
     [embedding] = encoder.encode([prepared])  # [prepared.header.num_embeds, width], or the item's error
     """
 
-    resizes_on_device = False
-
     def __init__(self, tower: Tower, config: EncoderConfig | None = None) -> None:
         config = config or EncoderConfig()
-        self.identity = GenericIdentity("", "", ())
-        """Set by a server, which computes digests."""
         self._tower = tower
         self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=False)
         self._max_items = config.encoder_cudagraph_max_images_per_batch
@@ -122,9 +115,6 @@ class VllmEncoder:
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         return len(num_tokens)
-
-    def count_tokens(self, item: VllmInputs) -> int:
-        return item.num_tokens
 
     def idle_step(self) -> bool:
         return False

@@ -9,13 +9,13 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from PIL import Image
 
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.images.load import DECODING_RULES_VERSION, to_rgb
-from encoder.images.size import Grid, ImageRules, PixelBounds, image_grid, num_tokens
+from encoder.images.size import Grid, ImageRules, PixelBounds, num_tokens
 from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 
 _DOMAIN = b"vitray embedding digest 1"
@@ -41,8 +41,6 @@ class EncoderIdentity:
     image_token_id: int | None = None
     """Token of an image in prompts, which does not change embeddings: it is no part of the fingerprint. None without a
     checkpoint."""
-    has_pixel_bounds: ClassVar[bool] = True
-    """Whether requests may bound the pixels of resized images."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -83,11 +81,6 @@ class EncoderIdentity:
         return image_digest(
             image, bounds=bounds, numerics=self.fingerprint, weights=self.weights, salt=salt, shape=shape
         )
-
-    def plan_image(self, digest: str, width: int, height: int, bounds: PixelBounds | None) -> tuple[int, ItemHeader]:
-        """Returns the visual tokens of an image of `width` x `height` pixels, and its header. Raises ImageError."""
-        grid = image_grid(width, height, self.rules, bounds)
-        return num_tokens(grid, self.rules.merge_size), self.header(digest, grid)
 
     def header(self, digest: str, grid: Grid) -> ItemHeader:
         """Returns the header of an image, which equals that of vLLM's processor for the checkpoint.

@@ -62,7 +62,7 @@ CACHE_BYTES = SHARED_EMBEDDING_BYTES // 4
 Settings = dict[str, Any]
 
 
-def application_settings(
+def _application(
     name: str, checkpoint: Path, *, dtype: str, transfer: str, ingress: Settings, deployments: list[Settings]
 ) -> Settings:
     return {
@@ -96,7 +96,7 @@ def application_settings(
 
 def configuration(checkpoints: dict[str, Path]) -> Settings:
     """A serve_config for the checkpoints under `qwen3`, `qwen25` and `tight`, on a free port."""
-    tight = application_settings(
+    tight = _application(
         "tight",
         checkpoints["tight"],
         dtype="bfloat16",
@@ -139,7 +139,7 @@ def configuration(checkpoints: dict[str, Path]) -> Settings:
         ],
     )
     roomy = [
-        application_settings(
+        _application(
             name,
             checkpoints[name],
             dtype="float32",

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, TypeVar
 
 from deployments.common.fair_queue import FairQueue
-from deployments.encoder_replica.decode.worker_process import Decoder, Receive, Task, parse_pixels, serve_tasks
+from deployments.encoder_replica.decode.worker_process import Decoder, Task
 from deployments.transfer.shared_memory import Arena
 from encoder.images.decoded import Decoded
 from encoder.images.size import ImageRules, PixelBounds, image_grid, resized_size
 from encoder.pixels.preprocess import Pixels
-
-T = TypeVar("T")
 
 
 def _ignore() -> None: ...
@@ -58,53 +54,6 @@ class FairSemaphore:
         self._num_free += 1
 
 
-class Workers:
-    """Worker processes, each used by one thread at a time. For one event loop."""
-
-    def __init__(self, decoders: Sequence[Decoder]) -> None:
-        self.decoders = decoders
-        self._idle: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
-        for decoder in decoders:
-            self._idle.put(decoder)
-        self.threads = ThreadPoolExecutor(len(decoders), thread_name_prefix="decode")
-        # Further jobs wait in the fair queue, where cancelling is free. The extra job keeps the workers busy.
-        self._permits = FairSemaphore(len(decoders) + 1)
-
-    async def run(self, job: Callable[[], T], place: float) -> T:
-        """Runs a job, which calls `run_task`, in a thread.
-
-        A cancelled caller leaves the queue. A job in flight runs to its end: it could only be stopped by killing its
-        process, and a new one takes seconds to start.
-        """
-        await self._permits.acquire(place)
-        try:
-            future = asyncio.get_running_loop().run_in_executor(self.threads, job)
-        except BaseException:
-            self._permits.release()
-            raise
-        future.add_done_callback(self._release_permit)
-        return await asyncio.shield(future)
-
-    def _release_permit(self, future: asyncio.Future[Any]) -> None:
-        self._permits.release()
-        if not future.cancelled():
-            future.exception()  # retrieved, or asyncio logs the exception if the caller was cancelled
-
-    def run_task(self, task: object, parse: Callable[[bytes, Receive], T], timeout_s: float) -> T:
-        """Calls `Decoder.run` of an idle process."""
-        decoder = self._idle.get()
-        try:
-            return decoder.run(task, parse, timeout_s)
-        finally:
-            self._idle.put(decoder)
-
-    def stop(self) -> None:
-        """Ends the worker processes. Jobs in flight never complete, so no caller may be waiting."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        for decoder in self.decoders:
-            decoder.stop()
-
-
 class DecodePool:
     """Worker processes that decode image files into pixels. For one event loop."""
 
@@ -134,14 +83,23 @@ class DecodePool:
         self._resize = resize
         self._on_piped = on_piped
         self.arena = Arena(shm_bytes)
-        self._memory_bytes = memory_bytes
-        settings = (rules, max_pixels, memory_bytes, self.arena.handle(), resize)
-        self._workers = Workers([Decoder(serve_tasks, *settings) for _ in range(workers)])
+        self._decoders = [
+            Decoder(rules, max_pixels, memory_bytes, self.arena.handle(), resizes=resize) for _ in range(workers)
+        ]
+        self._idle: queue.SimpleQueue[Decoder] = queue.SimpleQueue()
+        for decoder in self._decoders:
+            self._idle.put(decoder)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+        # Further jobs wait in the fair queue, where cancelling is free. The extra job keeps the workers busy.
+        self._permits = FairSemaphore(workers + 1)
 
     async def decode(
         self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int], place: float = 0.0
     ) -> Pixels | Decoded:
-        """Decodes an image, as `Workers.run`. The pixels' shared memory is freed with the last reference.
+        """Decodes an image.
+
+        A cancelled caller leaves the queue. A decoding in flight runs to its end: it could only be stopped by killing
+        its process, and a new one takes seconds to start. The pixels' shared memory is freed with the last reference.
 
         Args:
             size: upright width and height in pixels, as the file's header states them.
@@ -151,7 +109,19 @@ class DecodePool:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
             WorkerEndedError: no decoder process can be started.
         """
-        return await self._workers.run(partial(self._decode, data, bounds, size), place)
+        await self._permits.acquire(place)
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, bounds, size)
+        except BaseException:
+            self._permits.release()
+            raise
+        future.add_done_callback(self._release_permit)
+        return await asyncio.shield(future)
+
+    def _release_permit(self, future: asyncio.Future[Pixels | Decoded]) -> None:
+        self._permits.release()
+        if not future.cancelled():
+            future.exception()  # retrieved, or asyncio logs the exception if the caller was cancelled
 
     def _decode(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
         width, height = resized_size(*size, self._rules, bounds) if self._resize else size
@@ -161,13 +131,18 @@ class DecodePool:
         # Outside of shared memory, only the limit on queued tokens bounds the waiting pixels, and only resized ones.
         resize = self._resize or allocation is None
         place = (allocation.offset, allocation.num_bytes) if allocation is not None else (0, 0)
-        parse = partial(parse_pixels, allocation=allocation, memory_bytes=self._memory_bytes)
-        values = self._workers.run_task(Task(data, bounds, resize, *place), parse, self._timeout_s)
+        decoder = self._idle.get()
+        try:
+            values = decoder.run(Task(data, bounds, resize, *place), allocation, self._timeout_s)
+        finally:
+            self._idle.put(decoder)
         if not resize:
             return Decoded(values, image_grid(values.shape[1], values.shape[0], self._rules, bounds))
         patch = self._rules.patch_size
         return Pixels(values, (1, values.shape[1] // patch, values.shape[2] // patch))
 
     def stop(self) -> None:
-        """As `Workers.stop`."""
-        self._workers.stop()
+        """Ends the worker processes. Decodings in flight never complete, so no caller may be waiting."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for decoder in self._decoders:
+            decoder.stop()

@@ -11,11 +11,10 @@ import io
 import json
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve")
 
-T = TypeVar("T")
-Receive = Callable[[int], bytes]
-"""Receives a further message of at most so many bytes."""
-
 START_TIMEOUT_S = 120.0
 """Timeout for a process to start and finish its imports."""
 
 MAX_ANSWER_BYTES = 65_536
 """Limit of the JSON part of an answer."""
 
-NOT_PROCESSED = "the image could not be processed"
 DECODER_FAILED = "the image could not be decoded: its decoder process ended"
 
 _READY, _STARTED = b"ready", b"started"
@@ -68,52 +62,29 @@ def serve_tasks(
     """Answers tasks until the parent's end of the pipe closes. `resizes`: whether to warm up for resizing."""
     memory = np.frombuffer(arena.open(), np.uint8)
     _decode(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
-
-    def begin(task: Task) -> None:
-        if task.resize:
-            _import_resize()  # imports torch before the image's timeout begins
-
-    def decode_task(task: Task) -> list[bytes | memoryview]:
-        values = _decode(task, rules, max_pixels)
-        shared = values.nbytes <= task.num_bytes
-        if shared:
-            memory[task.offset : task.offset + values.nbytes].reshape(values.shape)[...] = values
-        head = json.dumps({"shape": values.shape, "shared": shared}).encode()
-        return [head] if shared else [head, values.reshape(-1).data]
-
-    answer_tasks(connection, memory_bytes, decode_task, begin)
-
-
-def answer_tasks(
-    connection: Connection,
-    memory_bytes: int,
-    work: Callable[[Any], Sequence[bytes | memoryview]],
-    begin: Callable[[Any], None] = lambda _: None,
-) -> None:
-    """Sends the messages that `work` returns for each task, or one message with its error.
-
-    `begin` is called before the task's timeout begins.
-    """
     connection.send_bytes(_READY)
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
-        begin(task)
+        if task.resize:
+            _import_resize()  # imports torch before the image's timeout begins
         connection.send_bytes(_STARTED)
         try:
             with limit_memory(memory_bytes):
-                messages = work(task)
+                values = _decode(task, rules, max_pixels)
         except (ImageError, MemoryLimitError) as error:
             over = f"decoding takes more than {memory_bytes} bytes of memory, the limit"
             message = over if isinstance(error, MemoryLimitError) else str(error)
-            messages = [json.dumps({"error": message}).encode()]
-        except Exception:
-            logger.exception("an image could not be processed")
-            messages = [json.dumps({"error": NOT_PROCESSED}).encode()]
-        for sent in messages:
-            connection.send_bytes(sent)
+            connection.send_bytes(json.dumps({"error": message}).encode())
+            continue
+        shared = values.nbytes <= task.num_bytes
+        if shared:
+            memory[task.offset : task.offset + values.nbytes].reshape(values.shape)[...] = values
+        connection.send_bytes(json.dumps({"shape": values.shape, "shared": shared}).encode())
+        if not shared:
+            connection.send_bytes(values.reshape(-1).data)
 
 
 def _warm_up_file() -> bytes:
@@ -141,32 +112,21 @@ def _import_resize() -> Callable[[Decoded, ImageRules], Pixels]:
     return resize
 
 
-def parse_pixels(
-    answer: bytes, receive: Receive, allocation: Allocation | None, memory_bytes: int
-) -> NDArray[np.uint8]:
-    """Returns a task's pixels, in the allocation if they were stored there."""
-    fields = json.loads(answer)
-    shape = tuple(int(side) for side in fields["shape"])
-    if len(shape) != 3 or min(shape) < 1:
-        raise ValueError(f"pixels have the shape {shape}")
-    if fields["shared"] and allocation is not None:
-        return allocation.array(shape)
-    return np.frombuffer(bytearray(receive(memory_bytes)), np.uint8).reshape(shape)
-
-
 class Decoder:
     """Handle on one worker process, which is restarted when it is lost. For one thread at a time."""
 
-    def __init__(self, serve: Callable[..., None], *settings: object, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        """`serve` runs in the process with its end of the pipe and `settings`."""
-        self._serve, self._settings, self._start_timeout_s = serve, settings, start_timeout_s
+    def __init__(
+        self, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, *, resizes: bool
+    ) -> None:
+        """`memory_bytes`: limit of the memory that one image may take."""
+        self._settings = (rules, max_pixels, memory_bytes, arena, resizes)
         self._stopped = False
         self._ready = False
         self._start()
 
-    def run(self, task: object, parse: Callable[[bytes, Receive], T], timeout_s: float) -> T:
-        """Returns what `parse` makes of the answer's first message; it may receive another one, of limited bytes.
-        `timeout_s` counts from the time at which the process receives the task.
+    def run(self, task: Task, allocation: Allocation | None, timeout_s: float) -> NDArray[np.uint8]:
+        """Returns the task's pixels, in the allocation if there is one. `timeout_s` counts from the time at which the
+        process receives the task.
 
         Raises:
             ImageError: the file cannot be decoded, took too long, or killed its decoder.
@@ -174,10 +134,10 @@ class Decoder:
         """
         self._send_task(task)
         try:
-            answer = self._receive(timeout_s, MAX_ANSWER_BYTES)
-            message = json.loads(answer).get("error")
+            answer = json.loads(self._receive(timeout_s, MAX_ANSWER_BYTES))
+            message = answer.get("error")
             if message is None:
-                return parse(answer, partial(self._receive, timeout_s))
+                return self._parse_pixels(answer, allocation, timeout_s)
         except TimeoutError as error:
             self._restart()
             raise ImageError(f"decoding took longer than {timeout_s:g} s") from error
@@ -185,6 +145,17 @@ class Decoder:
             self._restart()
             raise ImageError(DECODER_FAILED) from error
         raise ImageError(str(message))
+
+    def _parse_pixels(
+        self, answer: Mapping[str, Any], allocation: Allocation | None, timeout_s: float
+    ) -> NDArray[np.uint8]:
+        shape = tuple(int(side) for side in answer["shape"])
+        if len(shape) != 3 or min(shape) < 1:
+            raise ValueError(f"pixels have the shape {shape}")
+        if answer["shared"] and allocation is not None:
+            return allocation.array(shape)
+        _, _, memory_bytes, *_ = self._settings
+        return np.frombuffer(bytearray(self._receive(timeout_s, memory_bytes)), np.uint8).reshape(shape)
 
     def _receive(self, timeout_s: float, max_bytes: int) -> bytes:
         if not self._connection.poll(timeout_s):
@@ -196,7 +167,7 @@ class Decoder:
         self._stopped = True
         self._kill()
 
-    def _send_task(self, task: object) -> None:
+    def _send_task(self, task: Task) -> None:
         """Sends the task to the process, or to a new one: an earlier loss of the process is not this image's fault."""
         for _ in range(2):
             try:
@@ -213,7 +184,7 @@ class Decoder:
 
     def _expect(self, message: bytes) -> None:
         """Waits for `message`. Raises EOFError if another message or none arrives."""
-        if not self._connection.poll(self._start_timeout_s) or self._connection.recv_bytes() != message:
+        if not self._connection.poll(START_TIMEOUT_S) or self._connection.recv_bytes() != message:
             raise EOFError
 
     def _start(self) -> None:
@@ -221,7 +192,7 @@ class Decoder:
         parent_end, child_end = multiprocessing.Pipe()
         # Forking a process that uses CUDA or threads is not safe.
         process = multiprocessing.get_context("spawn").Process(
-            target=self._serve, args=(child_end, *self._settings), name="decoder", daemon=True
+            target=serve_tasks, args=(child_end, *self._settings), name="decoder", daemon=True
         )
         try:
             process.start()

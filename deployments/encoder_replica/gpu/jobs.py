@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -14,11 +13,6 @@ from deployments.encoder_replica.gpu.health import Fault
 from encoder.images.decoded import Decoded
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
-
-if TYPE_CHECKING:  # a GPU host without the servers' packages runs this module's tests
-    from deployments.vllm.preparer import VllmInputs
-
-Item: TypeAlias = "Pixels | Decoded | VllmInputs"
 
 
 @dataclass(frozen=True)
@@ -37,8 +31,7 @@ class Encoded:
 class Job:
     """One image to encode."""
 
-    item: Item
-    """Prepared input."""
+    pixels: Pixels | Decoded
     num_tokens: int
     queued_at_s: float
     place: float

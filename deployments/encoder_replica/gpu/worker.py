@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from deployments.common.fair_queue import WINDOW, FairQueue
 from deployments.common.replica_errors import DeviceFailedError, QueueFullError, WorkerEndedError
@@ -21,19 +20,22 @@ from deployments.common.throughput import BusySpeed
 from deployments.encoder_replica.gpu.completion import Completion
 from deployments.encoder_replica.gpu.completion_thread import CompletionThread
 from deployments.encoder_replica.gpu.health import Fault
-from deployments.encoder_replica.gpu.jobs import Encoded, Item, Job, Signal, WorkerEvents
-from encoder.interface import ItemEncoder
+from deployments.encoder_replica.gpu.jobs import Encoded, Job, Signal, WorkerEvents
+from encoder.encoder import Encoder
+from encoder.images.decoded import Decoded
+from encoder.images.size import num_tokens
+from encoder.pixels.preprocess import Pixels
 from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger("ray.serve")
 
 
 class GpuWorker:
-    """Owns one encoder on one thread. `submit` is thread-safe."""
+    """Owns one Encoder on one thread. `submit` is thread-safe."""
 
     def __init__(
         self,
-        make_encoder: Callable[[], ItemEncoder[Any]],
+        make_encoder: Callable[[], Encoder],
         *,
         max_queued_tokens: int,
         events: WorkerEvents | None = None,
@@ -55,14 +57,13 @@ class GpuWorker:
         self._speed = BusySpeed()
         self._completion = Completion(self._events, self._inbox.put, allocate)
         self._can_idle = True
-        encoder_future: Future[ItemEncoder[Any]] = Future()
+        encoder_future: Future[Encoder] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(make_encoder, encoder_future), name="gpu-owner", daemon=True
         )
         self._thread.start()
         encoder = encoder_future.result()
         self.identity, self.resizes_on_device = encoder.identity, encoder.resizes_on_device
-        self._count_tokens = encoder.count_tokens
 
     @property
     def is_alive(self) -> bool:
@@ -83,7 +84,7 @@ class GpuWorker:
         """Tokens per second measured in busy time; 0 before the first image."""
         return self._speed.tokens_per_s
 
-    def submit(self, item: Item, place: float | None = None) -> Future[Encoded]:
+    def submit(self, pixels: Pixels | Decoded, place: float | None = None) -> Future[Encoded]:
         """Queues one image. An image that exceeds `max_queued_tokens` alone is accepted if the queue is empty.
 
         `place`: place in the queue, from `fair_queue.virtual_arrival_s` and `time.perf_counter`; None: now.
@@ -92,9 +93,9 @@ class GpuWorker:
             QueueFullError: the queue has no room for the image's tokens.
             WorkerEndedError: the thread has ended, or the device has failed.
         """
-        num_job_tokens = self._count_tokens(item)
+        num_job_tokens = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
         now = time.perf_counter()
-        job = Job(item, num_job_tokens, now, now if place is None else place)
+        job = Job(pixels, num_job_tokens, now, now if place is None else place)
         if self.fault is not None:
             raise DeviceFailedError(f"the GPU has failed: {self.fault.value}")
         with self._lock:
@@ -125,7 +126,7 @@ class GpuWorker:
             self._speed.end(num_job_tokens if encoded else 0)
             self._events.on_queued_tokens(self._queued_tokens)
 
-    def _run(self, make_encoder: Callable[[], ItemEncoder[Any]], encoder_future: Future[ItemEncoder[Any]]) -> None:
+    def _run(self, make_encoder: Callable[[], Encoder], encoder_future: Future[Encoder]) -> None:
         try:
             encoder = make_encoder()
         except BaseException as error:
@@ -148,7 +149,7 @@ class GpuWorker:
             self._completion_thread.close()
             self._fail_remaining(late)
 
-    def _run_idle_steps(self, encoder: ItemEncoder[Any]) -> None:
+    def _run_idle_steps(self, encoder: Encoder) -> None:
         """Runs the encoder's idle steps while no job is queued or in flight.
 
         A graph capture needs the device to itself. After an idle step that raised, none is tried again.
@@ -168,7 +169,7 @@ class GpuWorker:
             self._completion.diagnose(error, alone=False)
             logger.exception("an idle step of the encoder failed; no further idle step is run")
 
-    def _encode_queued(self, encoder: ItemEncoder[Any]) -> None:
+    def _encode_queued(self, encoder: Encoder) -> None:
         """Blocks until an item arrives, then launches all queued jobs, batch by batch."""
         self._enqueue(self._inbox.get())
         while self._fair_queue:
@@ -176,7 +177,7 @@ class GpuWorker:
             self._drain_inbox()
             self._launch(encoder, self._select_jobs(encoder))
 
-    def _select_jobs(self, encoder: ItemEncoder[Any]) -> list[Job]:
+    def _select_jobs(self, encoder: Encoder) -> list[Job]:
         """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
         first = [job for _, job in self._fair_queue.take(WINDOW)]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
@@ -189,7 +190,7 @@ class GpuWorker:
         for job in jobs:
             self._fair_queue.add(job.place, job)
 
-    def _run_retries(self, encoder: ItemEncoder[Any]) -> list[Job]:
+    def _run_retries(self, encoder: Encoder) -> list[Job]:
         """Runs the retries that are queued, and returns the jobs that arrived after the stop signal."""
         self._completion_thread.wait_idle()
         late: list[Job] = []
@@ -225,7 +226,7 @@ class GpuWorker:
         elif item is Signal.STOP:
             self._stopping = True
 
-    def _launch(self, encoder: ItemEncoder[Any], jobs: list[Job]) -> None:
+    def _launch(self, encoder: Encoder, jobs: list[Job]) -> None:
         """Launches the batch with the first job, then the other batches as long as no new job arrives; returns the
         rest to the queue.
 
@@ -240,7 +241,7 @@ class GpuWorker:
         launched_indices: set[int] = set()
         started = time.perf_counter()
         try:
-            for launched in encoder.launch_batches([job.item for job in jobs]):
+            for launched in encoder.launch_batches([job.pixels for job in jobs]):
                 launched_indices.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
                 self._completion_thread.put(partial(self._completion.complete_batch, launched, batch, started))

@@ -22,7 +22,6 @@ from benchmarks.simulation.predict_run import Record
 from configs.encoder_config import EncoderConfig
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from encoder.encoder import Encoder
-from encoder.images.identity import EncoderIdentity
 from encoder.pixels.preprocess import Pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*look_back_period_s.*:FutureWarning")
@@ -154,7 +153,6 @@ def test_a_fake_gpu_takes_the_set_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     worker = GpuWorker(made, max_queued_tokens=1000)
     identity = worker.identity
-    assert isinstance(identity, EncoderIdentity)
     merge, factor = identity.rules.merge_size, identity.rules.factor
     image = Pixels(np.zeros((3, 2 * factor, 2 * factor), np.uint8), (1, 2 * merge, 2 * merge))
     began = time.monotonic()

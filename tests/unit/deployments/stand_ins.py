@@ -20,7 +20,7 @@ from deployments.ingress.attempt import MAX_ATTEMPTS
 from deployments.ingress.deployment import Ingress
 from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata
-from encoder.images.generic_identity import Identity
+from encoder.images.identity import EncoderIdentity
 from encoder.item_header import ItemHeader
 from tests.unit.deployments.samples import IDENTITY, png
 
@@ -104,8 +104,7 @@ class StandIns:
         self._encodings = list(encodings)
         self.requests: list[HttpRequest] = []
         self.references: list[list[ItemReference]] = []
-        self.headers: list[list[Any]] = []
-        """An ItemHeader each, or None."""
+        self.headers: list[list[ItemHeader]] = []
         self.encodings: list[Pieces] = []
         self.given: list[list[object]] = []
         """To the language model, of each request: references, or where embeddings lie."""
@@ -117,7 +116,7 @@ class StandIns:
         self.deployment_id = DeploymentID("Encoder", "app")
         self.run(IDENTITY)
 
-    def run(self, *encoders: Identity, available: bool = True) -> None:
+    def run(self, *encoders: EncoderIdentity, available: bool = True) -> None:
         """The running replicas from now on, and whether there can be any."""
         replicas = {str(at): SimpleNamespace(replica_metadata=encoder_metadata(one)) for at, one in enumerate(encoders)}
         routers = SimpleNamespace(curr_replicas=replicas, exclude=self.failed.append)
@@ -144,7 +143,7 @@ class StandIns:
         self,
         request: HttpRequest,
         references: list[ItemReference],
-        headers: list[ItemHeader | None],
+        headers: list[ItemHeader],
         given: list[object],
         call: Call,
     ) -> Pieces:
@@ -176,7 +175,7 @@ class Accepting(StandIns):
         self,
         request: HttpRequest,
         references: list[ItemReference],
-        headers: list[ItemHeader | None],
+        headers: list[ItemHeader],
         given: list[object],
         call: Call,
     ) -> Pieces:

@@ -237,20 +237,6 @@ def test_a_model_in_a_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mo
         assert looked.model_fact(name).found == "no such checkpoint folder"
 
 
-def test_a_model_without_a_tower_of_ours_is_looked_up_in_vllm(tmp_path: Path) -> None:
-    def fact(*architectures: str) -> ModelFact:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "other", "architectures": architectures}))
-        return looked.model_fact(str(tmp_path))
-
-    generic = fact("LlavaForConditionalGeneration")
-    assert (generic.there, generic.found) == (True, f"LlavaForConditionalGeneration, generic, in {tmp_path}")
-    whisper, text = fact("WhisperForConditionalGeneration"), fact("Qwen3ForCausalLM")
-    assert not whisper.there
-    assert "encoder-decoder" in whisper.found
-    assert not text.there
-    assert "Qwen3ForCausalLM: no multimodal architecture of vLLM" in text.found
-
-
 class Hub:
     """Stands in for the hub's client."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -23,9 +22,7 @@ from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded
 from deployments.ingress import attempt
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, image_parts
-from encoder.images.generic_identity import GenericIdentity
 from encoder.images.size import read_header
-from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
 from tests.unit.deployments.samples import png
 from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
@@ -33,7 +30,6 @@ from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, Stand
 ANSWER: dict[str, object] = {"role": "assistant", "content": "Done."}
 TOKENS = 4
 """Of one picture."""
-GENERIC = GenericIdentity("checkpoint", "settings", ((TOKENS,) * 4,) * 4)
 
 
 @pytest.fixture(autouse=True)
@@ -244,51 +240,3 @@ def test_an_image_seen_before_is_only_hashed(monkeypatch: pytest.MonkeyPatch) ->
     assert len(read) == len(set(read)) == 5
     jobs = [job for encoding in stand_ins.encodings for job in encoding._pieces if isinstance(job, ImageJob)]
     assert {job.num_tokens for job in jobs} == {TOKENS}
-
-
-class Describes(Encodes):
-    """Encoders with vLLM's processor, which alone knows headers, and language models that read from their memory."""
-
-    def __init__(self, *answers: Pieces) -> None:
-        super().__init__(*answers)
-        self.run(GENERIC)
-
-    def accepted(self) -> Accepted:
-        coming = iter(self.jobs[-sum(isinstance(one, Pieces) for one in self.given[-1]) :])
-        return Accepted(
-            HOST, tuple(described(next(coming)) if isinstance(one, Pieces) else None for one in self.given[-1])
-        )
-
-
-def described(job: ImageJob) -> SharedEmbedding:
-    update = PromptUpdate("replace", (7,), (PromptRun(7, 6, True),))
-    return dataclasses.replace(seen(job.digest), header=ItemHeader(job.digest, "image", 6, (update,), (1, 4, 6)))
-
-
-def test_without_its_header_no_image_is_deferred() -> None:
-    """vLLM could not get the request. Where an encoder has described one of an earlier turn, its header goes along."""
-    stand_ins = Describes()
-    assert statuses(stand_ins, turn(3), turn(4)) == [200] * 2
-    assert sent(stand_ins) == [[Pieces] * 3, [Deferred] * 3 + [Pieces]]
-    assert stand_ins.headers == [[None] * 3, [None] * 4]
-    digests = [job.digest for job in stand_ins.jobs]
-    for one in stand_ins.given[1][:3]:
-        assert isinstance(one, Deferred)
-        assert one.location is not None
-        assert one.location.header is not None
-        assert one.location.header.digest == one.location.digest
-        digests.remove(one.location.digest)
-    assert len(digests) == 1
-
-
-@pytest.mark.parametrize(("most", "status"), [(2, 429), (3, 200)])
-def test_what_cannot_be_deferred_counts_for_the_quota(most: int, status: int) -> None:
-    stand_ins = Describes()
-    assert statuses(stand_ins, turn(3), rate_limit={"visual_tokens_per_minute": most * TOKENS}) == [status]
-    assert len(stand_ins.jobs) == (3 if status == 200 else 0)
-
-
-def test_a_described_image_that_is_nowhere_any_more_is_encoded_again() -> None:
-    stand_ins = Describes(Pieces(JSON_HEAD, b"{}"), Pieces(NotEncoded((0,))))
-    assert statuses(stand_ins, turn(1), turn(2)) == [200] * 2
-    assert sent(stand_ins) == [[Pieces], [Deferred, Pieces], [Pieces, Pieces]]

@@ -11,14 +11,11 @@ import pytest
 
 from configs.schema import FetchConfig, IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import HttpRequest
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, ImagePart
-from deployments.ingress.image_jobs import RequestImages, build_engine_request, measure_image
-from encoder.images.generic_identity import GenericIdentity
+from deployments.ingress.image_jobs import RequestImages
 from encoder.images.size import PixelBounds
-from tests.serve.pictures import data_url
 from tests.unit.deployments.samples import IDENTITY, png, request_images
 
 RED, BLUE = png(), png(colour=(0, 0, 255))
@@ -219,34 +216,3 @@ def test_images_are_fetched_side_by_side() -> None:
         assert found.job_of_part == [0, 0]
 
     asyncio.run(scenario())
-
-
-GENERIC = GenericIdentity("checkpoint", "settings", ((100,) * 4,) * 4)
-
-
-def generic_jobs(images: Sequence[ImagePart], fetcher: Files, bounds: PixelBounds | None = None, **limits: Any) -> Any:
-    return asyncio.run(request_images(images, bounds, GENERIC, fetcher, IngressConfig(**limits)))
-
-
-def test_without_image_rules_the_cost_is_estimated_and_the_encoder_sends_the_header() -> None:
-    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(RED)}}]}]}
-    chat = ChatRequest.parse([json.dumps(body).encode()], IngressConfig(), body_format=BodyFormat.CHAT, salt=None)
-    http = HttpRequest("POST", "/v1/chat/completions", b"", [], b"")
-    request = build_engine_request(chat, http, GENERIC, IngressConfig(), None, measure_image)
-    assert request.headers == [None]
-    assert (request.visual_tokens, request.tower) == (100, GENERIC.tower)
-    assert (request.jobs[0].identity, request.jobs[0].size) == (GENERIC.fingerprint, (56, 56))
-
-
-def test_estimated_tokens_are_bounded() -> None:
-    with pytest.raises(ApiError, match="image 1 of 1 comes to 100 visual tokens, the limit is 99"):
-        generic_jobs(parts("red"), Files(red=RED), max_visual_tokens_per_image=99)
-
-
-def test_without_image_rules_a_request_cannot_bound_pixels_and_detail_changes_nothing() -> None:
-    """Ignored bounds would let a client believe in them; vLLM alone ignores `detail`."""
-    with pytest.raises(ApiError, match="images of this model have no pixel bounds") as refused:
-        generic_jobs(parts("red"), Files(red=RED), PixelBounds(None, 10_000))
-    assert (refused.value.status, refused.value.param) == (400, "mm_processor_kwargs")
-    low, high = (generic_jobs(parts("red", detail=each), Files(red=RED)).jobs for each in ("low", "high"))
-    assert low == high

@@ -94,7 +94,7 @@ def answered(
     llm: StandInLLM,
     places: list[ItemReference],
     images: list[Any],
-    headers: Sequence[ItemHeader | None] | None = None,
+    headers: Sequence[ItemHeader] | None = None,
     **asked: Any,
 ) -> tuple[ResponseHead, Any]:
     """`headers`: by default those of embeddings of 1.0, 2.0 and so on."""
@@ -475,58 +475,6 @@ def test_a_failure_that_comes_of_a_lost_engine_is_told_as_that(monkeypatch: pyte
         answered(llm, [], [])
 
 
-def with_header(image: EncodedImage, sent: ItemHeader | None) -> EncodedImage:
-    return dataclasses.replace(image, header=sent)
-
-
-def test_a_header_that_comes_with_its_embedding_is_that_of_the_prompt() -> None:
-    """Only an encoder with vLLM's processor knows it. Others of the request may be known before."""
-    llm, places = replica(), [place(1, "image 1 of 2"), place(0, "image 2 of 2")]
-    sent = with_header(encoded(1.0), header(1.0, (1, 2, 12)))
-    head, body = answered(llm, places, [sent, encoded(2.0)], [None, header(2.0)])
-    assert head.status == 200
-    assert [image["grid"] for image in body["images"]] == [[1, 4, 6], [1, 2, 12]]
-    assert llm.state()["keys"] == 0
-
-
-def test_vllm_gets_a_request_once_all_headers_have_come() -> None:
-    async def scenario() -> None:
-        llm, coming = replica(), asyncio.get_running_loop().create_future()
-        places = [place(0)]
-        called = asyncio.Event()
-        application = llm._frontend.app
-
-        async def app(*scope: Any) -> None:
-            called.set()
-            await application(*scope)
-
-        llm._frontend.app = cast(AsgiApp, app)
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(*places), places, [None], [coming]))
-        accepted = asyncio.ensure_future(anext(pieces))
-        await asyncio.sleep(0.05)
-        assert not called.is_set()
-        coming.set_result(with_header(encoded(1.0), header(1.0)))
-        assert isinstance(await accepted, Accepted)
-        assert (await anext(pieces)).status == 200
-        assert called.is_set()
-        await pieces.aclose()
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("image", [encoded(1.0), with_header(encoded(1.0, rows=5), header(1.0))], ids=["none", "rows"])
-def test_an_embedding_without_its_header_is_not_taken(image: EncodedImage) -> None:
-    llm = replica()
-    head, body = answered(llm, [place(0)], [image], [None])
-    assert (head.status, body["error"]["code"]) == (500, "embedding_mismatch")
-    assert llm.state()["keys"] == 0
-
-
-def test_an_image_without_a_header_that_is_refused_is_a_client_error() -> None:
-    head, body = answered(replica(), [place(0)], [ImageRefused("truncated")], [None])
-    assert (head.status, body["error"]["code"]) == (400, "invalid_image")
-
-
 def started(
     monkeypatch: pytest.MonkeyPatch, config: AppConfig, *, hybrid: bool = False
 ) -> tuple[llm_module.LLM, list[dict[str, Any]]]:
@@ -551,8 +499,8 @@ def started(
     monkeypatch.setattr(compat, "has_prefix_cache", lambda _: True)
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
-    monkeypatch.setattr(llm_module, "uses_own_tower", lambda _: True)
-    monkeypatch.setattr(llm_module, "expected_tower", lambda _: "")
+    monkeypatch.setattr(llm_module, "resolve_checkpoint", lambda model: model)
+    monkeypatch.setattr(llm_module, "tower_identity", lambda folder: "")
     monkeypatch.setattr(llm_module, "probe_engine_loads", loads)
 
     async def start() -> llm_module.LLM:

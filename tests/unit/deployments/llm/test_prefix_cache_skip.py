@@ -4,8 +4,7 @@ engine gets on, where it waits for the embedding, and where it comes to need it 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from typing import Any, NoReturn, TypeVar, cast
 
 import pytest
@@ -20,7 +19,6 @@ from deployments.llm.prefix_cache_skip import Missing, MissingWatch, stream_unle
 from deployments.llm.received import NotEncodedError
 from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, FirstTokenClock, first_token_clock
-from encoder.item_header import ItemHeader
 from tests.cluster.controlled import StandInLLM
 from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually, setting
 from tests.unit.deployments.llm.test_llm import digest, encoded, header, place, replica, request, run
@@ -87,9 +85,9 @@ class Engine:
         """`request`: as vLLM names the first of several answers."""
         self.receiver.missing.report(request, digests)
 
-    async def answer(self, *given: Any, headers: Sequence[ItemHeader | None] = ()) -> list[object]:
+    async def answer(self, *given: Any) -> list[object]:
         places = [place(number) for number in range(len(given))]
-        headers = headers or [header(float(1 + number)) for number in range(len(given))]
+        headers = [header(float(1 + number)) for number in range(len(given))]
         return [piece async for piece in self.llm.handle(request(*places), places, headers, given)]
 
 
@@ -110,24 +108,6 @@ def test_what_the_engine_has_no_need_of_is_not_fetched() -> None:
         assert engine.counts.added[Counter.EMBEDDINGS_SKIPPED, None] == 2
         assert not any(count is Counter.EMBEDDINGS_RECEIVED for count, _ in engine.counts.added)
         assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
-
-    run(scenario())
-
-
-def test_what_an_encoder_has_described_goes_to_the_engine_at_once() -> None:
-    """The header of its last known location is that of the prompt; what is received comes with its own."""
-
-    async def scenario() -> None:
-        there = encoded(1.0).to_shared("somewhere")
-        engine = Engine()
-        deferred = Deferred(dataclasses.replace(there, header=header()))
-        accepted, *_ = await engine.answer(deferred, headers=[None])
-        assert accepted == Accepted(engine.llm._requests.shm_host, (None,))
-        coming = dataclasses.replace(encoded(2.0), header=header(2.0))
-        await engine.answer(deferred, *at_once(coming), headers=[None, None])
-        assert engine.came == [DIGEST, DIGEST, digest(2.0)]
-        engine = Engine(lambda: engine.misses(DIGEST), at_chunk=0)
-        assert await engine.answer(deferred, headers=[None]) == [NotEncoded((0,))]
 
     run(scenario())
 

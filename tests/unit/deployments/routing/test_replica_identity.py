@@ -14,7 +14,6 @@ from deployments.ingress.failures import Failures
 from deployments.routing import replica_identity
 from deployments.routing.replica_identity import POLL_S, FleetIdentity
 from deployments.telemetry.metrics import Counters
-from encoder.images.generic_identity import Identity
 from encoder.images.identity import EncoderIdentity
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import StandIns
@@ -38,7 +37,7 @@ def test_the_majority_decides_and_on_a_tie_nothing_changes() -> None:
     found = []
     for encoders in ("eef", "ef", "ff", "ef", "", "eef"):
         stand_ins.run(*[IDENTITY if one == "e" else FUSED for one in encoders])
-        found.append(cast(EncoderIdentity, asyncio.run(fleet.get())).forward)
+        found.append(asyncio.run(fleet.get()).forward)
     assert found == ["eager", "eager", "fused", "fused", "fused", "eager"]
 
 
@@ -46,7 +45,7 @@ def test_the_first_encoder_is_waited_for() -> None:
     """By a call, for which Serve starts an encoder where there is none: without, an application whose encoders had been
     scaled to zero did not answer its first image."""
 
-    async def started() -> Identity:
+    async def started() -> EncoderIdentity:
         stand_ins = StandIns()
         stand_ins.run()
         waiting = asyncio.create_task(fleet_of(stand_ins).get())
@@ -65,7 +64,7 @@ def test_the_first_encoder_is_waited_for() -> None:
 def test_language_models_decide_which_towers_are_of_use() -> None:
     """All encoders were updated before the first language model, which was sent embeddings of another tower."""
 
-    async def updated() -> list[Identity]:
+    async def updated() -> list[EncoderIdentity]:
         encoders, llms = StandIns(), StandIns()
         fleet = fleet_of(encoders, llms)
         found = [await fleet.get()]

@@ -166,7 +166,7 @@ def test_an_image_that_takes_too_long_is_refused_and_the_pool_goes_on(pool: Deco
 @pytest.fixture
 def handed_over(pool: DecodePool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the process has begun with an image."""
-    begun, (decoder,) = threading.Event(), pool._workers.decoders
+    begun, (decoder,) = threading.Event(), pool._decoders
     hand_over = decoder._send_task
 
     def told(task: Task) -> None:
@@ -254,7 +254,7 @@ def test_a_decoder_that_answers_anything_costs_one_image(
 ) -> None:
     """As one that a file has taken over: its nonsense was a 500 and it went on decoding for others, what it sent was
     taken up to the last byte of memory, and who waited for the rest of it waited for ever."""
-    (decoder,) = pool._workers.decoders
+    (decoder,) = pool._decoders
 
     async def scenario() -> None:
         await decoded(pool, GOOD)
@@ -368,7 +368,7 @@ OWNER = textwrap.dedent("""
     async def main():
         pool = DecodePool(RULES, workers=2, max_pixels=10**6, timeout_s=60, shm_bytes=2**26, resize=False)
         images = await asyncio.gather(*[pool.decode(png(100, 60), None, (100, 60)) for _ in range(4)])
-        print(*[decoder._process.pid for decoder in pool._workers.decoders], flush=True)
+        print(*[decoder._process.pid for decoder in pool._decoders], flush=True)
         slow = slow_bitmap(6_000_000)
         await asyncio.gather(*[pool.decode(slow, None, (30, 30)) for _ in range(4)])
         await asyncio.sleep(600)

@@ -25,7 +25,6 @@ from deployments.encoder_replica.gpu.jobs import Encoded, WorkerEvents
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
-from encoder.images.size import num_tokens
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
@@ -85,11 +84,6 @@ class FakeEncoder:
 
     def wait_for_room(self) -> None:
         self.rooms += 1
-
-    def count_tokens(self, pixels: Pixels) -> int:
-        return num_tokens(pixels.grid_thw, IDENTITY.rules.merge_size)
-
-    def warm_up(self) -> None: ...
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         self.waiting.append(waiting)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -66,7 +65,6 @@ def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterat
     from vllm.config import ECTransferConfig
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-    from vllm.model_executor.models.interfaces import SupportsMultiModal
 
     receiver = receiver_for(FreeAdded(), num_workers=1)
     store = EmbeddingStore(2**20)
@@ -83,9 +81,6 @@ def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterat
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
-    # Restored at the end, or towers of later tests of this process would have no weights.
-    mark = mock.patch.object(SupportsMultiModal, "_mark_tower_model", SupportsMultiModal._mark_tower_model)
-    mark.start()
     worker = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
     assert receiver.link.wait_for_engine(timeout_s=60)
     loop = asyncio.new_event_loop()
@@ -97,7 +92,6 @@ def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterat
         receiver.shut_down()
         server.close()
         loop.close()
-        mark.stop()
 
 
 @pytest.fixture
