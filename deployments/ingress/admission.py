@@ -86,7 +86,7 @@ class Visit:
     def request(self, tokens: int, images: int) -> None:
         """Asks for admission of `tokens` visual tokens, besides those admitted before, which are then queued again.
 
-        Raises ApiError 400 if one request must not have so many, OverloadedError if the queue is full.
+        Raises ApiError 400 above the limit of one request, OverloadedError if the queue is full.
         """
         self._admission.request(self, tokens, images)
 

@@ -167,7 +167,7 @@ def test_quack_computes_a_merger_of_few_tokens(quack: Gemm, rows: int) -> None:
 @pytest.mark.parametrize("rows", [257, 320, 392, 512, 640, 896, 1024, 1568, 2100])
 @pytest.mark.parametrize("after", [Epilogue.NONE, Epilogue.GELU_TANH, Epilogue.SWIGLU])
 def test_products_with_every_class_of_tiles(rows: int, after: Epilogue) -> None:
-    """Whoever computes them: some of these are left to cuBLAS."""
+    """GEMMs of QuACK and of cuBLAS, to which some of these are left."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("QuACK's products are for Hopper")
     pytest.importorskip("quack", reason="QuACK comes with FlashAttention-4: pip install 'vitray[fa4]'")

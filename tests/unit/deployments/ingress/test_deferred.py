@@ -47,7 +47,7 @@ def user(*pictures: dict[str, object]) -> dict[str, object]:
 
 
 def turn(number: int, **size: int) -> list[dict[str, object]]:
-    """All messages of a conversation of so many turns, each with a picture."""
+    """All messages of a conversation of `number` turns, each with a picture."""
     earlier = [[user(picture(each, **size)), ANSWER] for each in range(number - 1)]
     return [*itertools.chain(*earlier), user(picture(number - 1, **size))]
 
