@@ -29,7 +29,7 @@ test: setup ## run the tests that need no GPU (ARGS="tests/unit -k packing" narr
 test-gpu: ## run the tests that need a GPU, with the host's own python3
 	@python3 -m pytest tests/gpu -m gpu $(ARGS)
 
-# Three of them are part of `make test`. A minute each, on an idle core; sounds need the package soundfile.
+# Three of them are part of `make test`. A minute each, on an idle core.
 test-models: setup ## compare encoder and engine with vLLM alone, on a small checkpoint of each architecture (ARGS="gemma3 llava")
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.models.prove $(ARGS)
 	@$(VENV)/bin/python scripts/models_page.py

@@ -86,7 +86,7 @@ def make_encoder(arch: str, asked: Options) -> Encoder:
     )
     config = EncoderConfig(fused_kernels="auto", cudagraph_mm_encoder="auto")
     tower = random_tower(vision, seed=asked.seed, dtype=dtype, device=asked.device)
-    runner = TowerRunner.build(choose_forward(tower, config), config, progress=False)
+    runner = TowerRunner.build(choose_forward(tower, config), config)
     del tower
     encoder = Encoder(runner, EncoderIdentity("random", vision, str(dtype), rules), config)
     encoder.warm_up()

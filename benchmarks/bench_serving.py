@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The ladder end to end, beside vLLM alone.")
     parser.add_argument("--rungs", type=_rungs, default=RUNGS, help=f"some of {','.join(RUNGS)}")
     parser.add_argument("--no-peers", action="store_true", help="do not measure vLLM alone")
-    parser.add_argument("--names", help="some of the servers, such as fusion,fusion-object-store,vllm-graphs")
+    parser.add_argument("--names", help="some of the servers, such as fusion,fusion-asking,vllm-graphs")
     parser.add_argument("--tiny", action="store_true", help="a small checkpoint, on the CPU")
     parser.add_argument("--haproxy", action="store_true", help="use Serve's HAProxy instead of its own proxy")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")

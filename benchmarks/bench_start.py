@@ -93,7 +93,6 @@ def start(checkpoint: Path, switches: dict[str, Any]) -> dict[str, Any]:
     steps = 0
     while config.graph_capture != "startup" and steps < MOST_IDLE_STEPS and lap("last_idle_step", runner.idle_step):
         steps += 1
-    runner.close()
     table = runner.cost_table
     return {
         "seconds": seconds,

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+Implementation = Literal["auto", "vitray", "vllm", "none"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4", "fa3"]
 GraphCapture = Literal["startup", "on_demand", "hybrid"]
 Packing = Literal["cost", "greedy"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "implementation": get_args(Implementation),
     "dtype": get_args(Dtype),
     "attention_backend": get_args(AttentionName),
     "graph_capture": get_args(GraphCapture),
@@ -32,6 +34,12 @@ class EncoderConfig:
         "use_attribute_docstrings": True,
     }
 
+    implementation: Implementation = "auto"
+    """Which code encodes. "vitray": our own tower. "vllm": vLLM's processor and model class, for every other
+    architecture ([models](models.md)); of the settings below, only `dtype`, `cudagraph_mm_encoder`, the token budgets
+    and the images per batch apply to it. "auto": our own tower, if there is one for the checkpoint. "none": no
+    encoders; language models get the image files and run vLLM's own tower ([no split](tune.md#no-split)). No other
+    setting below applies then."""
     dtype: Dtype = "auto"
     """ "auto" is the checkpoint's own dtype."""
     fused_kernels: Literal["auto"] | bool = "auto"
@@ -75,14 +83,16 @@ class EncoderConfig:
     warm_image_sizes: tuple[tuple[int, int], ...] = ((224, 224), (448, 448), (512, 512), (1024, 768), (1024, 1024))
     """Widths and heights in pixels of common images, whose positions are computed at start-up."""
     cache_dir: str | None = None
-    """Directory that outlives a replica, for compiled kernels and the histogram of batch shapes that guides graph
-    capture. If unset, compilers use their own directories and the histogram is lost at a restart."""
+    """Directory that outlives a replica, for compiled kernels. If unset, compilers use their own directories."""
 
     def __post_init__(self) -> None:
         """Validates the settings. Raises ValueError that names the value and its limit."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.implementation in ("vllm", "none") and (self.fp8 or self.fused_kernels is True):
+            key = "fp8" if self.fp8 else "fused_kernels"
+            raise ValueError(f"{key} is true, and implementation is {self.implementation!r}; only 'vitray' has it")
         for name in ("fused_kernels", "cudagraph_mm_encoder"):
             if getattr(self, name) not in ("auto", True, False):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be auto, true or false")

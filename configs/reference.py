@@ -41,12 +41,6 @@ def _settings(section: dict[str, Any], sections: dict[str, Any], prefix: str) ->
             yield Setting(prefix + name, _describe_values(field), _to_yaml(name, field["default"]), meaning)
 
 
-def markdown() -> str:
-    """Returns the settings as a Markdown table."""
-    rows = [f"| `{s.key}` | `{s.default}` | {s.values.replace('|', chr(92) + '|')} | {s.meaning} |" for s in settings()]
-    return "\n".join(["| key below `args:` | default | values | |", "|---|---|---|---|", *rows])
-
-
 def _describe_values(schema: dict[str, object]) -> str:
     """Returns the allowed values in words, such as `"auto" or number ≥ 0`."""
     options = schema.get("anyOf")

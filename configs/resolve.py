@@ -42,6 +42,8 @@ def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
     encoder_gpus = config.encoder_replica.num_gpus
     if encoder_gpus == "auto":
         encoder_gpus = 1.0 if cluster.has_gpu else 0.0
+    if config.encoder.implementation == "none":
+        encoder_gpus = 0.0  # no encoder runs
     llm_gpus = config.llm.num_gpus
     if llm_gpus == "auto":
         llm_gpus = float(tensor_parallel) if cluster.has_gpu else 0.0

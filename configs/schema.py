@@ -18,6 +18,7 @@ GIB = 1024**3
 MIB = 1024**2
 
 PositiveInt = Annotated[int, Field(gt=0)]
+Port = Annotated[int, Field(gt=0, le=65_535)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LoadFactor = Annotated[float, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -63,28 +64,33 @@ class EncoderReplicaConfig(Options):
     accelerator_type: str | None = None
     """Ray's name of a GPU type, such as "A100" or "H100"."""
     decode_workers: PositiveInt = 2
-    """Processes that decode images, and resize them if the encoder has no GPU."""
+    """Processes that decode images, and resize them if the encoder has no GPU; with `encoder.implementation: none`,
+    threads of a language model that decode images."""
     decode_timeout_s: PositiveFloat = 20.0
     """Seconds to decode an image; a slower one is refused and its worker process replaced."""
     pixel_shm_bytes: PositiveInt = 256 * MIB
     """Shared memory for decoded images on their way to the encoder, pinned if the encoder is on a GPU. When it is full,
     images are sent through a pipe."""
     decode_memory_bytes: PositiveInt = 2 * GIB
-    """Memory that one image may use in its worker process; an image that needs more is refused."""
+    """Memory that one image may use in its worker process; an image that needs more is refused. With
+    `encoder.implementation: none`, memory for the pixels of all images that wait for the engine of a language model: a
+    request whose images need more alone is refused with 413."""
     embedding_shm_bytes: PositiveInt = 4 * GIB
     """Shared memory for embeddings that language models of the same host read, cached embeddings included, which are
-    evicted first; pinned if the encoder is on a GPU. When it is full, embeddings go through Ray's object store."""
+    evicted first; pinned if the encoder is on a GPU. When it is full, embeddings are read by TCP from the replica's
+    own memory, of which as many bytes may be used."""
     cache_bytes: Annotated[int, Field(ge=0)] = 2 * GIB
     """Bytes of the embedding cache in host memory; 0 switches it off."""
     max_queued_tokens: PositiveInt = 262_144
     """Visual tokens that may wait for the GPU; images beyond that are rejected with 503."""
     affinity: bool = True
-    """Route an image to the replica that caches its embedding, else to the one its digest hashes to. If false, the
-    replica with the fewest tokens in flight from the same ingress replica is chosen."""
+    """Route an image to the replica that caches its embedding, else to the one its digest hashes to, on the host of its
+    language model first. If false, the replica with the fewest tokens in flight from the same ingress replica is
+    chosen, on that host first."""
     affinity_load_factor: LoadFactor = 1.25
-    """Bounded loads: a replica's visual tokens in flight may be at most this many times the mean of all replicas,
-    counted separately for tokens to encode and cached tokens to send; an image whose replica has more is routed to
-    another. Each ingress replica counts its own calls."""
+    """Bounded loads: a replica's visual tokens in flight may be at most this many times the mean of all replicas, or as
+    many over the mean as twice the image has; counted separately for tokens to encode and cached tokens to send. An
+    image whose replica has more is routed to another. Each ingress replica counts its own calls."""
 
 
 class LLMConfig(Options):
@@ -101,17 +107,16 @@ class LLMConfig(Options):
     server_args: dict[str, JsonValue] = {}
     """Options of `vllm serve` other than the engine's, for instance tool_call_parser or chat_template."""
     receive_buffer_bytes: PositiveInt = 2 * GIB
-    """Receive buffer for embeddings from other hosts, by NIXL or Ray's object store, pinned once the first one arrives
-    if the replica has a GPU. It bounds the bytes in flight; a request whose embedding does not fit in time is
-    retried."""
+    """Receive buffer for embeddings read by TCP or NIXL, pinned once the first one arrives if the replica has a
+    GPU. It bounds the bytes in flight; a request whose embedding does not fit in time is retried."""
     cpu_kv_cache_gib: PositiveInt = 1
     """KV-cache size of a replica without a GPU."""
     affinity: bool = True
     """Route the turns of a conversation to one replica, whose prefix cache holds the earlier turns. If false, the
     replica with the fewest requests in flight from the same ingress replica is chosen."""
     affinity_load_factor: LoadFactor = 1.25
-    """Bounded loads: a replica's requests in flight may be at most this many times the mean; a conversation whose
-    replica has more moves to another, and stays there."""
+    """Bounded loads: a replica's requests in flight may be at most this many times the mean, or two over the mean; a
+    conversation whose replica has more moves to another, and stays there."""
     load_probe_min_tokens: PositiveInt | None = 2048
     """Prompts of at least this many tokens are routed by load: three candidate replicas report their pending prefill
     tokens, and the one expected to finish prefill first is chosen, counting prefix-cache hits. `null`: all prompts are
@@ -178,6 +183,35 @@ class RateLimitConfig(Options):
     """Visual tokens of all images that one client may send in a minute; more are rejected with 429."""
 
 
+class AudioConfig(Options):
+    """Limits of sounds, which vLLM's own classes of models encode."""
+
+    max_bytes: PositiveInt = 25 * MIB
+    """Bytes of one audio file; a larger one is rejected with 413."""
+    max_seconds: PositiveFloat = 600.0
+    """Duration of a sound; a longer one is rejected with 400: by its header, and again when it is decoded."""
+    max_samples: PositiveInt = 64 * MIB
+    """Samples of a sound's channels together, each 4 bytes once decoded; more are rejected with 400."""
+    max_per_request: PositiveInt = 8
+    """Sounds after the last answer in a request's messages; more are rejected with 400."""
+
+
+class VideoConfig(Options):
+    """Limits of videos."""
+
+    max_bytes: PositiveInt = 40 * MIB
+    """Bytes of one video file, or of a list of frames; a larger one is rejected with 413."""
+    max_seconds: PositiveFloat = 600.0
+    """Duration of a video as its file states it; a longer one is rejected with 400."""
+    max_frames: PositiveInt = 128
+    """Frames that are sampled from a video; a request that asks for more, or a model that takes more by itself, is
+    rejected with 400."""
+    max_pixels_per_frame: PositiveInt = 1920 * 1200
+    """Width times height of a video's frames; larger ones are rejected with 400."""
+    max_per_request: PositiveInt = 4
+    """Videos after the last answer in a request's messages; more are rejected with 400."""
+
+
 class IngressConfig(Options):
     """Limits and features of the ingress."""
 
@@ -198,8 +232,9 @@ class IngressConfig(Options):
     max_images_per_request: PositiveInt = 16
     """Images after the last answer in a request's messages; more are rejected with 400."""
     max_earlier_images_per_request: PositiveInt = 512
-    """Images of earlier turns, before the last answer; more are rejected with 400. They are encoded, and count for rate
-    limits and as in flight, only if vLLM's prefix cache does not cover them."""
+    """Images, sounds and videos of earlier turns, before the last answer; more are rejected with 400. They are encoded,
+    and count for rate limits and as in flight, only if vLLM's prefix cache does not cover them; without encoders, they
+    always count."""
     max_completions_per_request: PositiveInt = 128
     """`n` times the number of prompts; more is rejected with 400."""
     max_visual_tokens_per_image: PositiveInt = 16_384
@@ -208,8 +243,9 @@ class IngressConfig(Options):
     """Visual tokens of a request's images after the last answer, computed from their headers before decoding; more are
     rejected with 400."""
     embedding_directory_entries: Annotated[int, Field(ge=0)] = 65_536
-    """Embeddings whose location in an encoder's memory an ingress replica remembers, so that the next request with the
-    same image needs no encoder. 0: every image goes to an encoder."""
+    """Images that an ingress replica remembers, about 1 KB each, 2 KB with vLLM's encoder: size and location of the
+    embedding in an encoder's memory, so that the next request with the same image needs no encoder. 0: every image goes
+    to an encoder."""
     llm_transport: Literal["grpc", "ray"] = "grpc"
     """How requests are sent to language models. "grpc": by Serve's gRPC, which takes half the time of a Ray call,
     except requests that carry object references. It listens on ports that the operating system chooses. "ray": always
@@ -230,6 +266,12 @@ class IngressConfig(Options):
     max_bytes_held: PositiveInt = 2048 * MIB
     """Bytes of request bodies and image files at one ingress replica, each until its answer begins; more are rejected
     with 503."""
+    stored_responses_bytes: Annotated[int, Field(ge=0)] = 256 * MIB
+    """Bytes of stored responses of `/v1/responses` with their images, for `previous_response_id` and
+    `/v1/responses/{id}`, in the memory of one process, the deployment `ResponseStore`. The least recently used are
+    evicted first. 0: responses are not stored."""
+    stored_responses_ttl_s: PositiveFloat = 86_400.0
+    """Seconds after its last use until a stored response is deleted."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds from a request's arrival to its last token. A client may shorten it with the header
     `x-request-timeout-s`."""
@@ -241,6 +283,8 @@ class IngressConfig(Options):
     """Bytes of a request's headers, path and query together; more is rejected with 431."""
     web_ui: bool = True
     """Serve the web page at `/`."""
+    audio: AudioConfig = AudioConfig()
+    video: VideoConfig = VideoConfig()
     fetch: FetchConfig = FetchConfig()
     auth: AuthConfig = AuthConfig()
     rate_limit: RateLimitConfig = RateLimitConfig()
@@ -257,16 +301,46 @@ class IngressConfig(Options):
                 raise ValueError(f"{total} is {getattr(self, total)}, less than {largest}, {getattr(self, largest)}")
         return self
 
+    def max_file_bytes(self, modality: str) -> int:
+        """Returns the bound on the bytes of one file."""
+        limits = {"audio": self.audio.max_bytes, "video": self.video.max_bytes}
+        return limits.get(modality, self.max_image_bytes)
+
+    def max_new_items(self, modality: str) -> int:
+        """Returns the bound on the items of a request after the last answer."""
+        limits = {"audio": self.audio.max_per_request, "video": self.video.max_per_request}
+        return limits.get(modality, self.max_images_per_request)
+
+
+class TcpConfig(Options):
+    """Connections by which language models read embeddings from encoders of other hosts. Both ends authenticate; the
+    embeddings are not encrypted."""
+
+    listen_on: Annotated[str, Field(min_length=1)] | None = None
+    """Address or network interface (`eth1`) on which encoder replicas listen. `null`: the address of their Ray node."""
+    ports: tuple[Port, Port] | None = None
+    """First and last port on which encoder replicas listen, one for each on a host. `null`: any free port."""
+    secret_file: str | None = None
+    """File on every node with the secret by which both ends authenticate, at least 32 bytes. `null`: the application
+    creates one and keeps it in Ray's internal key-value store."""
+
+    @model_validator(mode="after")
+    def _check_order_of_ports(self) -> TcpConfig:
+        if self.ports is not None and self.ports[0] > self.ports[1]:
+            raise ValueError(f"ports are {self.ports[0]} to {self.ports[1]}: the first is over the last")
+        return self
+
 
 class AppConfig(Options):
     """All settings under `args:` of serve_config.yaml."""
 
     model: Annotated[str, Field(min_length=1)] = "auto"
     """Checkpoint folder or hub name. "auto": the small shipped model if the cluster has no GPU and cannot get one."""
-    transfer: Literal["auto", "object_store", "shared_memory", "nixl"] = "auto"
-    """How embeddings reach the language model. "auto" and "shared_memory": the engine loads them from shared memory of
-    the encoder's host; between hosts they go through Ray's object store. "object_store": on one host too. "nixl": read
-    by NIXL, on one host too, and an error at start-up if it cannot be used."""
+    transfer: Literal["auto", "nixl"] = "auto"
+    """How embeddings reach the language model. "auto": the engine loads them from shared memory of its host, where
+    images are encoded if possible; between hosts they are read by TCP (`tcp`). "nixl": read by NIXL, on one host too,
+    and an error at start-up if it cannot be used."""
+    tcp: TcpConfig = TcpConfig()
     encoder: EncoderConfig = EncoderConfig()
     encoder_replica: EncoderReplicaConfig = EncoderReplicaConfig()
     llm: LLMConfig = LLMConfig()

@@ -17,6 +17,7 @@ from deployments.common import names
 from deployments.common.ray_private import autoscaler_resources
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.ingress.deployment import Ingress
+from deployments.ingress.responses.store import ResponseStore
 from deployments.llm.deployment import LLM
 from deployments.routing.serve_router import AffinityRouter
 from deployments.vllm import compat
@@ -26,12 +27,13 @@ from encoder.graphs import compile_caches
 # wait in its own queue, where they are packed, rather than at the handles.
 ENCODER_MAX_ONGOING = 512
 LLM_MAX_ONGOING = 256
-INGRESS_MAX_ONGOING = 1024
+INGRESS_MAX_ONGOING = STORE_MAX_ONGOING = 1024
 DRAIN_MARGIN_S = 10.0
 
 
 def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
-    """Returns the application: Ingress, bound to Encoder and LLM.
+    """Returns the application: Ingress, bound to LLM, to Encoder unless the language models encode images, and to
+    ResponseStore unless responses are not stored.
 
     Args:
         args: the mapping under `args:` of serve_config.yaml; Serve passes it as a plain dict.
@@ -41,16 +43,11 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
     """
     config = resolve(AppConfig.model_validate(args), cluster_facts())
     if compat.is_installed():  # the head node of a cluster need not have it; the replicas check again
-        compat.check_args(config.llm.engine_args, config.llm.server_args)
+        own_tower = config.encoder.implementation == "none"
+        compat.check_args(config.llm.engine_args, config.llm.server_args, own_tower=own_tower)
     # In an update or when scaling down, a replica stops once its answers have ended. Work that an encoder replica does
     # not finish is retried on another.
     drain_s = config.ingress.request_timeout_s + DRAIN_MARGIN_S
-    encoder = serve.deployment(
-        name=names.ENCODER,
-        ray_actor_options=resources(config.encoder_replica, compile_caches.environment(config.encoder.cache_dir)),
-        max_ongoing_requests=ENCODER_MAX_ONGOING,
-        request_router_config=routing(config.encoder_replica),
-    )(EncoderReplica)
     llm = serve.deployment(
         name=names.LLM,
         ray_actor_options=resources(config.llm),
@@ -68,7 +65,24 @@ def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
     )(Ingress)
     # Ray places replicas in this order: language models first, then encoders, which use what is left of the GPUs. In
     # the opposite order, several encoders could share one GPU, and a language model would find none.
-    return ingress.bind(config, llm=llm.bind(config), encoder=encoder.bind(config))
+    bound: dict[str, Application] = {"llm": llm.bind(config)}
+    if max_bytes := config.ingress.stored_responses_bytes:
+        store = serve.deployment(
+            name=names.RESPONSE_STORE,
+            num_replicas=1,  # several would each know other responses
+            ray_actor_options={"num_cpus": 0},
+            max_ongoing_requests=STORE_MAX_ONGOING,
+        )(ResponseStore)
+        bound["store"] = store.bind(max_bytes, config.ingress.stored_responses_ttl_s)
+    if config.encoder.implementation == "none":
+        return ingress.bind(config, **bound)
+    encoder = serve.deployment(
+        name=names.ENCODER,
+        ray_actor_options=resources(config.encoder_replica, compile_caches.environment(config.encoder.cache_dir)),
+        max_ongoing_requests=ENCODER_MAX_ONGOING,
+        request_router_config=routing(config.encoder_replica),
+    )(EncoderReplica)
+    return ingress.bind(config, **bound, encoder=encoder.bind(config))
 
 
 def resources(
@@ -92,6 +106,7 @@ def routing(replica: EncoderReplicaConfig | LLMConfig) -> RequestRouterConfig:
             "load_factor": replica.affinity_load_factor,
             # An encoder replica serves cache hits without GPU work; every request is work for a language model.
             "separate_cache_hits": isinstance(replica, EncoderReplicaConfig),
+            "refusable": isinstance(replica, EncoderReplicaConfig),
             "probe_min_cost": replica.load_probe_min_tokens if isinstance(replica, LLMConfig) else None,
         },
     )

@@ -22,7 +22,7 @@ from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import ImageRules, PixelBounds, resized_size
+from encoder.images.size import ImageRules, PixelBounds, num_tokens, resized_size
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts
 from encoder.pixels.preprocess import Pixels, Preprocessor
@@ -70,15 +70,12 @@ class Encoder:
         self._owner: int | None = None
 
     @classmethod
-    def from_checkpoint(
-        cls, path: str | Path, config: EncoderConfig | None = None, *, device: str = "auto", progress: bool = False
-    ) -> Encoder:
+    def from_checkpoint(cls, path: str | Path, config: EncoderConfig | None = None, *, device: str = "auto") -> Encoder:
         """Loads only the vision tensors of the checkpoint folder `path`, and captures graphs on a GPU.
 
         Args:
             config: None takes the defaults.
             device: "auto" is "cuda" if available, else "cpu".
-            progress: shows a progress bar on stderr while graphs are captured.
 
         Raises:
             ValueError, BackendUnavailableError: the device does not support a setting, or the checkpoint's configs
@@ -95,7 +92,7 @@ class Encoder:
         identity = EncoderIdentity(
             weights_identity(path), vision, dtype_name, rules, forward.name, image_token_id(path)
         )
-        runner = TowerRunner.build(forward, config, progress=progress, fingerprint=identity.fingerprint)
+        runner = TowerRunner.build(forward, config)
         sizes = [resized_size(width, height, rules, None) for width, height in config.warm_image_sizes]
         runner.warm([(1, height // rules.patch_size, width // rules.patch_size) for width, height in sizes])
         return cls(runner, identity, config)
@@ -166,6 +163,9 @@ class Encoder:
             return len(num_tokens)
         return max(1, sum(total <= enough for total in accumulate(num_tokens)))
 
+    def count_tokens(self, image: Pixels | Decoded) -> int:
+        return num_tokens(image.grid_thw, self.identity.rules.merge_size)
+
     @property
     def staging_counts(self) -> StagingCounts:
         """Counts of copies to and from the device since start-up."""
@@ -177,7 +177,7 @@ class Encoder:
         return self.runner.forward.device.type == "cuda"
 
     def idle_step(self) -> bool:
-        """Captures at most one graph or saves the traffic histogram; call it when idle. Returns whether it did."""
+        """Captures at most one graph or times the captured ones; call it when idle. Returns whether it did."""
         self._check_owner()
         return self.runner.idle_step()
 
@@ -185,10 +185,6 @@ class Encoder:
     def counts(self) -> RunCounts:
         """Counts since start-up: replays, eager runs by reason, captures, tokens, padding, grid cache."""
         return self.runner.counts
-
-    def close(self) -> None:
-        """Saves the traffic histogram if the settings name a cache folder."""
-        self.runner.close()
 
     def _check_owner(self) -> None:
         thread = threading.get_ident()

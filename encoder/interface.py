@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from encoder.images.generic_identity import Identity
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
@@ -46,11 +47,21 @@ class ItemEncoder(Protocol[Item]):
         """Returns how many of the first queued items to launch together; `waiting`: tokens in the whole queue."""
         ...
 
+    def count_tokens(self, item: Item, /) -> int:
+        """Returns the visual tokens of an item, which are the cost of encoding it. Any thread may call it."""
+        ...
+
     def idle_step(self) -> bool:
         """Does optional work; called when no item is queued. Returns whether it did any."""
         ...
 
     @property
+    def identity(self) -> Identity: ...
+    @property
+    def resizes_on_device(self) -> bool:
+        """Whether items are decoded images that the device resizes."""
+        ...
+
+    @property
     def counts(self) -> RunCounts: ...
     def warm_up(self) -> None: ...
-    def close(self) -> None: ...

@@ -1,8 +1,8 @@
-"""Renders a chosen layout of `vitray plan` as a serve_config.yaml or as a vLLM command."""
+"""Renders a chosen layout of `vitray plan` as a serve_config.yaml."""
 
 from __future__ import annotations
 
-import shlex
+import math
 
 import yaml
 
@@ -14,21 +14,20 @@ ENCODER_SHARE = 0.2
 
 
 def serve_config(model: str, layout: Layout, *, llm_gpus: int) -> str:
-    """Returns the serve_config.yaml of a split or shared layout.
-
-    Raises ValueError for an aggregated one.
-    """
-    if layout.placement is Placement.AGGREGATED:
-        raise ValueError("an aggregated layout has no configuration: it runs vLLM without encoders of vitray")
+    """Returns the serve_config.yaml of a layout; an aggregated one has no encoders."""
+    aggregated = layout.placement is Placement.AGGREGATED
     shared = layout.placement is Placement.SHARED
     llm: dict[str, object] = {"num_gpus": round(1 - ENCODER_SHARE, 2) if shared else llm_gpus}
     if llm_gpus > 1:
         llm["engine_args"] = {"tensor_parallel_size": llm_gpus}
-    args = {
-        "model": model,
-        "encoder_replica": {"num_gpus": ENCODER_SHARE if shared else 1},
-        "llm": llm,
-    }
+    args: dict[str, object] = {"model": model}
+    if aggregated:  # requests are read by the ingress, and their images decoded by threads of the language models
+        threads = math.ceil(layout.cpu_processes / layout.llms)
+        args |= {"encoder": {"implementation": "none"}, "encoder_replica": {"decode_workers": threads}}
+    else:
+        args["encoder_replica"] = {"num_gpus": ENCODER_SHARE if shared else 1}
+    args["llm"] = llm
+    encoders = [] if aggregated else [{"name": names.ENCODER, "num_replicas": layout.encoders}]
     application = {
         "name": "vitray",
         "route_prefix": "/",
@@ -36,7 +35,7 @@ def serve_config(model: str, layout: Layout, *, llm_gpus: int) -> str:
         "args": args,
         "deployments": [
             {"name": names.INGRESS, "num_replicas": layout.cpu_processes},
-            {"name": names.ENCODER, "num_replicas": layout.encoders},
+            *encoders,
             {"name": names.LLM, "num_replicas": layout.llms},
         ],
     }
@@ -46,15 +45,3 @@ def serve_config(model: str, layout: Layout, *, llm_gpus: int) -> str:
         "applications": [application],
     }
     return yaml.safe_dump(whole, sort_keys=False, width=120, default_flow_style=None)
-
-
-def vllm_command(model: str, layout: Layout, *, llm_gpus: int) -> str:
-    """Returns the vLLM command of an aggregated layout: all replicas behind one port."""
-    words = ["vllm", "serve", model]
-    if llm_gpus > 1:
-        words += ["--tensor-parallel-size", str(llm_gpus)]
-    if layout.llms > 1:
-        words += ["--data-parallel-size", str(layout.llms)]
-    if layout.cpu_processes > layout.llms:  # vLLM's default is one per replica
-        words += ["--api-server-count", str(layout.cpu_processes)]
-    return shlex.join(words)

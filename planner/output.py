@@ -30,7 +30,7 @@ def text(
     duration_s = requests[-1].at_s - requests[0].at_s
     images = sum(len(request.images) for request in requests)
     lines = [
-        f"{name}: {len(requests)} requests in {duration_s:.0f} s, {images} pictures to encode; "
+        f"{name}: {len(requests)} requests in {duration_s:.0f} s, {images} pictures and chunks of videos to encode; "
         f"wanted: first token within {target.ttft_s:g} s for {target.share:.0%}",
         "",
         f"{'way':11} GPUs  encoders  LLMs  first token  encoders busy  LLMs busy",
@@ -79,7 +79,7 @@ def verdict(chosen: Prediction, met: Mapping[Placement, Prediction | str]) -> st
             if against is None
             else f"with encoders of ours it would be {_gpus(against)}"
         )
-        return f"\nDo not split: vLLM alone does it with {_gpus(chosen.gpus)}; {why}. Its command:"
+        return f"\nDo not split: vLLM's own tower does it with {_gpus(chosen.gpus)}; {why}. The configuration:"
     if isinstance(alone, str):
         saved = f"vLLM alone does not do it: {alone}"
     else:

@@ -1,7 +1,8 @@
-"""Request traces: arrival time, images and token counts of each request.
+"""Request traces: arrival time, images, videos and token counts of each request.
 
 A line is a JSON object with `images`, each with `w` and `h` in pixels, `t` in seconds, `prompt_tokens` (text only) and
-`output_tokens`. Images may have an `id`; equal ids are the same image.
+`output_tokens`. It may have `videos`, each with `w`, `h`, `frames` and `seconds` as the file's header states them.
+Images and videos may have an `id`; equal ids are the same image, and the same video.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from configs.schema import VideoConfig
 from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.images.size import image_grid
 from encoder.packing import costs
 from encoder.packing.cost_based import ImageCost
+from encoder.video.bounds import VideoBounds
+from encoder.video.header import VideoHeader
+from encoder.video.plan import VideoPlan
 
 RULES: Mapping[str, ImageRules] = {
     # Sizes, patches and pixel bounds of the published preprocessor configs.
@@ -54,14 +60,14 @@ class Request:
 
     at_s: float
     images: tuple[ImageCost, ...]
-    """Images that no earlier request had."""
+    """Images, and chunks of videos, that no earlier request had."""
     num_tokens: int
-    """Tokens of the prompt: text and all images."""
+    """Tokens of the prompt: text, all images and all videos."""
     output_tokens: int
 
 
-def read_requests(path: Path, rules: ImageRules) -> list[Request]:
-    """Reads the requests of a trace, in order of arrival.
+def read_requests(path: Path, rules: ImageRules, video_rules: VideoRules | None = None) -> list[Request]:
+    """Reads the requests of a trace, in order of arrival. `video_rules`: None refuses a trace with videos.
 
     Raises:
         TraceError: the file is not a trace, or its requests do not have at least two different arrival times.
@@ -69,14 +75,15 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
     seen: set[object] = set()
 
     def request(line: dict[str, Any]) -> Request:
-        images, visual = new_images(line["images"], rules, seen)
+        images, of_images = new_images(line["images"], rules, seen)
+        chunks, of_videos = _new_videos(line.get("videos", []), video_rules, seen)
         at_s, prompt, output = float(line["t"]), int(line["prompt_tokens"]), int(line["output_tokens"])
         if not math.isfinite(at_s) or prompt < 0 or output < 1:
             raise TraceError(
                 f"t is {at_s}, prompt_tokens {prompt} and output_tokens {output}; "
                 "they must be a finite time, at least 0 and at least 1"
             )
-        return Request(at_s, images, prompt + visual, output)
+        return Request(at_s, images + chunks, prompt + of_images + of_videos, output)
 
     found = sorted(read_lines(path, request), key=lambda request: request.at_s)
     if not found or found[0].at_s == found[-1].at_s:
@@ -90,14 +97,45 @@ def new_images(
     """Returns the costs of images not seen before, each once, and the number of tokens of all images. Images without an
     `id` are always new. `seen`: ids of earlier requests, to which new ids are added.
     """
-    new, tokens = [], 0
-    for image in images:
-        cost = image_cost(image, rules)
-        tokens += cost.num_tokens
-        if image.get("id") is None or image["id"] not in seen:
-            new.append(cost)
-            seen.add(image.get("id"))
-    return tuple(new), tokens
+    return _new_items([(image.get("id"), [image_cost(image, rules)]) for image in images], seen)
+
+
+def _new_videos(
+    videos: Sequence[Mapping[str, Any]], rules: VideoRules | None, seen: set[object]
+) -> tuple[tuple[ImageCost, ...], int]:
+    """Returns the costs of the chunks of new videos, and the number of tokens of all videos, as `new_images` does."""
+    if rules is None:
+        if videos:
+            raise TraceError("a request has videos, whose sampling is read from the model's files: leave --arch out")
+        return (), 0
+    names = [None if video.get("id") is None else ("video", video["id"]) for video in videos]
+    return _new_items([(name, video_costs(video, rules)) for name, video in zip(names, videos, strict=True)], seen)
+
+
+def _new_items(
+    items: Sequence[tuple[object, Sequence[ImageCost]]], seen: set[object]
+) -> tuple[tuple[ImageCost, ...], int]:
+    """`items`: name, None for one that is always new, and costs of what is encoded of it."""
+    new: list[ImageCost] = []
+    for name, parts in items:
+        if name is None or name not in seen:
+            new += parts
+            seen.add(name)
+    return tuple(new), sum(part.num_tokens for _, parts in items for part in parts)
+
+
+def video_costs(video: Mapping[str, Any], rules: VideoRules) -> list[ImageCost]:
+    """Returns the costs of a video's chunks, with the default limits of `ingress.video`. Raises KeyError for a missing
+    value, VideoError for a video that these limits refuse."""
+    frames, seconds = int(video["frames"]), float(video["seconds"])
+    if frames < 1 or not seconds > 0:
+        raise TraceError(f"a video has {frames} frames and {seconds} seconds; both must be over 0")
+    bounds = VideoBounds.of(VideoConfig())
+    bounds.check_seconds(seconds)
+    bounds.check_pixels(int(video["w"]), int(video["h"]))
+    header = VideoHeader("mp4", "", int(video["w"]), int(video["h"]), frames, frames, frames / seconds, seconds)
+    plan = VideoPlan.make(header, rules, bounds)
+    return [costs.image_cost(chunk.grid_thw, rules.frames.merge_size**2) for chunk in plan.chunks]
 
 
 def image_cost(image: Mapping[str, int], rules: ImageRules) -> ImageCost:

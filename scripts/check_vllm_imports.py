@@ -50,11 +50,14 @@ REPLACED = {
         *("mm_processor", "_process_mm_uuids", "_mm_processor_cache | mm_processor_cache"),
         "_mm_processor_only_cache | _readonly_mm_processor",
     ),
-    "vllm.multimodal.processing.BaseMultiModalProcessor": ("_apply_hf_processor", "_cached_apply_hf_processor"),
+    "vllm.multimodal.processing.BaseMultiModalProcessor": (
+        *("_apply_hf_processor", "_cached_apply_hf_processor", "_get_prompt_updates"),
+    ),
     "vllm.multimodal.cache.BaseMultiModalProcessorCache": (
         *("is_cached_item", "get_and_update_item", "touch_sender_cache_item", "clear_cache", "make_stats"),
     ),
     "vllm.model_executor.models.interfaces.SupportsMultiModal": ("_mark_tower_model",),
+    "vllm.v1.core.sched.output.SchedulerOutput": ("free_encoder_mm_hashes",),
 }
 ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_CPU_KVCACHE_SPACE", "VLLM_USE_V2_MODEL_RUNNER")
 

@@ -17,25 +17,37 @@ import argparse
 import ast
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.source_values import (
+    FACTS,
+    AnyFunction,
+    Class,
+    Module,
+    Named,
+    Value,
+    Variables,
+    annotated_fields,
+    is_fact,
+    parameters,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 LEGS = (("Ingress", "__call__"), ("LLM", "handle"))
 PARAMETER = "request"
 ROUTE = "/v1/chat/completions"
+SERVICE = "IMAGES"
+"""The name of the ingress's service for ROUTE."""
 PACKAGE = "deployments"
-FACTS = frozenset({"len", "sum", "max", "min", "any", "all", "isinstance", "int", "float", "bool", "str", "None"})
-"""Functions and types that return facts about the request, which are not followed."""
 COLLECTS = frozenset({"append", "extend", "update", "add", "insert"})
 """Container methods that store their arguments."""
 JOBS = frozenset({"RequestImages", "ImageJob"})
 """Classes that hold a request's images once they are jobs for the encoders."""
-
-Named = ast.FunctionDef | ast.AsyncFunctionDef
-AnyFunction = Named | ast.Lambda
 
 
 @dataclass(frozen=True)
@@ -48,52 +60,6 @@ class Step:
 
 class SentError(Exception):
     """The request has been sent."""
-
-
-@dataclass(frozen=True)
-class Module:
-    path: str
-    tree: ast.Module
-
-    @cached_property
-    def names(self) -> dict[str, ast.AST]:
-        """Classes, functions and imports of the module, by name."""
-        found: dict[str, ast.AST] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom):
-                found.update({alias.asname or alias.name: node for alias in node.names})
-        found.update({node.name: node for node in self.tree.body if isinstance(node, Named | ast.ClassDef)})
-        return found
-
-
-@dataclass(frozen=True)
-class Class:
-    module: Module
-    node: ast.ClassDef
-
-    def method(self, name: str) -> Named | None:
-        return next((node for node in self.node.body if isinstance(node, Named) and node.name == name), None)
-
-
-@dataclass
-class Value:
-    """The walk's knowledge of an expression."""
-
-    held: bool = False
-    """Whether it is the request or holds it."""
-    type: Class | None = None
-    call: Callable[[list[Value], dict[str, Value]], Value] | None = None
-    """Evaluates a call of it with positional and keyword arguments."""
-    attributes: dict[str, Value] | None = None
-    """Attributes of an object whose construction the walk has seen."""
-    module: Module | None = None
-    items: list[Value] = field(default_factory=list)
-    """Elements of a tuple."""
-    again: Callable[[], Value] | None = None
-    """For a nested function: returns its value with the current variables of the enclosing function."""
-
-
-Variables = dict[str, Value]
 
 
 class Walk:
@@ -155,7 +121,7 @@ class Walk:
             made = Value(held, type_, attributes=attributes)
             init = self._find(type_, "__init__")
             if init is None:
-                names = (ast.unparse(node.target) for node in _fields(type_))
+                names = (ast.unparse(node.target) for node in annotated_fields(type_))
                 attributes.update(zip(names, arguments, strict=False))
                 attributes.update(keywords)
             elif held:
@@ -190,7 +156,7 @@ class Walk:
         if base.type is None:
             return Value()
         declared = self._declared(base.type, name)
-        if any(_is_fact(node.annotation) for node in _fields(base.type) if ast.unparse(node.target) == name):
+        if any(is_fact(node.annotation) for node in annotated_fields(base.type) if ast.unparse(node.target) == name):
             return Value()
         if base.attributes is not None and (seen := base.attributes.get(name)) is not None:
             return Value(seen.held, seen.type or declared, seen.call, seen.attributes)
@@ -206,16 +172,18 @@ class Walk:
 
     def _declared(self, type_: Class, name: str) -> Class | None:
         """Returns the class of an instance's attribute, from its annotation or from its assignment in `__init__`."""
-        for node in _fields(type_):
+        for node in annotated_fields(type_):
             if ast.unparse(node.target) == name:
                 return self._annotated(node.annotation, type_.module)
         init = type_.method("__init__")
-        parameters = _parameters(init) if init else []
+        given_parameters = parameters(init) if init else []
         for part in ast.walk(init) if init else ():
             if isinstance(part, ast.AnnAssign) and ast.unparse(part.target) == f"self.{name}":
                 return self._annotated(part.annotation, type_.module)
             if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == f"self.{name}":
-                given = {each.arg: Value(type=self._annotated(each.annotation, type_.module)) for each in parameters}
+                given = {
+                    each.arg: Value(type=self._annotated(each.annotation, type_.module)) for each in given_parameters
+                }
                 return self._value(part.value, given, type_.module).type
         return None
 
@@ -236,9 +204,9 @@ class Walk:
             return self._results[-1][function]
         if not isinstance(function, ast.Lambda):
             self.steps.append(Step(module.path, name))
-        given = dict(zip((each.arg for each in _parameters(function)), arguments, strict=False)) | dict(keywords)
+        given = dict(zip((each.arg for each in parameters(function)), arguments, strict=False)) | dict(keywords)
         variables = dict(around)
-        for parameter in _parameters(function):
+        for parameter in parameters(function):
             value = given.get(parameter.arg, Value())
             value.type = value.type or self._annotated(parameter.annotation, module)
             variables[parameter.arg] = value
@@ -257,7 +225,7 @@ class Walk:
         """Returns an entered function's result: the request, unless it is a fact, a job or an object without it."""
         type_ = self._annotated(annotation, module)
         known = next((each for each in returned if each.attributes is not None or each.items), Value(held=True))
-        if _is_fact(annotation) or (type_ is not None and type_.node.name in JOBS):
+        if is_fact(annotation) or (type_ is not None and type_.node.name in JOBS):
             return Value(type=type_)
         return Value(known.held, known.type or type_, None, known.attributes, items=known.items)
 
@@ -330,6 +298,9 @@ class Walk:
                 value = self._value(node.value, variables, module)
                 self._bind(node.target, value, variables, module)
                 return value
+            case ast.IfExp() if _names_another_route(node.test):
+                self._value(node.test, variables, module)
+                return self._value(node.orelse, variables, module)
             case ast.Tuple():
                 items = [self._value(each, variables, module) for each in node.elts]
                 return Value(any(each.held for each in items), items=items)
@@ -381,24 +352,19 @@ def _bound(function: Value, before: list[Value], named: Mapping[str, Value], *, 
     return Value(held, call=call)
 
 
-def _fields(type_: Class) -> list[ast.AnnAssign]:
-    """Returns the annotated fields of the class."""
-    return [node for node in type_.node.body if isinstance(node, ast.AnnAssign)]
-
-
-def _is_fact(annotation: ast.expr | None) -> bool:
-    return annotation is not None and {part.strip() for part in ast.unparse(annotation).split("|")} <= FACTS
-
-
 def _names_another_route(test: ast.expr) -> bool:
-    """Whether the condition names other routes and not ROUTE."""
-    constants = [part.value for part in ast.walk(test) if isinstance(part, ast.Constant)]
+    """Whether the condition names other routes, by path, constant or service, and not ROUTE."""
+    parts = list(ast.walk(test))
+    constants = [part.value for part in parts if isinstance(part, ast.Constant)]
     paths = [each for each in constants if isinstance(each, str) and each.startswith("/")]
-    return bool(paths) and ROUTE not in paths
+    paths += [part.id for part in parts if isinstance(part, ast.Name) and part.id.endswith("_PATH")]
+    services = [part.attr for part in parts if isinstance(part, ast.Attribute) and _is_service(part.value)]
+    named = [*paths, *services]
+    return bool(named) and ROUTE not in named and SERVICE not in named
 
 
-def _parameters(function: AnyFunction) -> list[ast.arg]:
-    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+def _is_service(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] == "Service"
 
 
 def walked(repo: Path) -> list[tuple[str, list[str]]]:

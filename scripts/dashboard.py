@@ -161,13 +161,19 @@ ROWS = (
             _times(Histogram.PREPROCESS_SECONDS, "Decoding an image"),
             _times(Histogram.ENCODER_QUEUE_SECONDS, "Waiting for the GPU"),
             _times(Histogram.ENCODE_SECONDS, "Encoding a batch"),
-            _rate(
-                "Images, per s",
-                (Counter.IMAGES_ENCODED, "encoded"),
-                (Counter.IMAGES_REFUSED, "refused"),
-                (Counter.ENCODER_REJECTIONS, "queue full"),
+            Panel(
+                "Images, sounds and videos, per s",
+                (
+                    Line(rate(Counter.IMAGES_ENCODED, "medium"), "{{medium}}"),
+                    Line(rate(Counter.IMAGES_REFUSED, "medium"), "{{medium}} refused"),
+                    Line(rate(Counter.ENCODER_REJECTIONS), "queue full"),
+                ),
             ),
-            _rate("Batches retried, per s", (Counter.BATCHES_RETRIED, "batches")),
+            _rate(
+                "Retries, per s",
+                (Counter.BATCHES_RETRIED, "batches"),
+                (Counter.DECODERS_LOST, "files whose decoder ended"),
+            ),
             _rate(
                 "Cache misses of positions and pixels, per s",
                 (Counter.GEOMETRY_CACHE_MISSES, "new image sizes"),

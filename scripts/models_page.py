@@ -33,7 +33,7 @@ def page() -> str:
     """Returns the text of docs/models.md."""
     found = model_support()
     counts = {support: sum(model.support is support for model in found) for support in Support}
-    passed = {result["architecture"]: result for result in results().values() if result["passed"]}
+    passed = {_row_name(name, result): result for name, result in results().items() if result["passed"]}
     parts = [
         "# Models",
         f"Of the {len(found)} multimodal architectures of vLLM {tested_version()}, {counts[Support.OWN]} run in "
@@ -41,15 +41,23 @@ def page() -> str:
         f"{counts[Support.UNTESTED]} should run in it but were not tested, and {counts[Support.UNSUPPORTED]} are "
         "unsupported. `vitray models` prints the list for the installed vLLM.",
         "The generic encoder is vLLM's own model class without its language model; vLLM's own processor prepares the "
-        "items. An LLM replica then loads no weights of the tower, unless the notes say so. The application does not "
-        "use the generic encoder yet: it serves architectures with a tower of its own.",
+        "items, in decode workers. An LLM replica then loads no weights of the tower, unless the notes say so. "
+        "`encoder.implementation` chooses the encoder; by default, architectures without a tower of ours get "
+        'the generic one. With "none" there are no encoders: language models run vLLM\'s own tower on image files '
+        "([no split](tune.md#no-split)), for every model of vLLM that takes images.",
+        "With the generic encoder, a request's prompt is read once its images are encoded, since only vLLM's processor "
+        "knows how many tokens they have; an image that was sent before is known. Until then its tokens are estimated "
+        "from its size, for admission and quotas. An image of an earlier turn is encoded again unless it is known "
+        "where its embedding is stored. A request cannot set `min_pixels` and `max_pixels`, and `detail` has "
+        "no effect, as in vLLM alone. The application takes images, sounds and videos of the models that do.",
         GENERATED,
         "## Tested",
         "A small checkpoint with random weights of each architecture answered the same questions twice on a CPU, by "
         "vLLM alone and with its items encoded apart: greedily, 16 tokens, one and two items. All tokens were equal. "
         "The first difference is the largest between the log-probabilities of both, the second that between two "
-        "different items of one size; the header is what an item adds to its embedding between the replicas. `make "
-        "test-models` repeats this.",
+        "different items of one size. The bytes are what the encoder sends to the language model besides an item's "
+        "embedding: the header and the messages around it. The language model's process had no weights of the tower. "
+        "`make test-models` repeats this.",
         _tested(passed),
         "## All",
         table(found),
@@ -57,13 +65,19 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _row_name(name: str, result: dict[str, Any]) -> str:
+    """Returns the architecture, and the medium of the items other than images."""
+    media = {"audio": "sounds", "video": "videos"}.get(name.rpartition("_")[2])
+    return f"`{result['architecture']}`" + (f", {media}" if media else "")
+
+
 def _tested(passed: dict[str, dict[str, Any]]) -> str:
     rows = [
-        f"| `{name}` | {result['dtype']} | {result['logprob_difference']:.1e} | {result['other_difference']:.2f} | "
-        f"{result['header_bytes']} |"
+        f"| {name} | {result['dtype']} | {result['logprob_difference']:.1e} | {result['other_difference']:.2f} | "
+        f"{result['wire_bytes']} |"
         for name, result in sorted(passed.items())
     ]
-    titles = "| architecture | dtype | difference | with another item | header (bytes) |"
+    titles = "| architecture | dtype | difference | with another item | besides the embedding (bytes) |"
     return "\n".join([titles, "|---|---|---|---|---|", *rows])
 
 

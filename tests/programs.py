@@ -6,12 +6,28 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from configs.resolve import PROJECT_ROOT
 
+T = TypeVar("T")
 _LINES_TOLD = 60
+RAY_STARTS = 3
+RAY_TIMED_OUT = "The current node timed out during startup"
+"""Ray's error where its processes have not started in 30 s, which it has no setting for: a busy machine needs more."""
+
+
+def start_ray(start: Callable[[], T]) -> T:
+    """The result of `start`, which starts a node of Ray, up to RAY_STARTS times while Ray's own time is too short."""
+    for _ in range(RAY_STARTS - 1):
+        try:
+            return start()
+        except Exception as error:
+            if RAY_TIMED_OUT not in str(error):
+                raise
+    return start()
 
 
 def output_of(command: Sequence[str | Path], *, folder: Path = PROJECT_ROOT, **environment: str) -> str:

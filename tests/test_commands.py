@@ -107,8 +107,6 @@ def git_archive(folder: Path) -> None:
 
 HERE: dict[str, Callable[[Path], None]] = {
     "vitray check-config my_config.yaml": of_our_command("check-config", "my_config.yaml"),
-    "vitray encode pictures/ --out embeddings/ --model models/scenes-8m":
-        of_our_command("encode", "pictures/", "--out", "embeddings/", "--model", "models/scenes-8m"),
     "vitray new-key NAME": of_our_command("new-key", "NAME"),
     "git archive --format=zip --prefix=vitray/ --output=/tmp/vitray.zip HEAD": git_archive,
 }  # fmt: skip

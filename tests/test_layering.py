@@ -11,7 +11,8 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("configs", "encoder", "deployments", "planner", "training")
 MAX_LINES = 400
+BOUNDED = ("configs", "encoder", "deployments", "planner", "benchmarks")
+MAX_FILES = 14
+"""Python files of one package besides `__init__.py`."""
 
 FORBIDDEN_IMPORTS = {
     "configs": ("encoder", "deployments", "training", "ray", "vllm", "torch", "transformers"),
@@ -48,7 +52,7 @@ EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "o
 ADAPTERS = {"encoder/towers/backends/vllm_fa3.py": {"vllm.vllm_flash_attn"}}
 # What deployments/ needs of torch: to describe tensors, view their bytes, name a device. Arithmetic is encoder/'s.
 TENSOR_HANDLING = {
-    "Tensor", "Size", "dtype", "device", "cuda", "version", "__version__",
+    "Tensor", "Size", "dtype", "device", "cuda", "overrides", "version", "__version__",
     "float32", "float16", "bfloat16", "uint8", "uint16", "int16", "int32", "int64", "long", "bool",
     "tensor", "as_tensor", "from_numpy", "frombuffer", "empty", "inference_mode", "no_grad", "set_num_threads",
 }  # fmt: skip
@@ -164,6 +168,24 @@ def third_party(read: list[Module]) -> set[str]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds_in_every_module(rule: Callable[[Module], list[str]]) -> None:
     assert [f"{module.path}: {breach}" for module in modules() for breach in rule(module)] == []
+
+
+def oversized_packages(paths: Sequence[Path]) -> list[str]:
+    """Packages with more than MAX_FILES modules; subpackages count as packages of their own."""
+    numbers = Counter(path.parent for path in paths if path.name != "__init__.py")
+    return [f"{package} has {number} files" for package, number in sorted(numbers.items()) if number > MAX_FILES]
+
+
+def test_no_package_has_too_many_files() -> None:
+    paths = [path.relative_to(ROOT) for package in BOUNDED for path in (ROOT / package).rglob("*.py")]
+    assert {Path(package) / "__init__.py" for package in BOUNDED if package != "benchmarks"} <= set(paths)
+    assert oversized_packages(paths) == []
+
+
+def test_a_file_too_many_is_found() -> None:
+    modules = [Path("a", f"{number}.py") for number in range(MAX_FILES)]
+    assert oversized_packages([*modules, Path("a", "__init__.py"), Path("a", "b", "c.py")]) == []
+    assert oversized_packages([*modules, Path("a", "more.py")]) == ["a has 15 files"]
 
 
 def test_every_package_was_read() -> None:

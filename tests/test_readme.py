@@ -18,7 +18,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import click
-import numpy as np
 import pytest
 import ray.scripts.scripts
 import ray.serve.scripts
@@ -32,8 +31,8 @@ from configs import reference
 from deployments.cli import bench, config_check
 from deployments.cli import main as cli
 from deployments.common import names
-from deployments.common.messages import EncodedImage, EncodeTimings
-from deployments.ingress.http import chat_request, image_parts
+from deployments.common.messages import NOT_STORED, EncodeTimings, SharedEmbedding
+from deployments.ingress.http import chat_request, image_parts, request_body
 from deployments.telemetry.server_timing import format_server_timing
 from scripts import readme, setup
 from tests.programs import output_of
@@ -173,7 +172,7 @@ def test_extras_and_pins_are_those_of_the_project() -> None:
         ["pip", "install", "--no-deps", "--index-url", setup.CPU_TORCH_INDEX, setup.cpu_torch(ROOT / "pyproject.toml")]
     ]
     tested_with = next(line for line in INSTALL.read_text().splitlines() if line.startswith("| x86-64"))
-    named_there = [requirement for requirement in extras["cpu"] if ";" not in requirement]  # others complete the lock
+    named_there = [one for one in extras["cpu"] if "==" in one and ";" not in one]  # others complete the lock
     assert len(named_there) == 2
     for requirement in named_there:
         assert requirement.split("==")[1] in tested_with
@@ -221,9 +220,7 @@ def test_named_settings_are_there() -> None:
 
 
 def test_server_timing_table_has_the_names_that_are_sent() -> None:
-    image = EncodedImage.__new__(EncodedImage)
-    object.__setattr__(image, "timings", EncodeTimings(1.0, 1.0, 1.0, 1.0, cached=False))
-    object.__setattr__(image, "bits", np.zeros((4, 2), np.float32))
+    image = SharedEmbedding("d" * 64, "float32", (4, 2), EncodeTimings(1.0, 1.0, 1.0, 1.0, cached=False), NOT_STORED)
     sent = [
         "fetch",
         "admission",
@@ -307,7 +304,7 @@ def assert_ingress_takes(body: dict[str, Any]) -> None:
     header, _, encoded = part.url.partition(",")
     assert header == "data:image/png;base64"
     assert encoded.startswith("iVBORw0KGgo")
-    chat_request.refuse_fields(body)
+    request_body.refuse_fields(body)
     chat_request.pop_pixel_bounds(body)
 
 
@@ -356,5 +353,5 @@ def test_completion_is_switched_on_as_written() -> None:
     assert line in (cli.main.help or "")
     completing = BashComplete(cli.main, {}, "vitray", "_VITRAY_COMPLETE")
     assert "_VITRAY_COMPLETE=bash_complete" in completing.source_template % completing.source_vars()
-    assert [item.value for item in completing.get_completions([], "en")] == ["encode"]
+    assert [item.value for item in completing.get_completions([], "pl")] == ["plan"]
     assert "--timing" in [item.value for item in completing.get_completions(["ask"], "--t")]

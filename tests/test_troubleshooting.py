@@ -19,9 +19,10 @@ PACKAGES = ("configs", "encoder", "deployments", "scripts")
 # Whatever these say comes to a user: over HTTP, from a command, or in the log of a replica that does not start.
 FOR_USERS = {
     "ApiError", "ReplicaLostError", "OverloadedError", "MediaError", "MediaTooLargeError", "MediaBusyError",
-    "ImageError", "ConfigFileError", "KeysError", "UnprotectedServerError", "VllmNotUsableError", "VisionConfigError",
+    "ImageError", "VideoError", "ConfigFileError", "KeysError", "UnprotectedServerError", "VllmNotUsableError",
+    "VisionConfigError",
     "WeightsError", "CheckpointError", "Fp8RefusedError", "FusionError", "BackendUnavailableError", "AskError",
-    "EmbeddingFilesError", "SetupError", "EngineLostError", "FetchRefusedError", "UnknownReferenceError",
+    "SetupError", "EngineLostError", "FetchRefusedError", "UnknownReferenceError",
 }  # fmt: skip
 # Here ValueError and RuntimeError are a user's too: what is refused at the start.
 REFUSE_SETTINGS = (

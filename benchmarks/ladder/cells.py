@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -59,6 +60,11 @@ def derive(record: dict[str, Any], peak: float | None) -> None:
             cell["tflops"] = 1e3 * shape["tflop"] / ms
             cell["peak_share"] = None if peak is None else cell["tflops"] / peak
             if errors := cell.get("errors"):
-                cell["error"] = max(errors)
+                cell["error"] = _worst(errors)
                 if compared := theirs.get(name, {}).get("errors"):
-                    cell["error_over_transformers"] = max(a / b for a, b in zip(errors, compared, strict=True))
+                    cell["error_over_transformers"] = _worst([a / b for a, b in zip(errors, compared, strict=True)])
+
+
+def _worst(errors: Sequence[float]) -> float:
+    """Returns the largest error, NaN if one is NaN: `max` ignores a NaN that is not the first."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors)

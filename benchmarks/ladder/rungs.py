@@ -75,7 +75,7 @@ def make_rung(name: str, tower: VisionTower) -> Rung:
     config = EncoderConfig(warm_image_sizes=(), **switches_of(name))  # type: ignore[arg-type]
     began = time.perf_counter()
     try:
-        runner = TowerRunner.build(choose_forward(tower, config), config, progress=False)
+        runner = TowerRunner.build(choose_forward(tower, config), config)
     except (ValueError, BackendUnavailableError) as error:
         raise RungUnavailableError(str(error)) from error
     build_s = time.perf_counter() - began

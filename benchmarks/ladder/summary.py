@@ -187,7 +187,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 _GROUPS = {
     "all": "all",
     "fitted": "the shapes of the first ladder",
-    "held_out": "shapes that neither side was fitted to",
+    "held_out": "the six further shapes",
 }
 
 

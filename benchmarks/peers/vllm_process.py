@@ -30,6 +30,7 @@ from benchmarks.peers.vllm_tower import (
     FP8_PREFIX,
     MAX_IMAGES,
     PREFIX,
+    compiled_shape,
     compiles,
     fitted_budgets,
     graph_images,
@@ -130,7 +131,7 @@ class VllmSide:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(loaded.config), _running(loaded):
-            loaded.model.embed_multimodal(**self._fields(asked, asked.shapes[0])[0])
+            loaded.model.embed_multimodal(**self._fields(asked, compiled_shape(asked.shapes))[0])
 
     def _fields(self, asked: Build, shape: Shape) -> list[dict[str, Any]]:
         """Returns vLLM's model arguments for each input set of a shape; grids stay in host memory, as vLLM expects."""

@@ -34,6 +34,15 @@ def compiles(tower: str) -> bool:
     return ARCHITECTURES[tower] == "qwen2_5_vl"
 
 
+def compiled_shape(shapes: Sequence[Shape]) -> Shape:
+    """Returns the largest shape: vLLM compiles its tower for the first batch, which is the largest in its engine.
+
+    torch.compile decides by this batch which GEMMs to pad to multiples of 16 bytes. Qwen2.5-VL's MLP has 3420 columns:
+    without padding, its second GEMM is slow for every batch size.
+    """
+    return max(shapes, key=lambda shape: shape.tokens)
+
+
 MAX_CAPTURED_IMAGE_TOKENS = 2048
 """Maximum width of a captured image in tokens after the merge, which is half its width in patches."""
 

@@ -19,7 +19,7 @@ HALVES = "goodput_x4_halves_h200.json"
 ONE_GPU = "goodput_shared_again_h200.json"
 FOUR_IMAGES = "serving_transfer_h200.json"
 LOGS = {
-    LADDER: "2026-11-23-fair-ladder-two-towers.md",
+    LADDER: "2026-11-25-fair-ladder-three-towers.md",
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
     HALVES: "2026-11-23-goodput-half-gpus.md",
     ONE_GPU: "2026-11-22-goodput-one-gpu.md",

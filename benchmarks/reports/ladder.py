@@ -28,9 +28,7 @@ def _order(result: Record, record: Record) -> str:
 
 
 def encoder_text(result: Record, record: Record) -> str:
-    """Returns one tower's ladder: each side alone, then in turn, without a peer whose times are withheld."""
-    if reason := record.get("withheld"):
-        return f"{_in_turn_text(result, {**record, 'rows': _without_vllm(record)})}\n\n{reason}"
+    """Returns one tower's ladder: each side alone, then in turn."""
     return "\n\n".join([part for part in (_alone_text(result, record), _in_turn_text(result, record)) if part])
 
 
@@ -39,10 +37,6 @@ def _limits(record: Record) -> str:
     if not any(row["name"] == FP8 for row in record["rows"]):
         return ""
     return " fp8 has its cosine limits off; the product refuses it by default on these random weights."
-
-
-def _without_vllm(record: Record) -> list[Record]:
-    return [row for row in record["rows"] if not row["name"].startswith(PEER_PREFIX.strip())]
 
 
 def _named(result: Record) -> str:
@@ -66,9 +60,10 @@ def _alone_text(result: Record, record: Record) -> str:
         f"**{record['model']}, {record['dtype']}**, {_named(result)}, commit {result['commit']}, "
         f"{result['date'][:10]}. Each configuration ran **alone** for {result['sustain_s']:g} s after a warm-up of "
         f"{result['settle_s']:g} s: median milliseconds, median SM clock and mean power. vLLM has the same weights. "
-        "Shapes from 1×640×480 on are held out: none of our budgets was chosen by them, while vLLM's “fitted” budgets "
-        "are those of each shape. A configuration of vLLM whose output is not finite does not count. fp8 compares ours "
-        "with the cosine limits off, which the product refuses by default, and vLLM's `--quantization fp8`.",
+        "None of our budgets was chosen by 1×640×480, 1×1920×1080, 3×1240×1754 and 1×3000×2000, while vLLM's “fitted” "
+        "budgets are those of each shape. A configuration of vLLM whose output is not finite does not count. fp8 "
+        "compares ours with the cosine limits off, which the product refuses by default, and vLLM's "
+        "`--quantization fp8`.",
         "",
         table_row(titles),
         table_rule(len(titles)),
@@ -163,8 +158,7 @@ def plot(encoder: Sequence[Record], out: Path) -> bool:
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(12, 4 * len(panels)), squeeze=False, layout="constrained")
     for axis, record in zip(axes[:, 0], panels, strict=True):
         names = [shape["name"] for shape in record["shapes"]]
-        rows = _without_vllm(record) if record.get("withheld") else record["rows"]
-        rows = [row for row in rows if not row["name"].startswith(PEER_FP8_PREFIX)]
+        rows = [row for row in record["rows"] if not row["name"].startswith(PEER_FP8_PREFIX)]
         width = 0.8 / len(rows)
         for place, row in enumerate(rows):
             cells = [row["cells"].get(name, {"speedup": math.nan}) for name in names]

@@ -94,7 +94,6 @@ def encode(
         "counts": asdict(encoder.counts),
         "fp8": None if forward.agreement is None else asdict(forward.agreement),
     }
-    encoder.close()
     del encoder, forward
     gc.collect()
     if torch.cuda.is_available():

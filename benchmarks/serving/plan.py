@@ -22,8 +22,8 @@ ENCODER_SHARE, LLM_SHARE = 0.02, 0.06
 DECODE_WORKERS = 4
 REQUEST_TIMEOUT_S = 240
 VARIANT_RUNG = "fusion"
-"""The rung that is also served with a language model without graphs, with the object store, and with an ingress that
-queries encoders for published embeddings too."""
+"""The rung that is also served with a language model without graphs, and with an ingress that queries encoders for
+published embeddings too."""
 _GPU_ENGINE: Mapping[str, Any] = {
     "max_model_len": 16384,
     "max_num_batched_tokens": 16384,
@@ -60,8 +60,6 @@ class Served:
     """For vLLM alone: `cudagraph_mm_encoder`."""
     processes: int = 1
     """For vLLM alone: the number of API server processes."""
-    transfer: str = "auto"
-    """For an application: the transfer of embeddings to the language model."""
     embedding_directory: bool = True
     """For an application: whether an ingress remembers locations of embeddings, and then calls no encoder for them."""
 
@@ -78,12 +76,8 @@ def list_servers(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tup
         else:
             made.append(Served(rung, LABELS[rung], rung))
     if gpu and any(one.rung == VARIANT_RUNG for one in made):
-        without, by = (
-            f"{LABELS[VARIANT_RUNG]}, language model without graphs",
-            f"{LABELS[VARIANT_RUNG]}, by the object store",
-        )
+        without = f"{LABELS[VARIANT_RUNG]}, language model without graphs"
         made.append(Served(f"{VARIANT_RUNG}-llm-eager", without, VARIANT_RUNG, llm_graphs=False))
-        made.append(Served(f"{VARIANT_RUNG}-object-store", by, VARIANT_RUNG, transfer="object_store"))
         made.append(
             Served(
                 f"{VARIANT_RUNG}-asking",
@@ -137,7 +131,6 @@ def serve_config(
                 "import_path": "deployments.app:build_app",
                 "args": {
                     "model": str(checkpoint),
-                    "transfer": served.transfer,
                     "encoder": switches | kept if gpu else {**switches, "warm_image_sizes": []},
                     "encoder_replica": {
                         "num_gpus": ENCODER_SHARE if gpu else 0,

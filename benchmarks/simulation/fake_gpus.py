@@ -27,7 +27,7 @@ from encoder.packing.run_counts import RunRecord
 from encoder.pixels.preprocess import Pixels
 from encoder.staging.pipeline import Launched
 from encoder.staging.staging import HostAllocator
-from tests.cluster.controlled import StandInLLM
+from tests.cluster.stand_in_llm import StandInLLM
 
 
 @dataclass(frozen=True)

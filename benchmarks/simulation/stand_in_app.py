@@ -19,7 +19,7 @@ from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.ingress.deployment import Ingress
 from deployments.vllm.compat import AsgiApp
 from encoder.checkpoint.vision_config import VisionConfig
-from tests.cluster.controlled import StandInLLM
+from tests.cluster.stand_in_llm import StandInLLM
 
 
 class TakesEmbeddings(StandInLLM):
@@ -48,8 +48,8 @@ def bound(config: AppConfig, encoder: type[EncoderReplica], *of_encoder: object,
     ingress = serve.deployment(name="Ingress", **light)(Ingress)
     return ingress.bind(
         config,
-        encoders.bind(config, *of_encoder),
-        llms.bind(config, vision.width),
+        llm=llms.bind(config, vision.width),
+        encoder=encoders.bind(config, *of_encoder),
     )
 
 

@@ -1,4 +1,4 @@
-"""`vitray ask`: asks a question about pictures and prints the answer as it arrives.
+"""`vitray ask`: asks a question about pictures, sounds or videos and prints the answer as it arrives.
 
 The answer is written to stdout, everything else to stderr.
 """
@@ -35,12 +35,6 @@ DEFAULT_URL = "http://127.0.0.1:8000"
     type=click.IntRange(min=1),
     help="Maximum number of tokens in the answer. Default: the server's limit.",
 )
-@click.option(
-    "--stream/--no-stream",
-    default=True,
-    show_default=True,
-    help="Print the answer as it arrives, or only when it is complete.",
-)
 @click.option("--timing", is_flag=True, help="Print the duration of each stage to stderr after the answer.")
 def ask(
     question: str,
@@ -50,14 +44,14 @@ def ask(
     key: str | None,
     detail: str | None,
     max_tokens: int | None,
-    stream: bool,
     timing: bool,
 ) -> None:
-    """Ask a running server about pictures: files or http(s) URLs, in the order of the question.
+    """Ask a running server about pictures, sounds or videos: files or http(s) URLs, in the order of the question.
 
     \b
     vitray ask "What is in the picture?" picture.png
     vitray ask "Which picture has more circles?" one.png two.png --timing
+    vitray ask "What is said?" speech.mp3
 
     Exits with 0 after a complete answer, with 1 if the server refused or the answer was cut off.
     """
@@ -65,7 +59,7 @@ def ask(
 
     missing = [name for name in pictures if not name.startswith(("http://", "https://")) and not Path(name).is_file()]
     if missing:
-        raise click.UsageError(f"picture file not found: {', '.join(missing)}")
+        raise click.UsageError(f"file not found: {', '.join(missing)}")
     started = time.perf_counter()
     first_s: float | None = None
     try:
@@ -76,7 +70,6 @@ def ask(
                 model=model or client.first_model(),
                 detail=detail,
                 max_tokens=max_tokens,
-                stream=stream,
             )
             asked = time.perf_counter()
             with client.ask(body) as answer:

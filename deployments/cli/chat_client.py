@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -59,16 +60,24 @@ def picture_url(picture: str) -> str:
     return f"data:{mimetypes.guess_type(picture)[0] or 'image/png'};base64,{encoded}"
 
 
+def medium(url: str) -> str:
+    """Returns "image", "audio" or "video", by the type in a `data:` URL or by the name in an http(s) URL."""
+    guessed = url[len("data:") :] if url.startswith("data:") else mimetypes.guess_type(urlsplit(url).path)[0] or ""
+    kind = guessed.partition("/")[0]
+    return kind if kind in ("audio", "video") else "image"
+
+
 def chat_body(
-    question: str, picture_urls: Iterable[str], *, model: str, detail: str | None, max_tokens: int | None, stream: bool
+    question: str, picture_urls: Iterable[str], *, model: str, detail: str | None, max_tokens: int | None
 ) -> dict[str, object]:
     """Returns the request body: the pictures in order, then the question."""
     content: list[dict[str, object]] = []
     for url in picture_urls:
-        image = {"url": url} if detail is None else {"url": url, "detail": detail}
-        content.append({"type": "image_url", "image_url": image})
+        kind = f"{medium(url)}_url"
+        item = {"url": url} if detail is None or kind != "image_url" else {"url": url, "detail": detail}
+        content.append({"type": kind, kind: item})
     content.append({"type": "text", "text": question})
-    body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": content}], "stream": stream}
+    body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": content}], "stream": True}
     return body if max_tokens is None else {**body, "max_tokens": max_tokens}
 
 
@@ -128,8 +137,7 @@ class ChatClient:
                 response.read()
                 _raise_for_status(response)
             answer = Answer(_server_timing(response.headers.get_list("server-timing")))
-            streamed = response.headers.get("content-type", "").startswith("text/event-stream")
-            answer.pieces = _streamed(response, answer) if streamed else _whole(response, answer)
+            answer.pieces = _pieces(response, answer)
             yield answer
 
     @contextmanager
@@ -147,20 +155,15 @@ class ChatClient:
             raise AskError(f"the connection to {self.base} broke: {error}", _REMEDIES[503]) from error
 
 
-def _streamed(response: httpx.Response, answer: Answer) -> Iterator[str]:
+def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
     for data in event_data(response.iter_bytes()):
         if data == "[DONE]":
             return
-        yield from _texts(data, answer, "delta")
+        yield from _texts(data, answer)
     raise AskError("the answer is incomplete: the connection ended early")
 
 
-def _whole(response: httpx.Response, answer: Answer) -> Iterator[str]:
-    response.read()
-    yield from _texts(response.text, answer, "message")
-
-
-def _texts(data: str, answer: Answer, part: str) -> Iterator[str]:
+def _texts(data: str, answer: Answer) -> Iterator[str]:
     """Yields the non-empty text of the first choice in one JSON object. Raises AskError for an error object."""
     try:
         found = json.loads(data)
@@ -168,7 +171,7 @@ def _texts(data: str, answer: Answer, part: str) -> Iterator[str]:
             raise AskError(_message(found) or "the server failed")
         for choice in found["choices"][:1]:
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            if text := choice[part].get("content"):
+            if text := choice["delta"].get("content"):
                 yield str(text)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AskError(f"the server's answer is not one of OpenAI's chat route: {data[:200]}") from error

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from configs.renamed import describe_former_key
 from configs.resolve import ClusterFacts, resolve
-from configs.schema import AppConfig, IngressConfig, unknown_key_message
+from configs.schema import AppConfig, unknown_key_message
 from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
 from deployments.vllm import compat
@@ -71,7 +71,7 @@ def problems(config: dict[str, Any]) -> list[str]:
         mistakes = args_problems(args, f"{place}.args")
         found += mistakes
         if well_formed and not mistakes:
-            found += _contradictions(config, application, AppConfig.model_validate(args).ingress, place)
+            found += _contradictions(config, application, AppConfig.model_validate(args), place)
     if not found and not any(our_applications(config)):
         found.append(f"applications: none has `import_path: {names.IMPORT_PATH}`")
     return found
@@ -109,22 +109,23 @@ def all_problems(config: dict[str, Any]) -> list[str]:
     return problems(config) or (vllm_problems(config) if compat.is_installed() else [])
 
 
-def vllm_args(config: dict[str, Any]) -> list[tuple[str, dict[str, JsonValue], dict[str, JsonValue]]]:
-    """Returns location, engine_args and server_args of each of our applications that sets any."""
+def vllm_args(config: dict[str, Any]) -> list[tuple[str, AppConfig]]:
+    """Returns location and settings of each of our applications that sets arguments of the engine or the server."""
     found = []
     for place, application in our_applications(config):
-        llm = AppConfig.model_validate(application.get("args") or {}).llm
-        if llm.engine_args or llm.server_args:
-            found.append((f"{place}.args", llm.engine_args, llm.server_args))
+        args = AppConfig.model_validate(application.get("args") or {})
+        if args.llm.engine_args or args.llm.server_args:
+            found.append((f"{place}.args", args))
     return found
 
 
 def vllm_problems(config: dict[str, Any]) -> list[str]:
     """Returns vLLM's objections to the engine's and the server's arguments. Takes seconds; vLLM must be installed."""
     found = []
-    for place, engine_args, server_args in vllm_args(config):
+    for place, args in vllm_args(config):
+        own_tower = args.encoder.implementation == "none"
         try:
-            compat.check_args(engine_args, server_args)
+            compat.check_args(args.llm.engine_args, args.llm.server_args, own_tower=own_tower)
         except ValueError as error:
             found.append(f"{place}.{error}")
     return found
@@ -152,10 +153,10 @@ def _unknown_keys(value: object, node: dict[str, Any], sections: dict[str, Any],
                 yield f"{place or 'top level'}: {unknown_key_message(str(key), list(known), item)}"
 
 
-def _contradictions(
-    config: dict[str, Any], application: dict[str, Any], ingress: IngressConfig, place: str
-) -> Iterator[str]:
-    """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve scales."""
+def _contradictions(config: dict[str, Any], application: dict[str, Any], args: AppConfig, place: str) -> Iterator[str]:
+    """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve deploys or
+    scales."""
+    ingress = args.ingress
     host = config.get("http_options", {}).get("host", SERVES_OWN_HOST)
     if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
@@ -172,6 +173,8 @@ def _contradictions(
         name, here = deployment["name"], f"{place}.deployments[{number}]"
         if name not in names.DEPLOYMENTS:
             yield f"{here}.name: no deployment {name!r}; there are {', '.join(names.DEPLOYMENTS)}"
+        if name == names.ENCODER and args.encoder.implementation == "none":
+            yield f"{here}: remove this entry: with encoder.implementation: none there is no deployment {name!r}"
         key, bound = queues.get(name, ("", 0))
         queue = deployment.get("max_queued_requests", -1)
         if 0 <= queue < bound:

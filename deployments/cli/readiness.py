@@ -49,7 +49,6 @@ class Facts:
     python: str
     memory_bytes: int
     """Memory available to processes: the machine's, or less in a container with a limit."""
-    driver: str | None = None
     gpus: Sequence[Gpu] = ()
     """GPUs that torch can use, or else those that the driver lists."""
     torch: str | None = None
@@ -153,7 +152,6 @@ def _gpu_lines(facts: Facts) -> Iterator[Line]:
     for number, gpu in enumerate(facts.gpus):
         capability = "" if gpu.capability is None else ", compute capability {}.{}".format(*gpu.capability)
         yield Line(f"GPU {number}", "ok", f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB{capability}")
-    yield Line("driver", "ok", facts.driver or "unknown")
     if facts.torch is not None and facts.torch_cuda is None:
         fix = "install the build for CUDA: pip install --editable '.[gpu]'"
         yield Line("torch's CUDA", "problem", f"torch {facts.torch} is built without CUDA: no GPU is used", fix)
@@ -177,9 +175,8 @@ def _vllm(facts: Facts, cluster: bool) -> Line:
 
 
 def _backends(facts: Facts, config: AppConfig) -> Iterator[Line]:
-    """Yields a line per backend, so that unused optional ones are shown too."""
+    """Yields a line per optional backend, unused ones too; sdpa is part of torch."""
     named = config.encoder.attention_backend
-    yield Line("attention sdpa", "ok", "part of torch")
     for name, reason in facts.backends.items():
         needed = name == named
         fix = "" if not needed else 'install it, or set encoder.attention_backend to "auto"'
@@ -224,6 +221,12 @@ def _memory(facts: Facts, resolved: AppConfig) -> Iterator[Line]:
     told = f"{pinned / GIB:.2f} GiB pinned, {kv_cache / GIB:.0f} GiB KV cache, of {total / GIB:.1f} GiB"
     fix = "lower encoder_replica.pixel_shm_bytes, encoder.staging_pinned_bytes, llm.cpu_kv_cache_gib"
     yield Line("memory at the start", *_within(taken < total, told, fix))
+    if encoder.implementation == "none":
+        most = taken + replica.decode_memory_bytes
+        told = f"up to {most / GIB:.1f} of {total / GIB:.1f} GiB: decoded images and the above; weights come on top"
+        fix = "lower encoder_replica.decode_memory_bytes"
+        yield Line("memory under load", *_within(most < total, told, fix), needed=False)
+        return
     decoding = replica.decode_workers * replica.decode_memory_bytes
     pixels = 0 if on_gpu else replica.pixel_shm_bytes
     most = taken + decoding + pixels + replica.cache_bytes

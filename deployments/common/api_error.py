@@ -23,6 +23,7 @@ _TYPES = {
 _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 504: "timeout_error"}
 ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 """Routes whose errors have Anthropic's format."""
+RESPONSES_PATH = "/v1/responses"
 MAX_MESSAGE_CHARACTERS = 1000
 """Longer messages are cut: a message may quote client input of megabytes."""
 
@@ -45,6 +46,11 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+def conversation_field(path: str) -> str:
+    """Returns the field of the bodies of a route that holds messages and images, for the `param` of errors."""
+    return "input" if path == RESPONSES_PATH else "messages"
 
 
 def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:

@@ -1,4 +1,4 @@
-"""Messages between deployments: images sent to an encoder, embeddings sent to vLLM, requests and responses.
+"""Messages between deployments: images and sounds sent to an encoder, embeddings sent to vLLM, requests and responses.
 
 All are plain values that Ray serializes without a second copy of their bytes.
 """
@@ -6,20 +6,27 @@ All are plain values that Ray serializes without a second copy of their bytes.
 from __future__ import annotations
 
 import secrets
-import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from encoder.images.size import PixelBounds
+from encoder.item_header import ChunkHeader, ItemHeader
 from encoder.packing.run_counts import RunRecord
+from encoder.video.size import VideoChunk
 
 if TYPE_CHECKING:  # processes that only forward these values do not load torch
     import torch
+    from ray import ObjectRef
 
 KEY_PREFIX = "vitray:"
+NOT_STORED = ""
+"""Stands for a server's address: the embedding is in private memory of the encoder replica."""
+Shape = tuple[int | None, int]
+"""Expected rows, None if the header with the embedding states them, and width of an embedding."""
 _BITS = {"bfloat16": np.uint16, "float32": np.float32}
 """The numpy dtype that holds an embedding, by the embedding's dtype."""
 
@@ -34,11 +41,22 @@ class WireError(ValueError):
 
 
 @dataclass(frozen=True)
+class VideoSampling:
+    """How a request chooses a video's frames, as vLLM's `media_io_kwargs`; None leaves it to the model."""
+
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+MODEL_SAMPLING = VideoSampling()
+
+
+@dataclass(frozen=True)
 class ImageJob:
-    """One image to encode."""
+    """One image, sound or video to encode."""
 
     data: bytes
-    """The image file as the client sent it: JPEG, PNG, …"""
+    """The file as the client sent it: JPEG, PNG, WAV, …"""
     bounds: PixelBounds | None
     """Requested pixel bounds; None: the checkpoint's."""
     digest: str
@@ -46,22 +64,58 @@ class ImageJob:
     identity: str
     """Identity of the encoder that the digest was computed for; an encoder with another identity rejects the job."""
     size: tuple[int, int]
-    """Width and height of the upright image in pixels, from the file header."""
+    """Width and height of the upright image in pixels, from the file header; zeros for other media."""
     num_tokens: int
     """Visual tokens of the image, which are the cost of encoding it."""
     tokens_before: int = 0
     """Visual tokens of the images before it in its request; they delay it in the fair queue
     (`fair_queue.virtual_arrival_s`)."""
-    reader_hosts: tuple[str, ...] = ()
-    """Hosts (`unix_socket.host_id`) whose LLM replicas may receive the embedding, if shared memory is to be used."""
-    remote_read: bool = False
-    """Whether the LLM replicas read embeddings from encoders on other hosts."""
     tower: str = ""
     """Fingerprint of the encoder's tower, which LLM replicas of the same checkpoint expect
     (`EncoderIdentity.tower`)."""
+    modality: str = "image"
+    sampling: VideoSampling = MODEL_SAMPLING
+    in_chunks: bool = False
+    """Whether it is a video of vitray's own towers that is to be planned: other jobs encode it chunk by chunk."""
+    chunk: ChunkOfVideo | None = None
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A file that is put into Ray's object store once, when it is first sent to a replica."""
+
+    data: bytes
+
+    @cached_property
+    def ref(self) -> ObjectRef[bytes]:
+        import ray
+
+        return ray.put(self.data)
+
+
+@dataclass(frozen=True)
+class ChunkOfVideo:
+    """The part of a video that a job encodes."""
+
+    video: str
+    """Digest of the whole video. All its jobs are routed by it, so that one decoder goes through the file once."""
+    indices: tuple[int, ...]
+    """Indices in the file of the video's sampled frames."""
+    part: VideoChunk
+    file: StoredFile | ObjectRef[bytes]
+    """The file, which all jobs of the video share; a reference at the encoder. `ImageJob.data` is empty."""
+
+
+@dataclass(frozen=True)
+class PlannedVideo:
+    """What an encoder has read in a video's container."""
+
+    header: ItemHeader
+    indices: tuple[int, ...]
+    chunks: tuple[VideoChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EncodeTimings:
     """Durations of an image's stages in milliseconds, and when it was ready, in seconds since the epoch."""
 
@@ -74,11 +128,13 @@ class EncodeTimings:
     """Serve's name of the encoder replica; empty outside Serve."""
     ran: RunRecord | None = None
     """How its batch ran; None if unknown."""
+    frames: tuple[int, int] | None = None
+    """First and last of a video's sampled frames, counted from 1, that the embedding is of."""
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An embedding in host memory, with a header that the receiver checks."""
+    """An embedding in memory of its encoder replica."""
 
     digest: str
     dtype: str
@@ -86,6 +142,8 @@ class EncodedImage:
     bits: npt.NDArray[np.generic]
     """`[num_tokens, width]`: float32, or bfloat16 viewed as uint16, because numpy has no bfloat16."""
     timings: EncodeTimings
+    header: ItemHeader | ChunkHeader | None = None
+    """The item's header; None if the ingress computes headers itself."""
 
     @property
     def num_bytes(self) -> int:
@@ -113,28 +171,11 @@ class EncodedImage:
         bits = tokens.contiguous().view(torch.uint16 if dtype == "bfloat16" else tokens.dtype)
         return cls(digest, dtype, bits.numpy(), timings)
 
-    def to_shared(self, server: str) -> SharedEmbedding:
-        """Returns the location of this embedding in the shared memory of `server`."""
-        return SharedEmbedding(self.digest, self.dtype, self.shape, self.timings, server)
-
-    def check(self, shape: tuple[int, int]) -> None:
-        """Raises WireError if the embedding is not what the language model expects: `shape` is (rows, width). A wrong
-        width would end its engine."""
-        if not isinstance(self.bits, np.ndarray) or not self.bits.flags.c_contiguous:
-            raise WireError(f"embedding bits are {type(self.bits).__name__}, expected a contiguous array")
-        _check(self.dtype, self.bits.shape, shape)
-        if self.bits.dtype != _BITS[self.dtype]:
-            expected = np.dtype(_BITS[self.dtype])
-            raise WireError(f"embedding bits are {self.bits.dtype}, expected {expected} for {self.dtype}")
-
-    def unpack(self) -> torch.Tensor:
-        """Returns `[num_tokens, width]` in `dtype`; the tensor shares memory with `bits`."""
-        import torch
-
-        with warnings.catch_warnings():
-            # Object store memory is read-only. vLLM only reads it, and a copy would cost tens of megabytes.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self.bits).view(_torch_dtype(self.dtype))
+    def to_shared(
+        self, server: str = NOT_STORED, tcp: str = "", remote: RemoteLocation | None = None
+    ) -> SharedEmbedding:
+        """Returns where readers find this embedding: the shared memory of `server`, the TCP server `tcp`."""
+        return SharedEmbedding(self.digest, self.dtype, self.shape, self.timings, server, tcp, remote, self.header)
 
 
 @dataclass(frozen=True)
@@ -149,14 +190,10 @@ class RemoteLocation:
     """Notification that the reader sends after the read; it releases the lease."""
 
 
-NOT_STORED = ""
-"""Stands for a server's address: the embedding is in no encoder's shared memory."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SharedEmbedding:
-    """Location of an embedding in shared memory of the encoder's host. Readers there acquire a lease from its server; a
-    reader on another host uses `remote`."""
+    """Where an embedding is: the encoder's answer, by which each reader chooses its path. On the encoder's host it
+    acquires a lease on shared memory from `server`; else it reads from `tcp`, or from `remote`, if that is set."""
 
     digest: str
     dtype: str
@@ -165,9 +202,13 @@ class SharedEmbedding:
     """(tokens, width)."""
     timings: EncodeTimings
     server: str
-    """Address for `same_host.ShmClient` on the encoder's host, or NOT_STORED."""
+    """Address for `same_host.ShmClient` on the encoder's host, which it names, or NOT_STORED."""
+    tcp: str = ""
+    """Address for `tcp_client.TcpClient`, `HOST:PORT`."""
     remote: RemoteLocation | None = None
-    """Location for one reader on another host."""
+    """Location for one read by RDMA."""
+    header: ItemHeader | ChunkHeader | None = None
+    """As in EncodedImage."""
 
     @property
     def num_tokens(self) -> int:
@@ -177,9 +218,10 @@ class SharedEmbedding:
     def num_bytes(self) -> int:
         return self.shape[0] * self.shape[1] * np.dtype(_BITS[self.dtype]).itemsize
 
-    def check(self, shape: tuple[int, int]) -> None:
-        """Raises WireError under the conditions of `EncodedImage.check`."""
-        _check(self.dtype, self.shape, shape)
+    def check(self, shape: Shape) -> None:
+        """Raises WireError if the embedding is not what the language model expects: `shape` is (rows, width), without
+        rows if they are to be those of the header that came with it. A wrong width would end its engine."""
+        _check(self.dtype, self.shape, shape, self.header)
 
 
 def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -193,9 +235,13 @@ def _torch_dtype(name: str) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def _check(dtype: object, shape: object, expected: tuple[int, int]) -> None:
+def _check(dtype: object, shape: tuple[int, ...], expected: Shape, header: ItemHeader | ChunkHeader | None) -> None:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
+    if expected[0] is None:
+        if header is None:
+            raise WireError("the embedding came without its header")
+        expected = header.num_embeds, expected[1]
     if shape != expected:
         raise WireError(f"embedding shape {shape} is not the expected {expected}")
 
@@ -244,18 +290,15 @@ class ItemReference:
     """Index of the item among the headers and embeddings sent with the request."""
     label: str
     """For error messages: "image 2 of 3"."""
+    modality: str = "image"
 
 
 @dataclass(frozen=True)
 class Accepted:
     """First message of an LLM replica: the request and its embeddings have arrived."""
 
-    shm_host: str | None = None
-    """Host of the replica, if it reads embeddings from the shared memory of that host."""
     locations: tuple[SharedEmbedding | None, ...] = ()
-    """For each embedding of the request, its location in shared memory; None for one that was sent otherwise."""
-    remote_read: bool = False
-    """Whether the replica reads from encoders on other hosts."""
+    """For each embedding of the request, its location in an encoder's shared memory; None for one that is not there."""
 
 
 @dataclass(frozen=True)

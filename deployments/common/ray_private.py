@@ -13,16 +13,22 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import serve
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve._private.common import ReplicaQueueLengthInfo, RequestMetadata, RunningReplicaInfo
+from ray.serve._private.replica import Replica
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve._private.tracing_utils import is_tracing_enabled
 from ray.serve.context import _get_global_client, _set_request_context
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 __all__ = ["ReplicaQueueLengthInfo", "ReplicaResult", "RunningReplicaInfo", "is_tracing_enabled"]
 
 T = TypeVar("T")
+
+KV_NAMESPACE = "vitray"
+"""Namespace of this application's keys in Ray's internal key-value store."""
 
 
 def autoscaler_resources() -> dict[str, int]:
@@ -47,9 +53,36 @@ def serve_details() -> dict[str, Any] | None:
     return None if client is None else client.get_serve_details()
 
 
+def get_or_store(key: str, new: bytes) -> bytes:
+    """Returns the value of `key` in Ray's internal key-value store, which is `new` for the first caller in the cluster;
+    `new` outside Ray. Blocks."""
+    if not ray.is_initialized():
+        return new
+    _internal_kv_put(key, new, overwrite=False, namespace=KV_NAMESPACE)
+    return _internal_kv_get(key, namespace=KV_NAMESPACE)
+
+
 def deployment_max_ongoing_requests() -> int:
     """Returns `max_ongoing_requests` of the current deployment. Raises RayServeException outside Serve."""
     return serve.get_replica_context()._deployment_config.max_ongoing_requests
+
+
+def refuse_calls(is_refused: Callable[[str], bool]) -> None:
+    """Makes the current replica reject calls for whose session id `is_refused` returns True, as Serve rejects those
+    over `max_ongoing_requests`: the router of each chooses again. Does nothing outside Serve.
+
+    `is_refused` is called on the replica's event loop, which is not that of the deployment's methods.
+    """
+    try:
+        serve.get_replica_context()
+    except RayServeException:
+        return
+    can_accept = Replica._can_accept_request
+
+    def accepts(replica: Replica, metadata: RequestMetadata) -> bool:
+        return can_accept(replica, metadata) and not is_refused(metadata.session_id)
+
+    Replica._can_accept_request = accepts  # type: ignore[method-assign, assignment]
 
 
 def start_detached(start: Callable[[], T]) -> T:
@@ -79,6 +112,13 @@ def running_replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
     router = _router(handle)._request_router
     # None until the controller has sent the deployment's configuration.
     return list(router.curr_replicas.values()) if is_available(handle) and router is not None else []
+
+
+async def choose_replica(handle: DeploymentHandle[Any], session_id: str) -> tuple[str, dict[str, str]]:
+    """Returns the unique id and the metadata of the replica that the router chooses, without reserving a slot of it.
+    Waits while no replica runs."""
+    async with handle.options(session_id=session_id).choose_replica(_reserve=False) as selection:
+        return selection.replica_id, selection.replica_metadata
 
 
 def exclude(handle: DeploymentHandle[Any], name: str) -> None:

@@ -25,6 +25,14 @@ def replica_name() -> str:
         return ""
 
 
+def application_name() -> str:
+    """Returns Serve's name of the current application; empty outside Serve."""
+    try:
+        return serve.get_replica_context().app_name
+    except RayServeException:
+        return ""
+
+
 def max_ongoing_requests() -> int:
     """Returns the limit of the current deployment; 0 outside Serve."""
     try:

@@ -22,19 +22,26 @@ class InFlightTokens:
         self._arrived = 0.0  # tokens, with weights that decay with age
         self._jobs = 0.0
         self._at = clock()
+        self._places: list[tuple[float, int]] = []
 
     @contextmanager
-    def job(self, tokens: int) -> Iterator[None]:
-        """Counts the job as in flight until the block ends, also by an exception."""
+    def job(self, tokens: int, place: float = 0.0) -> Iterator[None]:
+        """Counts the job as in flight until the block ends, also by an exception. `place`: in the fair queue."""
         self._age()
         self._arrived += tokens
         self._jobs += 1
         self.tokens += tokens
         self.received += tokens
+        self._places.append((place, tokens))
         try:
             yield
         finally:
             self.tokens -= tokens
+            self._places.remove((place, tokens))
+
+    def tokens_before(self, place: float) -> int:
+        """Tokens in flight of jobs at or before a place in the fair queue."""
+        return sum(tokens for at, tokens in self._places if at <= place)
 
     def arriving_tokens_per_s(self) -> float:
         """Tokens per second, an exponentially weighted mean over ARRIVALS_OVER_S."""

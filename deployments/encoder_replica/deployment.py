@@ -12,26 +12,37 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from ray import serve
 from torch import Tensor
 
-from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
 from deployments.common.fair_queue import virtual_arrival_s
-from deployments.common.messages import EncodedImage, EncodeTimings, ImageJob, ImageRefused, SharedEmbedding
-from deployments.common.model_path import local_model
-from deployments.common.ray_private import is_batching_task_alive
+from deployments.common.messages import (
+    EncodedImage,
+    EncodeTimings,
+    ImageJob,
+    ImageRefused,
+    PlannedVideo,
+    SharedEmbedding,
+)
+from deployments.common.model_path import encoder_checkpoint, uses_own_tower
+from deployments.common.ray_private import is_batching_task_alive, refuse_calls
 from deployments.common.replica_errors import OtherIdentityError, QueueFullError, WorkerEndedError
-from deployments.common.replica_status import Report, encoder_report, replica_name
+from deployments.common.replica_status import Report, application_name, encoder_report, replica_name
 from deployments.common.throughput import InFlightTokens
+from deployments.encoder_replica.busy import is_too_busy
 from deployments.encoder_replica.decode.pool import DecodePool
+from deployments.encoder_replica.decode.prepare_pool import ItemFile, PreparePool
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
-from deployments.encoder_replica.gpu.jobs import Encoded, WorkerEvents
+from deployments.encoder_replica.generic import load_generic_encoder
+from deployments.encoder_replica.gpu.jobs import Encoded, Item, WorkerEvents
 from deployments.encoder_replica.gpu.worker import GpuWorker
+from deployments.encoder_replica.own_tower import load_own_encoder
 from deployments.encoder_replica.single_flight import SingleFlight
-from deployments.routing.affinity import PUBLISHED_DIGESTS, concatenate_prefixes
+from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
 from deployments.routing.replica_identity import encoder_metadata, wait_for_rollout_turn
 from deployments.scaling.encoder_scaler import (
     ARRIVING_TOKENS_PER_S,
@@ -52,18 +63,23 @@ from deployments.telemetry.metrics import (
     Tier,
     gauge_setter,
 )
-from deployments.telemetry.tracing import Stage, record_span
+from deployments.telemetry.tracing import Stage, record_encode_spans, record_span
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from deployments.transfer.tcp import get_secret
+from deployments.transfer.tcp_server import TcpServer
 from deployments.transfer.unix_socket import ListenerError, host_id
-from encoder.checkpoint.files import resolve_checkpoint
-from encoder.encoder import Encoder
-from encoder.images.decoded import Decoded
+from encoder.checkpoint.video_rules import VideoRules
+from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageError
-from encoder.pixels.preprocess import Pixels
+from encoder.item_header import ChunkHeader, ItemHeader
 from encoder.staging.streams import pin_shared
+from encoder.video.bounds import VideoBounds, VideoError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger("ray.serve")
 
@@ -72,48 +88,37 @@ HAND_OFF_CALLS = 16  # Serve warns if HAND_OFF_CALLS * HAND_OFF_IMAGES exceeds t
 HAND_OFF_WAIT_S = 0.001
 
 
-def warm_encoder(path: Path, config: EncoderConfig) -> Encoder:
-    """Loads an encoder and runs it once, so that the first image does not wait for kernels to load."""
-    encoder = Encoder.from_checkpoint(path, config, progress=True)
-    encoder.warm_up()
-    return encoder
-
-
-def _record_spans(timings: EncodeTimings, num_tokens: int) -> None:
-    """Records a span for each stage of an encoding, back to back, ending when the embedding was ready."""
-    ended_s = timings.ready_at_s
-    for stage, ms in (
-        (Stage.ENCODE, timings.encode_ms),
-        (Stage.ENCODE_QUEUE, timings.queue_ms),
-        (Stage.DECODE_IMAGE, timings.preprocess_ms),
-    ):
-        record_span(stage, ms / 1e3, ended_s=ended_s, attributes={"vitray.visual_tokens": num_tokens})
-        ended_s -= ms / 1e3
-
-
 class EncoderReplica:
     """Encodes images on one GPU. Serve calls `encode` once for every image of every request."""
 
     @preserve_log_buffers()  # loading an attention kernel may import vLLM
     def __init__(self, config: AppConfig) -> None:
-        path: Path = resolve_checkpoint(local_model(config.model))
+        path: Path = encoder_checkpoint(config)
         limits = config.encoder_replica
+        self._max_tokens = config.ingress.max_visual_tokens_per_image
+        self._video_bounds = VideoBounds.of(config.ingress.video)
+        self._videos: VideoRules | None = None
         self._counts = Counters()
+        count_lost = partial(self._counts.add, Counter.DECODERS_LOST)
+        prepare_pool = None if uses_own_tower(config) else PreparePool(path, config, count_lost)
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
-        uses_shared_memory = config.transfer != "object_store"
-        store = self._make_store(config) if uses_shared_memory else None
+        store = self._make_store(config)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server = None if store is None else self._make_server(store)
+        self._server = self._make_server(store)
+        self._tcp = self._make_tcp_server(store, config)
         self._remote = None
-        if store is not None and config.transfer == "nixl":
+        if config.transfer == "nixl":
             self._remote = RemoteSender(store, NixlMemory(), on_error=self._count_listener_error)
-        self._host = host_id()
         self._times = Histograms()
         self._run_metrics = RunMetrics(self._counts)
         self._worker = GpuWorker(
-            lambda: warm_encoder(path, config.encoder),
+            lambda: (
+                load_own_encoder(path, config)
+                if prepare_pool is None
+                else load_generic_encoder(path, config, prepare_pool)
+            ),
             max_queued_tokens=limits.max_queued_tokens,
-            allocate=None if store is None else partial(self._allocate, store),
+            allocate=partial(self._allocate, store),
             events=WorkerEvents(
                 on_queued_tokens=gauge_setter(Gauge.ENCODER_QUEUED_TOKENS),
                 on_retry=lambda batches: self._counts.add(Counter.BATCHES_RETRIED, batches),
@@ -121,18 +126,26 @@ class EncoderReplica:
                 on_gpu_failure=lambda fault: self._counts.add(Counter.GPU_FAILURES, reason=fault.value),
             ),
         )
-        self._decoders = DecodePool(
-            self._worker.identity.rules,
-            workers=limits.decode_workers,
-            max_pixels=config.ingress.max_image_pixels,
-            timeout_s=limits.decode_timeout_s,
-            shm_bytes=limits.pixel_shm_bytes,
-            resize=not self._worker.resizes_on_device,
-            on_piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
-            memory_bytes=limits.decode_memory_bytes,
-        )
-        if self._worker.resizes_on_device:
-            for arena in (self._decoders.arena, *([] if self._server is None else [self._server.store.arena])):
+        arenas = [store.arena]
+        if prepare_pool is not None:
+            self._decoders: DecodePool | PreparePool = prepare_pool
+        else:
+            assert isinstance(self._worker.identity, EncoderIdentity)
+            self._videos = self._worker.identity.videos
+            self._decoders = DecodePool(
+                self._worker.identity.rules,
+                workers=limits.decode_workers,
+                max_pixels=config.ingress.max_image_pixels,
+                timeout_s=limits.decode_timeout_s,
+                shm_bytes=limits.pixel_shm_bytes,
+                resize=not self._worker.resizes_on_device,
+                on_piped=lambda: self._counts.add(Counter.PIXEL_SHM_FALLBACKS),
+                memory_bytes=limits.decode_memory_bytes,
+                on_lost=count_lost,
+            )
+            arenas.append(self._decoders.arena)
+        if torch.cuda.is_available():
+            for arena in arenas:
                 try:
                     pin_shared(arena.address, arena.num_bytes)
                 except RuntimeError as error:  # staging then copies through its own pinned memory
@@ -143,11 +156,13 @@ class EncoderReplica:
         self._in_flight = InFlightTokens()
         self._name = replica_name()
         self._has_batching_task = False  # Serve creates its batching task on the first call
+        refuse_calls(self._is_too_busy)
 
     async def record_replica_metadata(self) -> dict[str, str]:
-        """Returns the identity, which Serve sends to routers and ingresses once. Waits for its turn in a rollout."""
+        """Returns identity and host, which Serve sends to routers and ingresses once. Waits for its turn in a
+        rollout."""
         await wait_for_rollout_turn(self._worker.identity.tower)
-        return encoder_metadata(self._worker.identity)
+        return encoder_metadata(self._worker.identity, host_id())
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load, which Serve passes to `deployments/scaling/policies.py` every few seconds."""
@@ -180,40 +195,53 @@ class EncoderReplica:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._has_batching_task and not await is_batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
-        if self._server is not None:
-            if not self._server.is_alive:
-                raise RuntimeError("the thread that serves embeddings to this host has died")
-            self._server.store.expire_offers()
-        if self._remote is not None and not self._remote.is_alive:
+        if not self._server.is_alive:
+            raise RuntimeError("the thread that serves embeddings to this host has died")
+        self._server.store.expire_offers()
+        if not self._tcp.is_alive or (self._remote is not None and not self._remote.is_alive):
             raise RuntimeError("the thread that serves embeddings to other hosts has died")
 
-    async def encode(self, job: ImageJob) -> EncodedImage | SharedEmbedding | ImageRefused:
-        """Returns the image's embedding from the cache, from an encoding in flight, or from a new one.
-
-        Returns a SharedEmbedding if the language models can read it from this replica's memory, and ImageRefused if
-        the image cannot be encoded.
+    async def encode(self, job: ImageJob) -> SharedEmbedding | ImageRefused:
+        """Returns where language models find the image's embedding: from the cache, from an encoding in flight, or from
+        a new one; ImageRefused if the image cannot be encoded.
 
         Raises:
             OtherIdentityError: the job's digest was made for an encoder with other weights or numerics.
-            QueueFullError: the GPU queue is full.
+            QueueFullError: the GPU queue is full, or the memory of unread embeddings.
             WorkerEndedError: the GPU thread ended, the GPU failed, or no decoder process can be started.
             DeviceMemoryError: the GPU has too little memory for this image.
         """
         self._loop = asyncio.get_running_loop()
-        image = await self._get_or_encode(job)
-        if self._server is None or isinstance(image, ImageRefused):
+        image, store = await self._get_or_encode(job), self._server.store
+        if isinstance(image, ImageRefused):
             return image
-        if self._remote is not None:
-            if not job.remote_read:
-                return image
-            if (published := self._remote.publish(image)) is not None:
-                return published
-        elif job.reader_hosts != (self._host,):
-            return image
-        elif self._server.store.offer(image):
-            return image.to_shared(self._server.address)
+        remote = None if self._remote is None else self._remote.publish(image)
+        if remote is None and not store.offer(image):
+            raise QueueFullError("unread embeddings take all memory that embeddings may take")
+        if store.offset_of(image) is not None:
+            return image.to_shared(self._server.address, self._tcp.address, remote)
         self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
-        return image
+        return image.to_shared(tcp=self._tcp.address)
+
+    async def plan(self, job: ImageJob, file: bytes) -> PlannedVideo | ImageRefused:
+        """Returns the header of the video `file`, and its chunks. Raises as `encode`, but for a queue or a GPU."""
+        self._check_identity(job)
+        if self._videos is None or not isinstance(self._decoders, DecodePool):
+            return ImageRefused("the model takes no videos here")
+        try:
+            plan = await self._decoders.plan_video(
+                file, job.sampling, self._videos, self._video_bounds, time.perf_counter()
+            )
+            if plan.num_tokens > self._max_tokens:
+                raise VideoError(f"{plan.num_tokens} visual tokens, the limit is {self._max_tokens}")
+            return PlannedVideo(plan.header(job.digest), plan.frames.indices, tuple(plan.chunks))
+        except ImageError as error:
+            self._counts.add(Counter.IMAGES_REFUSED, medium=job.modality)
+            return ImageRefused(str(error))
+
+    def _check_identity(self, job: ImageJob) -> None:
+        if job.identity != self._worker.identity.fingerprint:
+            raise OtherIdentityError("the encoder has other weights or numerics than the job's digest was made for")
 
     def _make_store(self, config: AppConfig) -> EmbeddingStore:
         return EmbeddingStore(
@@ -224,6 +252,16 @@ class EncoderReplica:
 
     def _make_server(self, store: EmbeddingStore) -> ShmServer:
         return ShmServer(store, on_direct_read=self._count_direct_read, on_error=self._count_listener_error)
+
+    def _make_tcp_server(self, store: EmbeddingStore, config: AppConfig) -> TcpServer:
+        return TcpServer(
+            store,
+            get_secret(config.tcp, application_name()),
+            config.tcp,
+            on_direct_read=self._count_direct_read,
+            on_error=self._count_listener_error,
+            on_tcp_error=lambda error: self._counts.add(Counter.TCP_ERRORS, reason=error.value),
+        )
 
     def _count_listener_error(self, failed: ListenerError) -> None:
         self._counts.add(Counter.LISTENER_ERRORS, operation=failed.value)
@@ -248,8 +286,7 @@ class EncoderReplica:
                 self._loop.call_soon_threadsafe(count_hit)
 
     async def _get_or_encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
-        if job.identity != self._worker.identity.fingerprint:
-            raise OtherIdentityError("the encoder has other weights or numerics than the job's digest was made for")
+        self._check_identity(job)
         cached = self._cache.get(job.digest) or self._find_in_shared_memory(job.digest)
         if cached is None:
             self._counts.add(Counter.CACHE_MISSES)
@@ -266,32 +303,34 @@ class EncoderReplica:
                 record_span(Stage.SHARED, time.perf_counter() - started)
             return encoded
         except ImageError as error:
-            self._counts.add(Counter.IMAGES_REFUSED)
+            self._counts.add(Counter.IMAGES_REFUSED, medium=job.modality)
             return ImageRefused(str(error))
 
     def _find_in_shared_memory(self, digest: str) -> EncodedImage | None:
         """Returns an embedding that the cache evicted but shared memory still holds for a reader, and caches it."""
-        image = None if self._server is None else self._server.store.find(digest)
+        image = self._server.store.find(digest)
         if image is not None:
             self._cache.put(digest, image, image.num_bytes)
         return image
 
-    async def _encode_counted(self, job: ImageJob) -> EncodedImage:
-        with self._in_flight.job(job.num_tokens):
-            return await self._decode_and_encode(job)
+    def _is_too_busy(self, session_id: str) -> bool:
+        """Whether to refuse a call of `encode`. Runs on the replica's event loop."""
+        call, speed = Call.from_session_id(session_id), self._worker.tokens_per_s
+        if not call.refusable or call.key is None or call.key in self._cache or call.key in self._single_flight:
+            return False
+        return is_too_busy(call, self._in_flight, tokens_per_s=speed, now_s=time.perf_counter())
 
-    async def _decode_and_encode(self, job: ImageJob) -> EncodedImage:
-        started = time.perf_counter()
-        place = virtual_arrival_s(
-            started,
-            tokens=job.num_tokens,
-            tokens_before=job.tokens_before,
-            tokens_per_s=self._worker.tokens_per_s,
-        )
-        pixels = await self._decoders.decode(job.data, job.bounds, job.size, place)
+    async def _encode_counted(self, job: ImageJob) -> EncodedImage:
+        started, speed = time.perf_counter(), self._worker.tokens_per_s
+        place = virtual_arrival_s(started, tokens=job.num_tokens, tokens_before=job.tokens_before, tokens_per_s=speed)
+        with self._in_flight.job(job.num_tokens, place):
+            return await self._decode_and_encode(job, place, started)
+
+    async def _decode_and_encode(self, job: ImageJob, place: float, started: float) -> EncodedImage:
+        item, header = await self._prepare(job, place)
         preprocess_ms = (time.perf_counter() - started) * 1e3
-        encoded: Encoded = await (await self._hand_off((pixels, place)))
-        self._counts.add(Counter.IMAGES_ENCODED)
+        encoded: Encoded = await (await self._hand_off((item, place)))
+        self._counts.add(Counter.IMAGES_ENCODED, medium=job.modality)
         self._times.observe(Histogram.PREPROCESS_SECONDS, preprocess_ms / 1e3)
         self._times.observe(Histogram.ENCODER_QUEUE_SECONDS, encoded.queue_ms / 1e3)
         self._times.observe(Histogram.ENCODE_SECONDS, encoded.encode_ms / 1e3)
@@ -300,18 +339,31 @@ class EncoderReplica:
             cached=False,
             replica=self._name,
             ran=encoded.ran,
+            frames=None if job.chunk is None else job.chunk.part.frame_range,
         )
-        _record_spans(timings, job.num_tokens)
-        image = EncodedImage.pack(encoded.tokens, job.digest, timings)
-        if self._server is not None:
-            self._server.store.publish(image)
+        record_encode_spans(timings, job.num_tokens)
+        image = dataclasses.replace(EncodedImage.pack(encoded.tokens, job.digest, timings), header=header)
+        self._server.store.publish(image)
         self._cache.put(job.digest, image, image.num_bytes)
         return image
+
+    async def _prepare(self, job: ImageJob, place: float) -> tuple[Item, ItemHeader | ChunkHeader | None]:
+        """Returns the encoder's input, and its header if the ingress cannot compute it. Raises ImageError."""
+        if not isinstance(self._decoders, PreparePool):
+            if (chunk := job.chunk) is not None:
+                file = await cast("ObjectRef[bytes]", chunk.file)
+                pixels = await self._decoders.decode_chunk(file, chunk, self._video_bounds, place)
+                return pixels, ChunkHeader(job.digest, job.num_tokens)
+            return await self._decoders.decode(job.data, job.bounds, job.size, place), None
+        prepared = await self._decoders.prepare(ItemFile(job.data, job.modality, job.sampling), job.digest, place)
+        if prepared.num_tokens > self._max_tokens:  # the ingress has estimated them
+            raise ImageError(f"{prepared.num_tokens} visual tokens, the limit is {self._max_tokens}")
+        return prepared, prepared.header
 
     @serve.batch(
         max_batch_size=HAND_OFF_IMAGES, batch_wait_timeout_s=HAND_OFF_WAIT_S, max_concurrent_batches=HAND_OFF_CALLS
     )
-    async def _hand_off(self, images: list[tuple[Pixels | Decoded, float]]) -> list[asyncio.Future[Encoded]]:
+    async def _hand_off(self, images: list[tuple[Item, float]]) -> list[asyncio.Future[Encoded]]:
         """Queues the images, each with its place in the queue, and returns a future for each without waiting.
 
         Serve would form small batches while the GPU is busy; instead, the worker's queue fills and is packed as a whole
@@ -319,9 +371,9 @@ class EncoderReplica:
         """
         self._has_batching_task = True
         futures: list[asyncio.Future[Encoded]] = []
-        for pixels, place in images:
+        for item, place in images:
             try:
-                futures.append(asyncio.wrap_future(self._worker.submit(pixels, place)))
+                futures.append(asyncio.wrap_future(self._worker.submit(item, place)))
             except (QueueFullError, WorkerEndedError) as error:
                 if isinstance(error, QueueFullError):
                     self._counts.add(Counter.ENCODER_REJECTIONS)
@@ -331,12 +383,9 @@ class EncoderReplica:
         return futures
 
     def __del__(self) -> None:
-        server = getattr(self, "_server", None)
-        if server is not None:
-            server.close()
-        remote = getattr(self, "_remote", None)
-        if remote is not None:
-            remote.close()
+        for name in ("_server", "_tcp", "_remote"):
+            if (server := getattr(self, name, None)) is not None:
+                server.close()
         if hasattr(self, "_decoders"):
             self._decoders.stop()
         if hasattr(self, "_worker"):

@@ -83,12 +83,12 @@ class Visit:
         self.tokens = self.images = 0
         self.virtual_arrival_s = 0.0
 
-    def request(self, tokens: int, images: int) -> None:
+    def request(self, tokens: int, images: int, param: str = "messages") -> None:
         """Asks for admission of `tokens` visual tokens, besides those admitted before, which are then queued again.
 
-        Raises ApiError 400 above the limit of one request, OverloadedError if the queue is full.
+        Raises ApiError 400 with `param` above the limit of one request, OverloadedError if the queue is full.
         """
-        self._admission.request(self, tokens, images)
+        self._admission.request(self, tokens, images, param)
 
     async def wait_until_admitted(self) -> None:
         """Waits until the request is admitted."""
@@ -167,7 +167,7 @@ class Admission:
         self._report()
         return Visit(self)
 
-    def request(self, visit: Visit, tokens: int, images: int) -> None:
+    def request(self, visit: Visit, tokens: int, images: int, param: str) -> None:
         """See Visit.request."""
         tokens, images = visit.tokens + tokens, visit.images + images
         for total, limit, unit in (
@@ -175,7 +175,7 @@ class Admission:
             (images, self._bounds.images_in_flight, "images"),
         ):
             if total > limit:
-                raise ApiError(400, f"{total} {unit} must be encoded, the limit is {limit}", param="messages")
+                raise ApiError(400, f"{total} {unit} must be encoded, the limit is {limit}", param=param)
         if visit.stage is _Stage.IN_FLIGHT:
             self.end(visit, done=False)
             self._count_request()

@@ -8,31 +8,45 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from starlette.responses import Response, StreamingResponse
 
-from deployments.common.api_error import ApiError, error_event
-from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded, ResponseHead, TooEarly
+from configs.schema import IngressConfig
+from deployments.common.api_error import ApiError, conversation_field, error_event
+from deployments.common.messages import (
+    Accepted,
+    ChunkOfVideo,
+    Deferred,
+    ImageJob,
+    ImageRefused,
+    NotEncoded,
+    PlannedVideo,
+    ResponseHead,
+    StoredFile,
+    TooEarly,
+)
 from deployments.ingress.admission import Visit
 from deployments.ingress.coalescing import SharedCall
-from deployments.ingress.failures import EngineLostError, LLMLostError, ReplicaLostError
+from deployments.ingress.failures import (
+    FIRST_RETRY_DELAY_S,
+    MAX_ATTEMPTS,
+    EngineLostError,
+    LLMLostError,
+    ReplicaLostError,
+)
 from deployments.ingress.http.deadline import Deadline
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.ingress.replica_client import Answer, Encoding, Replicas
+from deployments.routing.affinity import Call
 from deployments.telemetry.metrics import Histogram, Histograms
+from encoder.item_header import ChunkHeader, ItemHeader
 
 logger = logging.getLogger("ray.serve")
 
-MAX_ATTEMPTS = 5
-"""Attempts at one request: a request that crashes every replica it reaches must not crash all of them."""
-
 MAX_ENGINES = 2
 """Language models that one request may lose after they have accepted it, since the request may be what crashes them."""
-
-FIRST_RETRY_DELAY_S = 0.05
-"""Delay before the first retry; it doubles with each further one."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +84,19 @@ class Attempt:
     stages: str | None = None
     """`Server-Timing` entries of the ingress, which precede the language model's."""
     lost: Losses = Losses()
-    skip_directory: bool = False
-    """Whether encoders are called for images that are in the embedding directory."""
     charge: Callable[[Sequence[ImageJob]], Awaitable[None]] = charge_nothing
     """Called with deferred images before they are encoded. Waits for their admission."""
     asked: frozenset[int] = frozenset()
-    """Deferred images that an engine has asked for."""
-    _encodings: list[Encoding] = field(default_factory=list, init=False)
-    """Encodings that the answer waits for. Each is returned to `replicas`, by `record_accepted` or `cancel`."""
+    """Deferred images that are encoded: an engine has asked for them, or their headers are unknown."""
+    encoder_host: str = ""
+    """Host of the first language model that was chosen: its encoders have the embeddings."""
+    encodings: list[Encoding] = field(default_factory=list)
+    """Encodings that the answer waits for: those of the attempt before if it lost only its language model. Each is
+    returned to `replicas`, by `record_accepted` or `cancel`."""
+    _call: Call = field(init=False)
     _answer: Answer | None = field(default=None, init=False)
     is_accepted: bool = field(default=False, init=False)
     """Whether a language model has had the request."""
-
-    def retry(self, lost: Losses) -> Attempt:
-        """Returns the next attempt, after `lost`."""
-        return dataclasses.replace(self, lost=lost, skip_directory=True)
 
     async def response(self) -> Response:
         """Returns the language model's response. If the client disconnects, the calls of this attempt are cancelled.
@@ -93,8 +105,16 @@ class Attempt:
             ReplicaLostError: another attempt may succeed.
             ApiError: the error for the client.
         """
+        request, lost = self.request, self.lost
         try:
-            self._start_encodings()
+            if lost.attempts:
+                await asyncio.sleep(FIRST_RETRY_DELAY_S * 2 ** (lost.attempts - 1))
+            await self.visit.requeue()
+            self._call = Call(request.conversation, 1, lost.llms, request.prompt_tokens, identity=request.tower)
+            if request.jobs and not request.files:
+                self._call = await self.replicas.choose(self._call)
+            self.encoder_host = self.encoder_host or self._call.host
+            await self._start_encodings()
             answer = await self._start_answer(early=True)
             early = True
             while isinstance(head := await anext(answer), TooEarly | NotEncoded):
@@ -108,45 +128,57 @@ class Attempt:
             body = await self._read_body(head, answer)
         except Exception as error:
             client_error = self.replicas.to_client_error(error)
-            self._cancel(failed=not isinstance(client_error, LLMLostError))
+            if isinstance(client_error, LLMLostError):  # the next attempt gets its encodings
+                self.replicas.cancel(self._answer, ())
+            else:
+                self.cancel(failed=True)
             raise client_error from error
         except BaseException:  # the client disconnected, or the deadline has passed
-            self._cancel()
+            self.cancel()
             raise
         if self.stages is not None:
             head.headers.append((b"server-timing", self.stages.encode()))
         if _is_stream(head):  # the replica holds the head back until the first chunk
             waited_s = asyncio.get_running_loop().time() - self.deadline.arrived
             self.histograms.observe(Histogram.TIME_TO_FIRST_TOKEN_SECONDS, waited_s)
+            self.request = EngineRequest(dataclasses.replace(request.http, body=b""))  # nothing is sent again
         return http_response(head, self._stream(head, answer) if body is None else body)
 
-    def _start_encodings(self) -> None:
-        for number, job in enumerate(self.request.jobs):
-            location = None if self.skip_directory else self.replicas.look_up(job)
-            self._encodings.append(
-                Deferred(location)
-                if number in self.request.deferred and number not in self.asked
-                else self.replicas.start_encode(job, self.lost.encoders, location=location)
-            )
+    async def _start_encodings(self) -> None:
+        """Deferred images whose headers only an encoder can compute are encoded at once if no location is known, which
+        comes with the header: without headers, vLLM cannot get the request."""
+        if self.encodings or self.request.files:
+            return
+        jobs, headers, deferred = self.request.jobs, self.request.headers, self.request.deferred
+        locations = {n: self.replicas.look_up(jobs[n], self.encoder_host) for n in deferred - self.asked}
+        if unknown := [n for n, location in locations.items() if headers[n] is None and location is None]:
+            await self._encode_deferred(unknown)
+        for n, job in enumerate(jobs):
+            is_deferred = n in deferred - self.asked
+            self.encodings.append(Deferred(locations[n]) if is_deferred else await self._start_encode(job))
+
+    async def _start_encode(self, job: ImageJob) -> Encoding:
+        return await self.replicas.start_encode(job, self.encoder_host, self.lost.encoders)
 
     async def _encode_asked(self, images: Sequence[int]) -> None:
         """Starts the encoding of images that an engine needs, and of which no embedding is stored. Raises the error of
         an encoder that failed."""
         for image in images:
-            if isinstance(encoding := self._encodings[image], SharedCall):
+            if isinstance(encoding := self.encodings[image], SharedCall):
                 await self.replicas.raise_encoding_error(encoding)
-        deferred = [image for image in images if isinstance(self._encodings[image], Deferred)]
-        self.asked |= {*deferred}
-        await self.charge([self.request.jobs[image] for image in deferred])
+        await self._encode_deferred([image for image in images if isinstance(self.encodings[image], Deferred)])
         for image in images:
-            if not isinstance(encoding := self._encodings[image], SharedCall):
+            if not isinstance(encoding := self.encodings[image], SharedCall):
                 self.replicas.discard_location(encoding)
-                self._encodings[image] = self.replicas.start_encode(self.request.jobs[image], self.lost.encoders)
+                self.encodings[image] = await self._start_encode(self.request.jobs[image])
+
+    async def _encode_deferred(self, images: Sequence[int]) -> None:
+        """Waits for the admission of deferred images, which from now on are encoded."""
+        self.asked |= {*images}
+        await self.charge([self.request.jobs[image] for image in images])
 
     async def _start_answer(self, *, early: bool) -> Answer:
-        self._answer = await self.replicas.start_answer(
-            self.request, self._encodings, attempt=self.lost.llms, early=early
-        )
+        self._answer = await self.replicas.start_answer(self.request, self.encodings, self._call, early=early)
         return self._answer
 
     async def _wait_until_accepted(self, first: object, answer: Answer) -> ResponseHead:
@@ -154,8 +186,8 @@ class Attempt:
         self.is_accepted = True
         self.visit.accept()  # replicas of a version without Accepted send the head first
         accepted = first if isinstance(first, Accepted) else Accepted()
-        self.replicas.record_accepted(self._encodings, accepted)
-        self._encodings = []
+        self.replicas.record_accepted(self.encodings, accepted)
+        self.encodings = []
         head = await anext(answer) if isinstance(first, Accepted) else first
         if not isinstance(head, ResponseHead):
             raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
@@ -193,31 +225,73 @@ class Attempt:
                 yield error_event(client_error, self.request.http.path)
         finally:
             if not complete:
-                self._cancel()
+                self.cancel()
 
-    def _cancel(self, *, failed: bool = False) -> None:
+    def cancel(self, *, failed: bool = False) -> None:
         """Cancels the calls of this attempt. `failed`: later requests must not share its encodings."""
-        self.replicas.cancel(self._answer, self._encodings, failed=failed)
-        self._encodings = []
+        self.replicas.cancel(self._answer, self.encodings, failed=failed)
+        self.encodings = []
+
+
+def split_videos(
+    request: EngineRequest, plans: Mapping[str, tuple[PlannedVideo | ImageRefused, StoredFile]], limits: IngressConfig
+) -> EngineRequest:
+    """Returns `request` with a job for each chunk in place of each video of `plans`, by digest, each with its file.
+
+    Raises ApiError 400 for a video that was refused, or if the new items have more visual tokens than a request may.
+    """
+    jobs: list[ImageJob] = []
+    headers: list[ItemHeader | ChunkHeader | None] = []
+    first: list[int] = []
+    deferred: set[int] = set()
+    param = conversation_field(request.http.path)
+    for number, (job, header) in enumerate(zip(request.jobs, request.headers, strict=True)):
+        first.append(len(jobs))
+        plan, file = plans.get(job.digest, (None, StoredFile(b"")))
+        if isinstance(plan, ImageRefused):
+            label = next(reference.label for reference in request.references if reference.item == number)
+            raise ApiError(400, f"{label}: {plan.message}", param=param, code="invalid_video")
+        jobs += [job] if plan is None else _chunk_jobs(job, plan, file)
+        headers += [header] if plan is None else [plan.header, *plan.header.embeddings[1:]]
+        deferred |= set(range(first[-1], len(jobs)) if number in request.deferred else ())
+    references = [dataclasses.replace(reference, item=first[reference.item]) for reference in request.references]
+    split = dataclasses.replace(
+        request, references=references, jobs=jobs, headers=headers, deferred=frozenset(deferred)
+    )
+    tokens, limit = split.visual_tokens, limits.max_visual_tokens_per_request
+    if tokens > limit:
+        message = f"the images and videos come to {tokens} visual tokens, the limit is {limit}"
+        raise ApiError(400, message, param=param)
+    return split
+
+
+def _chunk_jobs(job: ImageJob, plan: PlannedVideo, file: StoredFile) -> list[ImageJob]:
+    """Returns the jobs by which the video of `job` is encoded, in order."""
+    jobs, before = [], job.tokens_before
+    job = dataclasses.replace(job, data=b"", in_chunks=False)
+    for header, part in zip(plan.header.embeddings, plan.chunks, strict=True):
+        chunk, rows = ChunkOfVideo(job.digest, plan.indices, part, file), header.num_embeds
+        jobs.append(dataclasses.replace(job, digest=header.digest, num_tokens=rows, tokens_before=before, chunk=chunk))
+        before += rows
+    return jobs
 
 
 async def respond(attempt: Attempt) -> Response:
     """Returns the response of the first attempt that loses no replica, beginning with `attempt`.
 
-    After the loss of a language model, encoders serve the embeddings from their caches. Raises the last attempt's
-    error.
+    After the loss of a language model, the next one gets the encodings in flight, and encoders serve the others from
+    their caches. Raises the last attempt's error.
     """
     while True:
-        await attempt.visit.requeue()
         try:
             return await attempt.response()
         except ReplicaLostError as error:
             lost = attempt.lost.add(error, accepted=attempt.is_accepted)
             if lost.attempts == MAX_ATTEMPTS or lost.engines == MAX_ENGINES:
+                attempt.cancel()
                 raise
             attempt.replicas.count_retry()
-            await asyncio.sleep(FIRST_RETRY_DELAY_S * 2 ** (lost.attempts - 1))
-            attempt = attempt.retry(lost)
+            attempt = dataclasses.replace(attempt, lost=lost)
 
 
 def http_response(head: ResponseHead, body: bytes | AsyncIterator[bytes]) -> Response:

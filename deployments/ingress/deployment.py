@@ -23,28 +23,38 @@ from starlette.responses import Response
 from configs.schema import AppConfig
 from deployments.common.api_error import (
     ANTHROPIC_PATHS,
+    RESPONSES_PATH,
     ApiError,
     OverloadedError,
     Shed,
     anthropic_error,
     error_head_and_body,
 )
-from deployments.common.messages import HttpRequest, ImageJob, ResponseHead
+from deployments.common.messages import MODEL_SAMPLING, HttpRequest, ImageJob, ResponseHead
+from deployments.common.model_path import default_sampling
 from deployments.common.ray_private import running_replicas, serve_host
 from deployments.common.replica_errors import IdentityGoneError
 from deployments.ingress.admission import Admission, AdmissionBounds, Visit
-from deployments.ingress.attempt import MAX_ATTEMPTS, Attempt, http_response, respond
+from deployments.ingress.attempt import Attempt, http_response, respond, split_videos
 from deployments.ingress.auth.gate import AccessControl, Client
 from deployments.ingress.dashboard.cluster_view import ClusterView, IngressLoad
 from deployments.ingress.dashboard.static_files import Page, json_answer
+from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.http import routes
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.deadline import TIMEOUT_HEADER, Deadline
 from deployments.ingress.http.held_bytes import Held, HeldBytes
 from deployments.ingress.http.request_body import OffLoop, read_body
-from deployments.ingress.image_jobs import EngineRequest, Measure, build_engine_request, fetch_images, size_and_grid
+from deployments.ingress.image_jobs import (
+    EngineRequest,
+    Measure,
+    build_engine_request,
+    fetch_images,
+    measure_image,
+)
 from deployments.ingress.replica_client import Replicas
+from deployments.ingress.responses.client import StoredResponses
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
 from deployments.telemetry.server_timing import format_metric
@@ -53,23 +63,30 @@ from deployments.telemetry.tracing import Stage
 # Headers that vLLM's application reads. Others (cookies, credentials, …) are not forwarded.
 FORWARDED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
 
-MAX_REMEMBERED_SIZES = 65_536
-"""Images whose sizes an ingress replica remembers by digest."""
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
 
 
 class Ingress:
     """Serve calls an instance with every HTTP request under the application's route prefix."""
 
-    def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
+    def __init__(
+        self,
+        config: AppConfig,
+        llm: DeploymentHandle[Any],
+        encoder: DeploymentHandle[Any] | None = None,
+        store: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        """`encoder`: None if language models run the tower themselves; then they publish the identity of the tower.
+        `store`: None if responses are not stored."""
         self._limits = config.ingress
+        self._sampling = default_sampling(config)
         self._llm = llm
         self._access = AccessControl(self._limits, host=serve_host())
         self._admission_metrics = AdmissionMetrics()
         self._histograms = Histograms()
         self._admission = Admission(AdmissionBounds.from_config(self._limits), self._admission_metrics)
         self._replicas = Replicas(
-            encoder,
+            encoder or llm,
             llm,
             retry_after_s=self._limits.retry_after_s,
             overloaded_retry_s=self._admission.retry_after_s,
@@ -80,8 +97,10 @@ class Ingress:
             self._limits.max_bytes_held, self._admission_metrics, retry_after_s=self._admission.retry_after_s
         )
         self._off_loop = OffLoop()
-        remembered = cached(LRUCache(MAX_REMEMBERED_SIZES), key=lambda digest, *_: digest, lock=Lock())
-        self._measure: Measure = remembered(size_and_grid)
+        self._responses = StoredResponses(store, self._limits, self._off_loop)
+        num_remembered = self._limits.embedding_directory_entries
+        remembered = cached(LRUCache(num_remembered), key=lambda digest, *_: digest, lock=Lock())
+        self._measure: Measure = remembered(measure_image)
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
         self._page = Page(enabled=self._limits.web_ui)
         self._cluster = ClusterView(encoder, llm, self._ingress_load)
@@ -131,6 +150,8 @@ class Ingress:
             return self._health()
         if route.path == routes.CLUSTER:
             return http_response(*json_answer(await self._cluster.get()))
+        if route.service is routes.Service.STORED:
+            return await self._responses.answer(request, path, client.salt)
         inner = HttpRequest(
             method=request.method,
             path=path,
@@ -150,18 +171,27 @@ class Ingress:
                         Attempt(EngineRequest(inner), self._replicas, visit, deadline, self._histograms)
                     )
             body_format = route.body_format if route.service is routes.Service.IMAGES else None
+            turn = await self._responses.start(chunks, client.salt, held) if path == RESPONSES_PATH else None
             parse = partial(ChatRequest.parse, chunks, self._limits, body_format=body_format, salt=client.salt)
             chat = await self._off_loop.run(held.num_bytes, parse)
+            if chat.sampling == MODEL_SAMPLING:  # fps and num_frames bound each other: one of them replaces both
+                chat.sampling = self._sampling
             held.resize(chat.num_bytes)
+            keep = None
+            if turn is not None and chat.store:
+                chat.set_response_id(turn.id)
+                keep = partial(self._responses.keep, turn, partial(chat.own_items, turn.num_earlier), chat.num_bytes)
             inner = dataclasses.replace(inner, cache_salt=chat.cache_salt)
             if chat.images:
                 with self._visit(deadline) as visit:
-                    return await self._dispatch_with_images(chat, inner, client, visit, deadline, held)
-            body, conversation = await self._off_loop.run(held.num_bytes, chat.to_json)
-            text = EngineRequest(dataclasses.replace(inner, body=body), conversation=conversation)
-            del chat, body
-            with self._visit(deadline) as visit:
-                return await respond(Attempt(text, self._replicas, visit, deadline, self._histograms))
+                    response = await self._dispatch_with_images(chat, inner, client, visit, deadline, held)
+            else:
+                body, conversation = await self._off_loop.run(held.num_bytes, chat.to_json)
+                text = EngineRequest(dataclasses.replace(inner, body=body), conversation=conversation)
+                del chat, body
+                with self._visit(deadline) as visit:
+                    response = await respond(Attempt(text, self._replicas, visit, deadline, self._histograms))
+            return response if keep is None else await keep(response)
 
     def _health(self) -> Response:
         """Answers a load balancer's health check without a call to a replica. Raises ApiError 503 if no language model
@@ -182,24 +212,32 @@ class Ingress:
     ) -> Response:
         """Fetches the images, waits for admission and responds. Retries if the last encoder of the identity ends."""
         started = time.perf_counter()
-        for number in range(MAX_ATTEMPTS):
+        charge = partial(self._charge, client, visit, chat.images[0].param)
+        is_charged = False
+        for _ in range(MAX_ATTEMPTS):
             identity = await self._replicas.identity.get()
             chat.images = await fetch_images(
                 chat.images, self._fetcher, self._limits, client=client.name, count=held.add
             )
             prepare = partial(build_engine_request, chat, inner, identity, self._limits, client.salt, self._measure)
             request = await self._off_loop.run(held.num_bytes, prepare)
+            try:
+                if plans := await self._replicas.plan_videos(request.jobs):
+                    request = split_videos(request, plans, self._limits)
+            except IdentityGoneError:
+                self._replicas.count_retry()
+                continue
             stages = format_metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
-            if not number:
+            if not is_charged:
                 self._histograms.observe(Histogram.FETCH_SECONDS, fetch_ms / 1e3)
                 tracing.record_span(Stage.FETCH, fetch_ms / 1e3, attributes={"vitray.images": len(chat.images)})
                 requested = time.perf_counter()
-                await self._charge(client, visit, request.new_jobs, visual_tokens=request.visual_tokens)
+                await charge(request.new_jobs, visual_tokens=request.visual_tokens)
+                is_charged = True
                 stages += ", " + format_metric("admission", admission_ms := (time.perf_counter() - requested) * 1e3)
                 self._histograms.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
                 tracing.record_span(Stage.ADMISSION, admission_ms / 1e3)
             try:
-                charge = partial(self._charge, client, visit)
                 attempt = Attempt(request, self._replicas, visit, deadline, self._histograms, stages, charge=charge)
                 return await respond(attempt)
             except IdentityGoneError:
@@ -208,12 +246,12 @@ class Ingress:
         raise ApiError(503, changing, code="overloaded", retry_after_s=self._limits.retry_after_s)
 
     async def _charge(
-        self, client: Client, visit: Visit, jobs: Sequence[ImageJob], visual_tokens: int | None = None
+        self, client: Client, visit: Visit, param: str, jobs: Sequence[ImageJob], visual_tokens: int | None = None
     ) -> None:
-        """Waits for the admission of the images. `visual_tokens` count for the rate limit, by default those of the
-        images."""
+        """Waits for the admission of the images, which are in the field `param` of the body. `visual_tokens` count for
+        the rate limit, by default those of the images."""
         tokens = sum(job.num_tokens for job in jobs)
-        visit.request(tokens, len(jobs))
+        visit.request(tokens, len(jobs), param)
         await self._access.charge_visual_tokens(client, tokens if visual_tokens is None else visual_tokens)
         await visit.wait_until_admitted()
 

@@ -1,5 +1,5 @@
 """Directory of embeddings: their last known locations in encoders' shared memory, so that the next request with the
-same image needs no encoder.
+same image needs no encoder. Only language models on the host of a location can read it.
 
 An entry may be stale: the language model detects it, and the ingress then calls an encoder.
 """
@@ -7,12 +7,14 @@ An entry may be stale: the language model detects it, and the ingress then calls
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 
 from cachetools import LRUCache
 
 from deployments.common.messages import SharedEmbedding
+from deployments.transfer.unix_socket import host_of
 
 
 class EmbeddingDirectory:
@@ -20,26 +22,25 @@ class EmbeddingDirectory:
 
     def __init__(self, max_entries: int, *, clock: Callable[[], float] = time.time) -> None:
         """`clock` returns seconds since the epoch, as in EncodeTimings."""
-        self._locations: LRUCache[str, SharedEmbedding] = LRUCache(max_entries)
+        self._locations: LRUCache[tuple[str, str], SharedEmbedding] = LRUCache(max_entries)
         self._clock = clock
 
     def __len__(self) -> int:
         return len(self._locations)
 
-    def get(self, key: str) -> SharedEmbedding | None:
-        """Returns the expected location with the timings of a cache hit now, None if it is unknown."""
-        location = self._locations.get(key)
-        if location is None:
+    def get(self, host: str, digest: str) -> SharedEmbedding | None:
+        """Returns the expected location on the host with the timings of a cache hit now, None if it is unknown."""
+        if (location := self._locations.get((host, digest))) is None:
             return None
         timings = dataclasses.replace(location.timings, cached=True, ready_at_s=self._clock())
         return dataclasses.replace(location, timings=timings)
 
-    def put(self, key: str, location: SharedEmbedding) -> None:
-        if self._locations.maxsize:
-            self._locations[key] = location
+    def put(self, location: SharedEmbedding) -> None:
+        if self._locations.maxsize:  # each location arrives with its own copies of strings that all of them share
+            timings = dataclasses.replace(location.timings, replica=sys.intern(location.timings.replica))
+            server = sys.intern(location.server)
+            host = sys.intern(host_of(server))
+            self._locations[host, location.digest] = dataclasses.replace(location, timings=timings, server=server)
 
-    def clear(self) -> None:
-        self._locations.clear()
-
-    def discard(self, key: str) -> None:
-        self._locations.pop(key, None)
+    def discard(self, location: SharedEmbedding) -> None:
+        self._locations.pop((host_of(location.server), location.digest), None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ray.exceptions import ObjectLostError, RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from deployments.common.api_error import ApiError, Shed
+from deployments.common.api_error import ApiError, OverloadedError, Shed
 from deployments.common.replica_errors import (
     DeviceMemoryError,
     EngineDeadError,
@@ -21,6 +21,12 @@ from deployments.common.replica_errors import (
 from deployments.telemetry.metrics import Counter, Counters
 
 logger = logging.getLogger("ray.serve")
+
+MAX_ATTEMPTS = 5
+"""Attempts at one request: a request that crashes every replica it reaches must not crash all of them."""
+
+FIRST_RETRY_DELAY_S = 0.05
+"""Delay before the first retry; it doubles with each further one."""
 
 
 class ReplicaLostError(ApiError):
@@ -61,7 +67,7 @@ class Failures:
 
         `lost`: the class that represents the loss of the called replica.
         """
-        if isinstance(error, ApiError | IdentityGoneError | TimeoutError):
+        if isinstance(error, ApiError | OverloadedError | IdentityGoneError | TimeoutError):
             return error
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):

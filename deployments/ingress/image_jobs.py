@@ -1,6 +1,6 @@
-"""Turns a chat into a request for the engine: fetches images, reads their headers and computes digests.
+"""Turns a chat into a request for the engine: fetches images and sounds, reads their headers and computes digests.
 
-Pixels are not decoded here.
+Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,27 @@ from dataclasses import dataclass, field
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import HttpRequest, ImageJob, ItemReference, new_key
+from deployments.common.messages import (
+    MODEL_SAMPLING,
+    HttpRequest,
+    ImageJob,
+    ItemReference,
+    VideoSampling,
+    new_key,
+)
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher, ignore_bytes
 from deployments.ingress.http.chat_request import ChatRequest
-from deployments.ingress.http.data_url import raise_as_api_error
-from deployments.ingress.http.image_parts import ImagePart
+from deployments.ingress.http.image_parts import PLURALS, ImagePart, MediaError, media_error
+from deployments.ingress.http.routes import COUNTING
+from encoder.audio.header import DECODING_RULES_VERSION as AUDIO_RULES_VERSION
+from encoder.audio.header import AudioError, read_audio_header
+from encoder.images.generic_identity import GenericIdentity, Identity
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import Grid, ImageError, ImageHeader, PixelBounds, image_grid, num_tokens, read_header
-from encoder.item_header import ItemHeader
+from encoder.images.size import ImageError, ImageHeader, PixelBounds, read_header
+from encoder.item_header import ChunkHeader, ItemHeader
 
+VIDEO_RULES_VERSION = "video 1"
+"""Part of every digest of a video. Increment it with any change that may alter a frame."""
 BYTES_PER_TOKEN = 4
 """Estimated bytes of a request's body per text token."""
 
@@ -34,12 +46,16 @@ class EngineRequest:
     """References in the body; several may refer to one job."""
     jobs: Sequence[ImageJob] = ()
     """The distinct images."""
-    headers: Sequence[ItemHeader] = ()
-    """Header of each job's image."""
+    headers: Sequence[ItemHeader | ChunkHeader | None] = ()
+    """Header of each job's image; None if only the encoder can compute it, which sends it with the embedding. The first
+    job of a video that is encoded in chunks has the video's."""
     conversation: str | None = None
     """Hash that all turns of a conversation share, 64 hex characters."""
     deferred: frozenset[int] = frozenset()
-    """Indices of the jobs whose images are only in earlier turns: encoded only if the engine asks for them."""
+    """Indices of the jobs whose images are only in earlier turns, of all jobs for a route that counts tokens: encoded
+    only if the engine asks for them."""
+    files: Sequence[ImageJob] = ()
+    """The jobs, if the language model is sent the image files and encodes them itself; else empty."""
 
     @property
     def new_jobs(self) -> list[ImageJob]:
@@ -49,13 +65,18 @@ class EngineRequest:
     def visual_tokens(self) -> int:
         """Visual tokens of the images that are not deferred: a repeated image counts each time."""
         items = (reference.item for reference in self.references)
-        return sum(self.jobs[item].num_tokens for item in items if item not in self.deferred)
+        return sum(map(self._num_tokens, (item for item in items if item not in self.deferred)))
 
     @property
     def prompt_tokens(self) -> int:
         """Estimated tokens of the prompt, visual and text."""
-        visual_tokens = sum(self.jobs[reference.item].num_tokens for reference in self.references)
+        visual_tokens = sum(self._num_tokens(reference.item) for reference in self.references)
         return visual_tokens + len(self.http.body) // BYTES_PER_TOKEN
+
+    def _num_tokens(self, item: int) -> int:
+        """Returns the visual tokens of an item: of a video all, where `item` is the job of its first chunk."""
+        header = self.headers[item]
+        return header.num_embeds if header is not None else self.jobs[item].num_tokens
 
     @property
     def tower(self) -> str:
@@ -70,8 +91,8 @@ class RequestImages:
     jobs: list[ImageJob]
     job_of_part: list[int]
     """Index into `jobs` of each image part of the request, in order."""
-    grids: list[Grid] = field(default_factory=list)
-    """Patch grid of each job's embedding."""
+    headers: list[ItemHeader | None] = field(default_factory=list)
+    """Header of each job's image; None if only the encoder can compute it."""
     deferred: frozenset[int] = frozenset()
     """Indices of the jobs of which no part is new."""
 
@@ -84,7 +105,7 @@ async def fetch_images(
     client: str = "",
     count: Callable[[int], None] = ignore_bytes,
 ) -> list[ImagePart]:
-    """Returns the images with their files. Missing files are fetched concurrently, in slots of `client`.
+    """Returns the parts with their files. Missing files are fetched concurrently, in slots of `client`.
 
     `count` is called with the size of each received chunk.
 
@@ -95,11 +116,13 @@ async def fetch_images(
     async def fetched(part: ImagePart) -> ImagePart:
         if part.file is not None:
             return part
-        with raise_as_api_error(part.label, part.param):
-            try:
-                file = await fetcher.fetch(part.url, client=client, count=count)
-            except MediaBusyError as error:
-                raise ApiError(503, str(error), code="overloaded", retry_after_s=limits.retry_after_s) from error
+        try:
+            max_bytes = limits.max_file_bytes(part.modality)
+            file = await fetcher.fetch(part.url, max_bytes=max_bytes, client=client, count=count)
+        except MediaBusyError as error:
+            raise ApiError(503, str(error), code="overloaded", retry_after_s=limits.retry_after_s) from error
+        except MediaError as error:
+            raise media_error(part, error) from error
         return dataclasses.replace(part, file=file)
 
     tasks = [asyncio.ensure_future(fetched(part)) for part in parts]
@@ -113,65 +136,81 @@ async def fetch_images(
 def build_engine_request(
     chat: ChatRequest,
     http: HttpRequest,
-    identity: EncoderIdentity,
+    identity: Identity,
     limits: IngressConfig,
     salt: str | None,
     measure: Measure,
 ) -> EngineRequest:
     """Returns the request for the engine of `chat`, whose images have been fetched. `http` lacks only the body.
-    `measure`: `size_and_grid`, which may remember its results by digest.
+    `measure`: `measure_image`, which may remember its results by digest.
 
     Raises ApiError as `build_encoder_jobs` and `ChatRequest.to_json` do.
     """
-    images = build_encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt, measure)
+    images = build_encoder_jobs(chat.images, chat.pixel_bounds, identity, limits, salt, measure, chat.sampling)
     references = [
-        ItemReference(new_key(), job, part.label) for part, job in zip(chat.images, images.job_of_part, strict=True)
+        ItemReference(new_key(), job, part.label, part.modality)
+        for part, job in zip(chat.images, images.job_of_part, strict=True)
     ]
     body, conversation = chat.to_json(references, [images.jobs[reference.item].digest for reference in references])
-    headers = [identity.header(job.digest, grid) for job, grid in zip(images.jobs, images.grids, strict=True)]
     http = dataclasses.replace(http, body=body)
-    return EngineRequest(http, references, images.jobs, headers, conversation, images.deferred)
+    if identity.in_engine:  # vLLM is sent every image and may process every one: all of them count
+        files = images.jobs
+        return EngineRequest(http, references, images.jobs, images.headers, conversation, files=files)
+    deferred = frozenset(range(len(images.jobs))) if http.path in COUNTING else images.deferred
+    return EngineRequest(http, references, images.jobs, images.headers, conversation, deferred)
 
 
 def build_encoder_jobs(
     parts: Sequence[ImagePart],
     bounds: PixelBounds | None,
-    identity: EncoderIdentity,
+    identity: Identity,
     limits: IngressConfig,
     salt: str | None = None,
     measure: Measure | None = None,
+    sampling: VideoSampling = MODEL_SAMPLING,
 ) -> RequestImages:
-    """Checks images by their headers; only new ones count for the request's limit. `salt` becomes part of the digests,
-    which separates embeddings of clients.
+    """Checks images and sounds by their headers, and estimates videos; only new ones count for the request's
+    limit. `salt` is part of the digests, which separates embeddings of clients.
 
-    Raises ApiError 400 that names the image, the value and the limit.
+    Raises ApiError 400 that names the part, the value and the limit.
     """
+    if bounds is not None and not identity.has_pixel_bounds:
+        refused = "mm_processor_kwargs: images of this model have no pixel bounds"
+        raise ApiError(400, refused, param="mm_processor_kwargs")
     jobs: dict[str, ImageJob] = {}
-    grids: dict[str, Grid] = {}
+    headers: dict[str, ItemHeader | None] = {}
     digests = []
     total_tokens = 0
     new: dict[str, int] = {}  # visual tokens by digest
     for part in parts:
         assert part.file is not None, "it was fetched"
-        data = part.file
-        effective = _effective_bounds(part, bounds, limits)
-        digest = identity.digest(data, effective, salt)
+        if part.modality not in identity.modalities:
+            taken = " and ".join(PLURALS[each] for each in identity.modalities)
+            refused = f"{part.label}: the model takes no {PLURALS[part.modality]} here, only text and {taken}"
+            raise ApiError(400, refused, param=part.param, code="unsupported_media")
+        before = sum(new.values())
         try:
-            size, grid = (measure or size_and_grid)(digest, data, effective, identity, limits)
+            if part.modality == "audio":
+                job, header = _audio_job(part.file, identity, limits, salt, before), None
+            elif part.modality == "video":
+                if bounds is not None:
+                    raise ImageError("mm_processor_kwargs cannot bound the pixels of videos")
+                job, header = _video_job(part.file, sampling, identity, salt, before), None
+            else:
+                effective = _effective_bounds(part, bounds, limits) if identity.has_pixel_bounds else None
+                job, header = _image_job(part.file, effective, identity, limits, salt, before, measure or measure_image)
         except ImageError as error:
-            raise ApiError(400, f"{part.label}: {error}", param=part.param, code="invalid_image") from error
-        tokens = num_tokens(grid, identity.rules.merge_size)
+            raise ApiError(400, f"{part.label}: {error}", param=part.param, code=f"invalid_{part.modality}") from error
+        tokens = job.num_tokens
         if tokens > limits.max_visual_tokens_per_image:
             limit = limits.max_visual_tokens_per_image
             raise ApiError(400, f"{part.label} comes to {tokens} visual tokens, the limit is {limit}", param=part.param)
-        digests.append(digest)
-        before = sum(new.values())
+        digests.append(job.digest)
         if part.is_new:
             total_tokens += tokens
-            new[digest] = tokens
-        job = ImageJob(data, effective, digest, identity.fingerprint, size, tokens, before, tower=identity.tower)
-        jobs.setdefault(digest, job)
-        grids[digest] = grid
+            new[job.digest] = tokens
+        jobs.setdefault(job.digest, job)
+        headers[job.digest] = header
     if total_tokens > limits.max_visual_tokens_per_request:
         raise ApiError(
             400,
@@ -181,7 +220,50 @@ def build_encoder_jobs(
     order = {digest: number for number, digest in enumerate(jobs)}
     job_of_part = [order[digest] for digest in digests]
     deferred = frozenset(number for digest, number in order.items() if digest not in new)
-    return RequestImages(list(jobs.values()), job_of_part, list(grids.values()), deferred)
+    return RequestImages(list(jobs.values()), job_of_part, list(headers.values()), deferred)
+
+
+def _image_job(
+    data: bytes,
+    bounds: PixelBounds | None,
+    identity: Identity,
+    limits: IngressConfig,
+    salt: str | None,
+    tokens_before: int,
+    measure: Measure,
+) -> tuple[ImageJob, ItemHeader | None]:
+    digest = identity.digest(data, bounds, salt)
+    size = measure(digest, data, limits)
+    tokens, header = identity.plan_image(digest, *size, bounds)
+    facts = identity.fingerprint, size, tokens, tokens_before
+    return ImageJob(data, bounds, digest, *facts, tower=identity.tower), header
+
+
+def _audio_job(
+    data: bytes, identity: Identity, limits: IngressConfig, salt: str | None, tokens_before: int
+) -> ImageJob:
+    """Returns the job of a sound, by its header, which may lie: decoding has the same limits."""
+    assert isinstance(identity, GenericIdentity), "it takes sounds"
+    header, most = read_audio_header(data), limits.audio
+    if header.seconds > most.max_seconds:
+        raise AudioError(f"the sound has {header.seconds:.1f} s, the limit is {most.max_seconds:g}")
+    if header.num_samples > most.max_samples:
+        raise AudioError(f"the sound has {header.num_samples} samples, the limit is {most.max_samples}")
+    digest = identity.digest(data, None, salt, rules_version=AUDIO_RULES_VERSION)
+    facts = identity.fingerprint, (0, 0), identity.estimate_audio_tokens(header.seconds), tokens_before
+    return ImageJob(data, None, digest, *facts, tower=identity.tower, modality="audio")
+
+
+def _video_job(
+    data: bytes, sampling: VideoSampling, identity: Identity, salt: str | None, tokens_before: int
+) -> ImageJob:
+    """Returns the job of a video. Its container is parsed in the encoder's worker processes only, since demuxers are no
+    safer than decoders: for vitray's own towers, the tokens are known once it is planned, else they are estimated."""
+    rules = f"{VIDEO_RULES_VERSION} {sampling.fps} {sampling.num_frames}"
+    digest = identity.digest(data, None, salt, rules_version=rules)
+    tokens = identity.video_tokens if isinstance(identity, GenericIdentity) else 0
+    facts = identity.fingerprint, (0, 0), tokens, tokens_before, identity.tower, "video", sampling
+    return ImageJob(data, None, digest, *facts, in_chunks=isinstance(identity, EncoderIdentity))
 
 
 def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: IngressConfig) -> PixelBounds | None:
@@ -193,18 +275,16 @@ def _effective_bounds(part: ImagePart, bounds: PixelBounds | None, limits: Ingre
     return PixelBounds(None if requested.min_pixels is None else min(requested.min_pixels, low), low)
 
 
-def size_and_grid(
-    digest: str, data: bytes, bounds: PixelBounds | None, identity: EncoderIdentity, limits: IngressConfig
-) -> tuple[tuple[int, int], Grid]:
-    """Returns the image's width and height in pixels and its patch grid, from its header alone. `digest` determines
-    the result under the same limits. Raises ImageError."""
+def measure_image(digest: str, data: bytes, limits: IngressConfig) -> tuple[int, int]:
+    """Returns width and height of an image by its file's header alone. `digest` determines the result under the same
+    limits. Raises ImageError."""
     found = read_header(data, max_pixels_decoded=limits.max_image_pixels, formats=limits.image_formats)
     _check_sides(found, limits)
-    return (found.width, found.height), image_grid(found.width, found.height, identity.rules, bounds)
+    return found.width, found.height
 
 
-Measure = Callable[[str, bytes, PixelBounds | None, EncoderIdentity, IngressConfig], tuple[tuple[int, int], Grid]]
-"""Type of `size_and_grid`."""
+Measure = Callable[[str, bytes, IngressConfig], tuple[int, int]]
+"""Type of `measure_image`."""
 
 
 def _check_sides(found: ImageHeader, limits: IngressConfig) -> None:

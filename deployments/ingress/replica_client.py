@@ -5,46 +5,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from cachetools import LRUCache
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
+from deployments.common import ray_private
 from deployments.common.messages import (
     Accepted,
     Deferred,
-    EncodedImage,
     ImageJob,
     ImageRefused,
     Piece,
+    PlannedVideo,
     SharedEmbedding,
+    StoredFile,
 )
-from deployments.common.ray_private import exclude, object_ref, start_detached, wait_until_ready
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.ingress.coalescing import SharedCall, SharedCalls
 from deployments.ingress.embedding_directory import EmbeddingDirectory
-from deployments.ingress.failures import EncoderLostError, Failures, LLMLostError
+from deployments.ingress.failures import FIRST_RETRY_DELAY_S, MAX_ATTEMPTS, EncoderLostError, Failures, LLMLostError
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.routing.affinity import Call
 from deployments.routing.calls import GrpcAnswer
-from deployments.routing.replica_identity import FleetIdentity
+from deployments.routing.replica_identity import HOST, FleetIdentity, published
+from deployments.routing.replica_router import ACCEPT_S
 from deployments.telemetry.metrics import Counter, Counters
 from deployments.telemetry.tracing import Stage, record_span
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 T = TypeVar("T")
-EncoderAnswer = EncodedImage | SharedEmbedding | ImageRefused
+EncoderAnswer = SharedEmbedding | ImageRefused
 EncoderCall = SharedCall[DeploymentResponse[EncoderAnswer]]
 Encoding = EncoderCall | SharedEmbedding | Deferred
 """A call to an encoder, the last known location of the embedding, or an embedding that the engine may not need."""
 Answer = DeploymentResponseGenerator[Piece] | GrpcAnswer[Piece]
 
-NO_HOST = "nowhere"
-"""Replaces the host of a language model that does not read from shared memory."""
-
-NUM_REMEMBERED_READS = 8
-"""Number of recent answers considered: encoders offer embeddings to other hosts if all of these answers say that their
-language model reads from encoders on other hosts."""
+MAX_PLANNED = 1024
+"""Videos whose headers are remembered."""
+MAX_GRPC_BYTES = 2 * 1024**2
+"""Bytes of a request that is sent by gRPC; Serve's replicas refuse messages over 4 MiB."""
 
 DRAIN_TIMEOUT_S = 30.0
 """Time for a replica to end a call after its complete answer; then the call is cancelled."""
@@ -53,8 +56,9 @@ DRAIN_TIMEOUT_S = 30.0
 class Replicas:
     """The encoders and the language models of the application.
 
-    encodings = [replicas.start_encode(job) for job in request.jobs]
-    answer = await replicas.start_answer(request, encodings)
+    call = await replicas.choose(Call(request.conversation))
+    encodings = [await replicas.start_encode(job, call.host) for job in request.jobs]
+    answer = await replicas.start_answer(request, encodings, call)
     """
 
     def __init__(
@@ -67,114 +71,166 @@ class Replicas:
         embedding_directory_entries: int = 0,
         by_grpc: bool = True,
     ) -> None:
-        """`overloaded_retry_s` estimates `Retry-After` under overload; `retry_after_s` is for unavailable replicas.
+        """`encoder`: the deployment that encodes images, which may be `llm`. `overloaded_retry_s` estimates
+        `Retry-After` under overload; `retry_after_s` is for unavailable replicas.
 
-        `by_grpc`: requests without object references are sent by gRPC.
+        `by_grpc`: small requests without object references are sent by gRPC.
         """
         # `_by_reference`: values pass between replicas through the object store, whatever Serve's default is.
         self._encoder = encoder.options(method_name="encode", _by_reference=True)
+        self._planner = encoder.options(method_name="plan", _by_reference=True)
         self._llm_handle = llm
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
         self._llm_by_grpc = llm.options(method_name="handle", stream=True, _by_reference=False) if by_grpc else None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
-        self._shm_hosts: set[str] = set()
-        self._remote_reads: deque[bool] = deque(maxlen=NUM_REMEMBERED_READS)
         self._directory = EmbeddingDirectory(embedding_directory_entries)
+        self._planned: LRUCache[str, PlannedVideo] = LRUCache(MAX_PLANNED)
         self._draining: set[asyncio.Task[None]] = set()
         self._counts = Counters()
         self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
         self.identity = FleetIdentity(encoder, llm, self.failures.to_client_error)
 
-    def look_up(self, job: ImageJob) -> SharedEmbedding | None:
-        """Returns the last known location of the image's embedding, None if it is unknown."""
-        return self._directory.get(job.digest)
+    async def choose(self, call: Call) -> Call:
+        """Returns the call of a language model with a replica, as whose load it counts from now on, and its host.
 
-    def start_encode(self, job: ImageJob, attempt: int = 0, *, location: SharedEmbedding | None = None) -> Encoding:
-        """Starts a call to an encoder or joins one for the same image. Returns `location` instead if it is given.
+        If all run on one host, none is chosen before the call. If none is running or can be chosen in time, the host is
+        empty: Serve starts replicas for calls, not for choices. Raises IdentityGoneError.
+        """
+        hosts = {published(replica, HOST) for replica in ray_private.running_replicas(self._llm_handle)}
+        with contextlib.suppress(TimeoutError):
+            if len(hosts) > 1:
+                label = dataclasses.replace(call, only_choose=True).to_session_id()
+                # The last replica may have ended. `asyncio.wait_for` may lose a cancellation before Python 3.12.
+                async with asyncio.timeout(ACCEPT_S):
+                    replica, metadata = await ray_private.choose_replica(self._llm, label)
+                return dataclasses.replace(call, replica=replica, host=metadata.get(HOST, ""))
+        return dataclasses.replace(call, host=hosts.pop() if len(hosts) == 1 else "")
+
+    def look_up(self, job: ImageJob, host: str) -> SharedEmbedding | None:
+        """Returns the last known location of the image's embedding on the host, None if it is unknown."""
+        return self._directory.get(host, job.digest)
+
+    async def plan_videos(self, jobs: Sequence[ImageJob]) -> dict[str, tuple[PlannedVideo | ImageRefused, StoredFile]]:
+        """Returns how the videos that are encoded in chunks are encoded, and their files, by digest. Encoders read
+        their headers; plans of the last videos are remembered.
+
+        Raises:
+            EncoderLostError: encoders were lost in all attempts.
+            IdentityGoneError: encoders with other weights or numerics have taken over.
+        """
+        files = {job.digest: StoredFile(job.data) for job in jobs if job.in_chunks}
+        videos = [job for job in jobs if job.in_chunks]
+        plans = await asyncio.gather(*(self._plan_video(job, files[job.digest]) for job in videos))
+        return {job.digest: (plan, files[job.digest]) for job, plan in zip(videos, plans, strict=True)}
+
+    async def _plan_video(self, job: ImageJob, file: StoredFile, attempt: int = 0) -> PlannedVideo | ImageRefused:
+        if (known := self._planned.get(job.digest)) is not None:
+            return known
+        call = Call(job.digest, 0, attempt, identity=job.identity)
+        to = self._planner.options(session_id=call.to_session_id())
+        sent = dataclasses.replace(job, data=b"")
+        try:
+            plan: PlannedVideo | ImageRefused = await self._translate_errors(to.remote(sent, file.ref))
+        except EncoderLostError:
+            if attempt + 1 == MAX_ATTEMPTS:
+                raise
+            self.count_retry()
+            await asyncio.sleep(FIRST_RETRY_DELAY_S * 2**attempt)
+            return await self._plan_video(job, file, attempt + 1)
+        if isinstance(plan, PlannedVideo):
+            self._planned[job.digest] = plan
+        return plan
+
+    async def start_encode(self, job: ImageJob, host: str, attempt: int = 0) -> Encoding:
+        """Returns the embedding's last known location on `host`, that of the language model. Without one, starts a call
+        to an encoder, on that host if possible, or joins one for the same image and host.
 
         The result is passed to `start_answer`, and later to `record_accepted` or `cancel`. `attempt`: how often an
-        encoder or an embedding in shared memory was lost; after the first loss, embeddings go through the object store.
+        encoder or an embedding was lost; after a loss, an encoder is called.
+
+        Waits until a call for a chunk of a video is accepted: calls overtake each other on their way, and a decoder
+        starts anew for frames that it has passed.
         """
-        if location is not None:
+        if not attempt and (location := self.look_up(job, host)) is not None:
             self._counts.add(Counter.EMBEDDING_DIRECTORY_HITS)
             record_span(Stage.CACHED, 0)
             return location
-        remote_read = not attempt and len(self._remote_reads) > 0 and all(self._remote_reads)
-        job = dataclasses.replace(
-            job, reader_hosts=() if attempt else tuple(sorted(self._shm_hosts)), remote_read=remote_read
+        encoding, shared = self._encodings.acquire(
+            f"{job.digest} {host} {attempt}", lambda: self._call_encoder(job, host, attempt)
         )
-        key = f"{job.digest} {job.reader_hosts} {job.remote_read}"
-        encoding, shared = self._encodings.acquire(key, lambda: self._call_encoder(job, attempt))
-        if shared:
-            self._counts.add(Counter.COALESCED_ENCODES)
+        self._counts.add(Counter.COALESCED_ENCODES, shared)
+        if job.chunk is not None:
+            try:
+                await self._accepted([encoding])
+            except BaseException as error:
+                self.cancel(None, [encoding], failed=isinstance(error, Exception))
+                raise
         return encoding
 
-    def _call_encoder(self, job: ImageJob, attempt: int) -> DeploymentResponse[EncoderAnswer]:
-        call = Call(job.digest, job.num_tokens, attempt, identity=job.identity)
+    def _call_encoder(self, job: ImageJob, host: str, attempt: int) -> DeploymentResponse[EncoderAnswer]:
+        key = job.digest
+        if (chunk := job.chunk) is not None:
+            key = chunk.video
+            if isinstance(chunk.file, StoredFile):
+                job = dataclasses.replace(job, chunk=dataclasses.replace(chunk, file=chunk.file.ref))
+        # No chunk of a video may be refused (their cost is 0): another decoder would go through the whole file again.
+        cost = 0 if job.chunk is not None else job.tokens_before + job.num_tokens
+        call = Call(key, job.num_tokens, attempt, cost, identity=job.identity, host=host)
         to = self._encoder.options(session_id=call.to_session_id())
-        started = start_detached(lambda: to.remote(job))
-        return cast(DeploymentResponse[EncoderAnswer], started)
+        return cast(DeploymentResponse[EncoderAnswer], ray_private.start_detached(lambda: to.remote(job)))
 
     async def start_answer(
         self,
         request: EngineRequest,
         encodings: Sequence[Encoding],
+        call: Call,
         *,
-        attempt: int = 0,
         early: bool = True,
     ) -> Answer:
         """Starts the answer: Accepted, a head and body chunks, or only NotEncoded or TooEarly.
 
-        The language model is called once every encoder has accepted its job, or, if `early` is false, once all
-        encodings are complete; it fetches each encoding when it is ready. `attempt`: how often a language model was
-        lost.
+        The language model, another than the chosen one if that is lost or full, is called once every encoder has
+        accepted its job, or, if `early` is false, once all encodings are complete; it fetches each encoding when it is
+        ready.
         """
-        accepted = asyncio.gather(*(object_ref(call.response) for call in _encoder_calls(encodings)))
-        refs = await self._translate_errors(accepted)
+        refs = await self._accepted(encodings)
         if refs and not early:
             self._counts.add(Counter.EARLY_PREFILLS_DEFERRED)
-            ready = asyncio.gather(*map(wait_until_ready, refs))  # waits without fetching
+            ready = asyncio.gather(*map(ray_private.wait_until_ready, refs))  # waits without fetching
             await self._translate_errors(ready)
         next_ref = iter(refs)
-        sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings]
-        call = Call(request.conversation, 1, attempt, request.prompt_tokens, identity=request.tower)
+        sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings] or request.files
         http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
-        if refs or self._llm_by_grpc is None:  # only Ray calls carry references
-            started = self._llm.options(session_id=call.to_session_id()).remote(
-                http, request.references, request.headers, sources, call
-            )
-            return cast(Answer, started)
-        self._counts.add(Counter.GRPC_CALLS)
-        return GrpcAnswer(
-            self._llm_by_grpc.options(session_id=call.to_session_id()).remote(
-                http, request.references, request.headers, sources, call
-            )
-        )
+        num_bytes = len(http.body) + sum(len(file.data) for file in request.files)
+        by_grpc = None if refs or num_bytes > MAX_GRPC_BYTES else self._llm_by_grpc  # only Ray calls carry references
+        llm = (by_grpc or self._llm).options(session_id=call.to_session_id())
+        answer = llm.remote(http, request.references, request.headers, sources, call)
+        self._counts.add(Counter.GRPC_CALLS, by_grpc is not None)
+        return GrpcAnswer(answer) if by_grpc else cast(Answer, answer)
+
+    async def _accepted(self, encodings: Sequence[Encoding]) -> list[ObjectRef[EncoderAnswer]]:
+        """Waits until encoders have accepted their calls. Returns references to the results of these."""
+        accepted = asyncio.gather(*(ray_private.object_ref(call.response) for call in _encoder_calls(encodings)))
+        return await self._translate_errors(accepted)
 
     def discard_location(self, encoding: SharedEmbedding | Deferred) -> None:
         """Forgets the location of an embedding that the language model did not find there."""
         location = encoding.location if isinstance(encoding, Deferred) else encoding
         if location is not None:
-            self._directory.discard(location.digest)
+            self._directory.discard(location)
             self._counts.add(Counter.EMBEDDING_DIRECTORY_STALE)
 
     async def raise_encoding_error(self, encoding: EncoderCall) -> NoReturn:
         """Raises the error of a call to an encoder that the language model reported as failed."""
-        await self._translate_errors(await self._translate_errors(object_ref(encoding.response)))
+        await self._translate_errors(await self._translate_errors(ray_private.object_ref(encoding.response)))
         raise TransferFailedError("an encoding was given up")
 
     def record_accepted(self, encodings: Sequence[Encoding], accepted: Accepted) -> None:
         """Records that a language model has the encodings, and the locations that it read them from."""
-        self._shm_hosts.add(accepted.shm_host or NO_HOST)
-        self._remote_reads.append(accepted.remote_read)
         for call in _encoder_calls(encodings):
             self._encodings.complete(call)
-        for location in accepted.locations:
-            # With language models on several hosts, one could be sent a location that it cannot read.
-            if location is not None and len(self._shm_hosts) == 1:
-                self._directory.put(location.digest, location)
-        if len(self._shm_hosts) > 1:
-            self._directory.clear()
+        for location in filter(None, accepted.locations):
+            self._directory.put(location)
 
     def cancel(self, answer: Answer | None, encodings: Sequence[Encoding], *, failed: bool = False) -> None:
         """Cancels the calls in flight that no other request shares.
@@ -183,9 +239,7 @@ class Replicas:
         """
         release = self._encodings.fail if failed else self._encodings.release
         started: list[Answer | DeploymentResponse[EncoderAnswer]] = [] if answer is None else [answer]
-        for call in _encoder_calls(encodings):
-            if release(call):
-                started.append(call.response)
+        started += [call.response for call in _encoder_calls(encodings) if release(call)]
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises the call's error here, which was reported already
                 response.cancel()
@@ -199,7 +253,7 @@ class Replicas:
     def to_client_error(self, error: Exception) -> Exception:
         """Returns the client's error for a failed answer, as `Failures` does. Excludes a dead engine from routing."""
         if isinstance(error, EngineDeadError):
-            exclude(self._llm_handle, error.replica)
+            ray_private.exclude(self._llm_handle, error.replica)
         return self.failures.to_client_error(error, LLMLostError)
 
     async def _translate_errors(self, result: Awaitable[T]) -> T:

@@ -6,11 +6,14 @@ HTTP clients with an in-process transport buffer the whole answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from deployments.common.messages import HttpRequest
 from deployments.vllm.compat import AsgiApp, Message
+
+logger = logging.getLogger(__name__)
 
 DISCONNECT_GRACE_S = 5.0
 BODY = "http.response.body"
@@ -42,7 +45,8 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
     process, and engines generate tokens faster than these are sent.
 
     Closing the iterator early disconnects: the application receives `http.disconnect` and has DISCONNECT_GRACE_S to
-    clean up, after which it is cancelled. Exceptions of the application are raised here.
+    clean up, after which it is cancelled. Exceptions of the application are raised here, but those after a complete
+    answer are logged: frameworks raise an exception again once they have answered it with status 500.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     disconnected = asyncio.Event()
@@ -67,6 +71,7 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
         finally:
             messages.put_nowait(None)
 
+    complete = False
     task = asyncio.create_task(run())
     task.add_done_callback(_retrieve_exception)
     try:
@@ -78,8 +83,14 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
                     break
                 body_so_far = message.get("body", b"") + following.get("body", b"")
                 message = {"type": BODY, "body": body_so_far, "more_body": following.get("more_body", False)}
+            complete = message["type"] == BODY and not message.get("more_body", False)
             yield message
-        await task
+        try:
+            await task
+        except Exception:
+            if not complete:
+                raise
+            logger.exception("%s failed, and was answered", request.path)
     finally:
         disconnected.set()
         if not task.done():

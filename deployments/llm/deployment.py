@@ -16,32 +16,48 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from configs.schema import AppConfig
-from deployments.common.messages import HttpRequest, ItemReference, Piece, ResponseHead, SharedEmbedding
-from deployments.common.model_path import local_model
+from deployments.common.messages import HttpRequest, ImageJob, ItemReference, Piece, ResponseHead, SharedEmbedding
+from deployments.common.model_path import (
+    encoder_checkpoint,
+    expected_tower,
+    generic_engine_args,
+    local_model,
+    uses_own_tower,
+)
 from deployments.common.replica_errors import EngineDeadError
-from deployments.common.replica_status import Report, llm_report, max_ongoing_requests, replica_name
+from deployments.common.replica_status import (
+    Report,
+    application_name,
+    llm_report,
+    max_ongoing_requests,
+    replica_name,
+)
 from deployments.llm.child_guard import guard_children
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
+from deployments.llm.image_requests import ImageRequests
 from deployments.llm.received import Image
 from deployments.llm.requests import Requests
 from deployments.llm.startup_requests import EngineLoadError, probe_engine_loads, warm_up
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.routing.affinity import Call
 from deployments.routing.prefill_load import PrefillLoad
-from deployments.routing.replica_identity import llm_metadata
+from deployments.routing.replica_identity import encoder_metadata, llm_metadata
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.telemetry.log_buffers import preserve_log_buffers
 from deployments.telemetry.metrics import Counter, Counters, Histograms
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.receive_buffer import ReceiveBuffer
+from deployments.transfer.remote_reader import RemoteReader
+from deployments.transfer.tcp import get_secret
 from deployments.transfer.unix_socket import host_id
 from deployments.vllm import compat
 from deployments.vllm.connector.replica_link import LinkLostError
-from deployments.vllm.references import References
+from deployments.vllm.preparer import Preparer, count_tokens, sample_header
+from deployments.vllm.references import DecodedImages, References
 from deployments.vllm.stats import EngineStats
-from encoder.checkpoint.files import resolve_checkpoint
-from encoder.item_header import ItemHeader
-from encoder.towers.weights import tower_identity
+from encoder.checkpoint.fingerprint import checkpoint_fingerprint
+from encoder.images.generic_identity import GenericIdentity
+from encoder.item_header import ChunkHeader, ItemHeader
 
 logger = logging.getLogger("ray.serve")
 
@@ -56,16 +72,26 @@ class LLM:
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it, on its event loop
         engine_args: dict[str, JsonValue] = {"served_model_name": [config.model], **config.llm.engine_args}
-        if unsupported_reason := compat.engine_load_unsupported_reason(engine_args):
+        own_tower = config.encoder.implementation == "none"
+        unsupported_reason = None if own_tower else compat.engine_load_unsupported_reason(engine_args)
+        if unsupported_reason:
             raise EngineLoadError(f"vLLM's engine cannot load embeddings: {unsupported_reason}")
         counts = Counters()
-        receive_buffer = ReceiveBuffer(
-            NixlMemory() if config.transfer == "nixl" else None,
-            config.llm.receive_buffer_bytes,
-            on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
+        receive_buffer, remote_reader = ReceiveBuffer(config.llm.receive_buffer_bytes), None
+        if config.transfer == "nixl":
+            remote_reader = RemoteReader(
+                NixlMemory(),
+                receive_buffer,
+                on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
+            )
+        self._receiver = EmbeddingReceiver(
+            counts,
+            Histograms(),
+            num_workers=cast(int, engine_args.get("tensor_parallel_size", 1)),
+            receive_buffer=receive_buffer,
+            secret=get_secret(config.tcp, application_name()),
+            remote_reader=remote_reader,
         )
-        workers = cast(int, engine_args.get("tensor_parallel_size", 1))
-        self._receiver = EmbeddingReceiver(counts, Histograms(), num_workers=workers, receive_buffer=receive_buffer)
         self._stats = EngineStats()
         with preserve_log_buffers():
             self._engine, args = compat.start_engine(
@@ -73,28 +99,36 @@ class LLM:
                 engine_args,
                 config.llm.server_args,
                 cpu_kv_cache_gib=None if config.llm.num_gpus else config.llm.cpu_kv_cache_gib,
-                link=self._receiver.link.address,
+                link=None if own_tower else self._receiver.link.address,
                 stats=self._stats,
                 early_prefill_min_tokens=_early_prefill_min_tokens(config),
             )
             self._prefill_load = PrefillLoad(has_prefix_cache=compat.has_prefix_cache(self._engine))
             self._guard = guard_children()
-            references, width = References(), compat.embedding_width(self._engine)
-            app = await compat.build_application(self._engine, args, references)
+            references, images, width = References(), DecodedImages(), compat.embedding_width(self._engine)
+            app = await compat.build_application(self._engine, args, images if own_tower else references)
             self._frontend = VllmFrontend(app, references, engine_died=self._engine_died)
             self._requests = Requests(
                 self._receiver,
                 self._frontend,
                 counts,
                 width=width,
-                shm_host=None if config.transfer == "object_store" else host_id(),
+                audio_width=compat.audio_width(self._engine),
                 max_early_requests=max_ongoing_requests() // 2,
             )
+            self._image_requests = ImageRequests(self._frontend, images, config)
             self._lifespan = app.router.lifespan_context(app)  # type: ignore[attr-defined]
             await self._lifespan.__aenter__()
             await warm_up(app, args.model)  # the first served model name
-        self._tower = await asyncio.to_thread(tower_identity, resolve_checkpoint(local_model(config.model)))
-        header = compat.one_token_header(self._engine, PROBE_DIGEST)
+        if own_tower:
+            self._metadata = encoder_metadata(await asyncio.to_thread(_engine_identity, config), host_id())
+            return
+        self._metadata = llm_metadata(await asyncio.to_thread(expected_tower, config), host_id())
+        if uses_own_tower(config):
+            header = compat.one_token_header(self._engine, PROBE_DIGEST)
+        else:
+            model, shared_args = local_model(config.model), generic_engine_args(config)
+            header = await asyncio.to_thread(sample_header, model, shared_args, PROBE_DIGEST)
         await probe_engine_loads(self._receiver, self._answer_probe, args.model, header, width)
         if refused := compat.early_prefill_refused_by_model(self._engine):
             logger.warning("early prefill is disabled: %s", refused)
@@ -138,7 +172,8 @@ class LLM:
         It is 0 without requests in flight: an idle engine reports nothing, not even that its requests were aborted.
         """
         requests = self._requests
-        load = self._stats.load(num_excluded=requests.num_early_prefills) if requests.num_in_flight else EngineLoad()
+        in_flight = requests.num_in_flight + self._image_requests.num_in_flight
+        load = self._stats.load(num_excluded=requests.num_early_prefills) if in_flight else EngineLoad()
         return {
             RUNNING_REQUESTS: float(load.running_requests),
             WAITING_REQUESTS: float(load.waiting_requests),
@@ -146,8 +181,9 @@ class LLM:
         }
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Returns the tower whose embeddings this replica takes, which Serve sends to routers and ingresses once."""
-        return llm_metadata(self._tower)
+        """Returns the tower whose embeddings this replica takes, or its own, and its host, which Serve sends to routers
+        and ingresses once."""
+        return self._metadata
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Returns the prefill load and the cached conversations. Routers ask before a long prompt, Serve every few
@@ -173,11 +209,12 @@ class LLM:
         self,
         request: HttpRequest,
         references: Sequence[ItemReference] = (),
-        headers: Sequence[ItemHeader] = (),
-        encodings: Sequence[Encoding] = (),
+        headers: Sequence[ItemHeader | ChunkHeader | None] = (),
+        encodings: Sequence[Encoding] | Sequence[ImageJob] = (),
         call: Call = ANY_REPLICA,
     ) -> AsyncIterator[Piece]:
-        """Answers one request, as `Requests.answer` does. `call`: its routing attributes.
+        """Answers one request, as `Requests.answer` does, or with image files, as `ImageRequests.answer` does. `call`:
+        its routing attributes.
 
         Raises EngineDeadError in place of any error if the engine has ended.
         """
@@ -185,7 +222,15 @@ class LLM:
         with self._prefill_load.track(call) as prompt:
             try:
                 clock = compat.FirstTokenClock(on_first_token=partial(self._prefill_load.finish_prefill, prompt))
-                async with aclosing(self._requests.answer(request, references, headers, encodings, clock)) as pieces:
+                files = [file for file in encodings if isinstance(file, ImageJob)]
+                if not files:
+                    sent = cast("Sequence[Encoding]", encodings)
+                    answer = self._requests.answer(request, references, headers, sent, clock)
+                else:
+                    if isinstance(encodings, list):
+                        encodings.clear()  # Serve keeps the arguments until the answer ends
+                    answer = self._image_requests.answer(request, references, files, clock)
+                async with aclosing(answer) as pieces:
                     async for piece in pieces:
                         yield piece
             except Exception as error:
@@ -198,9 +243,17 @@ async def _resolved(image: Image) -> Image:
     return image
 
 
+def _engine_identity(config: AppConfig) -> GenericIdentity:
+    """Returns the identity of the engine's own tower. Takes seconds, for vLLM's processor counts tokens."""
+    path = encoder_checkpoint(config)
+    preparer = Preparer(path, generic_engine_args(config), max_pixels_decoded=config.ingress.max_image_pixels)
+    counts = count_tokens(lambda file: preparer.prepare(file, "image", PROBE_DIGEST).num_tokens)
+    return GenericIdentity(checkpoint_fingerprint(path), "", counts, in_engine=True)
+
+
 def _early_prefill_min_tokens(config: AppConfig) -> int | None:
-    """Returns None if early prefill is disabled or vLLM does not support it."""
-    if config.llm.early_prefill_min_tokens is None:
+    """Returns None if early prefill is disabled or vLLM does not support it, or without encoders."""
+    if config.llm.early_prefill_min_tokens is None or config.encoder.implementation == "none":
         return None
     if unsupported_reason := compat.early_prefill_unsupported_reason(config.llm.engine_args):
         logger.warning("early prefill is disabled: %s", unsupported_reason)

@@ -1,4 +1,4 @@
-"""Finds images that a chat template leaves out of the prompt: vLLM answers such a request with status 500.
+"""Finds media that a chat template leaves out of the prompt: vLLM answers such a request with status 500.
 
 For example, templates of the Qwen-VL family use only the text of a `system` message.
 """
@@ -10,7 +10,7 @@ import json
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from deployments.common.api_error import ApiError
+from deployments.common.api_error import RESPONSES_PATH, ApiError, conversation_field
 from deployments.common.messages import HttpRequest
 from deployments.llm import asgi_client
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 TOKENIZE = "/tokenize"
 """vLLM's route that applies the template and inserts the images into the prompt, without the engine."""
-RESPONSES = "/v1/responses"
 NO_IMAGE = {"type": "text", "text": ""}
+MEDIA = ("image_url", "audio_url", "video_url")
 
 
 async def find_dropped_images(app: AsgiApp, request: HttpRequest) -> ApiError | None:
@@ -31,9 +31,9 @@ async def find_dropped_images(app: AsgiApp, request: HttpRequest) -> ApiError | 
     images, without the images of the other messages. The request's references must be valid.
     """
     body = json.loads(request.body)
-    field = "messages"
-    if request.path == RESPONSES:
-        field, body = "input", {"messages": [_chat_message(item) for item in body["input"]]}
+    field = conversation_field(request.path)
+    if request.path == RESPONSES_PATH:
+        body = {"messages": [_chat_message(item) for item in body["input"]]}
     messages = body["messages"]
     without_images = [_without_images(message) for message in messages]
     for number, message in enumerate(messages):
@@ -46,7 +46,7 @@ async def find_dropped_images(app: AsgiApp, request: HttpRequest) -> ApiError | 
         ):
             role = message.get("role")
             message_text = (
-                f"{field}[{number}]: the model's chat template takes no images from messages of role {role!r}"
+                f"{field}[{number}]: the model's chat template takes no such media from messages of role {role!r}"
             )
             return ApiError(400, message_text, param=field, code="image_not_in_prompt")
     return None
@@ -69,5 +69,5 @@ def _without_images(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [NO_IMAGE if isinstance(part, dict) and "image_url" in part else part for part in content]
+    parts = [NO_IMAGE if isinstance(part, dict) and part.get("type") in MEDIA else part for part in content]
     return {**message, "content": parts}

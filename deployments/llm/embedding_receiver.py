@@ -1,5 +1,5 @@
 """Receives embeddings for one engine: as soon as an image is encoded, acquires a lease on the encoder's shared memory,
-or copies the embedding to the receive buffer, and grants it to the engine, which loads it.
+or reads the embedding from another host into the receive buffer, and grants it to the engine, which loads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from deployments.common.messages import NOT_STORED, Deferred, EncodedImage, ImageRefused, SharedEmbedding, WireError
+from deployments.common.messages import Deferred, ImageRefused, Shape, SharedEmbedding, WireError
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.prefix_cache_skip import Missing, MissingWatch
 from deployments.llm.received import (
@@ -30,9 +30,13 @@ from deployments.llm.received import (
 )
 from deployments.telemetry.clocks import clamp_duration
 from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
-from deployments.transfer.header import Header, WrongEmbeddingError
+from deployments.transfer import unix_socket
+from deployments.transfer.header import Header
 from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
+from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.same_host import EmbeddingUnavailableError, Lease, ShmClient
+from deployments.transfer.tcp import TcpError
+from deployments.transfer.tcp_client import TcpClients
 from deployments.transfer.unix_socket import ListenerError
 from deployments.vllm.connector.lease_table import EngineLease
 from deployments.vllm.connector.link import Loaded
@@ -52,11 +56,21 @@ class EmbeddingReceiver:
     receiver.close(received)
     """
 
-    def __init__(self, counts: Counters, times: Histograms, *, num_workers: int, receive_buffer: ReceiveBuffer) -> None:
+    def __init__(
+        self,
+        counts: Counters,
+        times: Histograms,
+        *,
+        num_workers: int,
+        receive_buffer: ReceiveBuffer,
+        secret: bytes,
+        remote_reader: RemoteReader | None = None,
+    ) -> None:
         """`num_workers`: number of the engine's workers. `receive_buffer`: for embeddings that the engine cannot load
-        from the encoder's memory."""
+        from the encoder's memory. `secret`: of `tcp.get_secret`. `remote_reader`: reads by RDMA into that buffer."""
         self._counts, self._times = counts, times
-        self._receive_buffer = receive_buffer
+        self._receive_buffer, self._remote_reader = receive_buffer, remote_reader
+        self._tcp = TcpClients(secret, receive_buffer, on_error=self._count_tcp_error)
         self.missing = MissingWatch()
         self.link = ReplicaLink(
             num_workers,
@@ -75,22 +89,18 @@ class EmbeddingReceiver:
         """Number of leases granted to the engine."""
         return len(self._granted)
 
-    @property
-    def uses_rdma(self) -> bool:
-        """Whether encoders should publish embeddings for RDMA reads."""
-        return self._receive_buffer.reads_remotely
-
     def new_batch(self) -> ReceivedEmbeddings:
         """Returns an empty batch for `receive`."""
         return ReceivedEmbeddings()
 
     async def receive(
-        self, encodings: Sequence[Encoding], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
+        self, encodings: Sequence[Encoding], shapes: Sequence[Shape], received: ReceivedEmbeddings
     ) -> None:
         """Receives each embedding as soon as it is encoded, and grants it to the engine. The first failure ends the
         wait for the others. Deferred embeddings are skipped, and those that are no longer at their last known location.
 
-        `shapes`: shape `(num_tokens, width)` of each embedding that the language model expects.
+        `shapes`: shape `(num_tokens, width)` of each embedding that the language model expects; `num_tokens` is None if
+        the embedding comes with its header.
 
         Raises:
             NotEncodedError: an encoder failed.
@@ -123,11 +133,12 @@ class EmbeddingReceiver:
             received.transfer_s = clamp_duration(time.time() - max(ready_at_s), self._counts)
 
     async def receive_missing(
-        self, missing: Missing, digests: Sequence[str], shapes: Sequence[tuple[int, int]], received: ReceivedEmbeddings
+        self, missing: Missing, digests: Sequence[str | None], shapes: Sequence[Shape], received: ReceivedEmbeddings
     ) -> NoReturn:
         """Receives skipped embeddings from their last known location when the engine reports them as missing.
 
-        `digests`, `shapes`: of each embedding of the request. Raises NotEncodedError for those that are stored nowhere.
+        `digests`, `shapes`: of each embedding of the request; a digest is None if the embedding comes with its header,
+        for it is never skipped. Raises NotEncodedError for those that are stored nowhere.
         """
         while True:
             await missing.changed.wait()
@@ -170,11 +181,12 @@ class EmbeddingReceiver:
 
     def check(self) -> None:
         """Raises LinkLostError if embeddings no longer reach the engine. Must be called periodically: it also unmaps
-        dead peers."""
+        dead peers and closes unused connections."""
         self.link.check()
-        if not self._receive_buffer.is_alive:
-            raise LinkLostError("the thread that copies embeddings and reads from other hosts has ended")
+        if self._remote_reader is not None and not self._remote_reader.is_alive:
+            raise LinkLostError("the thread that reads embeddings by RDMA has ended")
         self.unmap_dead_peers()
+        self._tcp.close_unused()
 
     def unmap_dead_peers(self) -> None:
         """Unmaps the memory of encoders that have ended, if no lease refers to it."""
@@ -185,7 +197,7 @@ class EmbeddingReceiver:
                 del self._peers[address]
                 continue
             peer = task.result()
-            if not peer.client.is_alive and not peer.num_leases:
+            if isinstance(peer.client, ShmClient) and not peer.client.is_alive and not peer.num_leases:
                 del self._peers[address]
                 if peer.in_engine:
                     self.link.unmap(address)
@@ -194,10 +206,14 @@ class EmbeddingReceiver:
         self.link.close()
         for task in self._peers.values():
             if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().client.close()
-        self._receive_buffer.close()
+                client = task.result().client
+                if isinstance(client, ShmClient):
+                    client.close()
+        self._tcp.close()
+        if self._remote_reader is not None:
+            self._remote_reader.close()
 
-    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: tuple[int, int]) -> None:
+    async def _receive(self, number: int, slot: EmbeddingSlot, encoding: Encoding, shape: Shape) -> None:
         if isinstance(encoding, Deferred):
             slot.state, slot.location = SlotState.SKIPPED, encoding.location
             return
@@ -218,19 +234,42 @@ class EmbeddingReceiver:
         if isinstance(image, ImageRefused):
             slot.state, slot.image = SlotState.REJECTED, image
             return
-        slot.image = image if isinstance(image, SharedEmbedding) else image.to_shared(NOT_STORED)
+        slot.image = image
         image.check(shape)
-        if isinstance(image, EncodedImage):
-            stored = self._receive_buffer.store(Header.of(image), image.unpack())
-            await self._hold(slot, stored, TransferPath.OBJECT_STORE)
-        else:
-            await self._acquire(slot, image)
+        await self._acquire(slot, image)
 
     async def _acquire(self, slot: EmbeddingSlot, image: SharedEmbedding, *, direct_read: bool = False) -> None:
-        if image.remote is not None:
-            await self._hold(slot, self._receive_buffer.receive(image), TransferPath.NIXL)
-            return
-        peer = await self._get_peer(image.server, lambda: ShmClient(image.server, on_error=self._count_listener_error))
+        """Reads by RDMA what was published for it, leases what is in shared memory of this host if it can be opened and
+        the engine can map it, and reads anything else by TCP. Raises EmbeddingUnavailableError or OSError."""
+        if image.remote is not None and self._remote_reader is not None:
+            try:
+                await self._hold(slot, self._remote_reader.receive(image), TransferPath.NIXL)
+            except EmbeddingUnavailableError as error:
+                logger.warning("an embedding is read by TCP, because RDMA failed: %s", error)
+                self._counts.add(Counter.RDMA_FALLBACKS)
+                direct_read = True
+            else:
+                return
+        elif image.server and unix_socket.host_of(image.server) == unix_socket.host_id():
+            peer = await self._open(image.server)
+            if peer is not None:
+                await self._lease(slot, peer, image, direct_read=direct_read)
+                return
+            self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
+        received = self._tcp.fetch(image.tcp, Header.of(image), direct_read=direct_read)
+        await self._hold(slot, received, TransferPath.TCP)
+
+    async def _open(self, server: str) -> Peer | None:
+        """Returns the encoder's memory if the engine can load from it."""
+        try:
+            peer = await self._get_peer(server, lambda: ShmClient(server, on_error=self._count_listener_error))
+        except (EmbeddingUnavailableError, OSError) as error:
+            logger.warning("an encoder's memory cannot be opened; its embeddings are read by TCP: %s", error)
+            return None
+        assert isinstance(peer.client, ShmClient)
+        return peer if peer.in_engine and peer.client.is_alive else None
+
+    async def _lease(self, slot: EmbeddingSlot, peer: Peer, image: SharedEmbedding, *, direct_read: bool) -> None:
         assert isinstance(peer.client, ShmClient)
         self._add_num_leases(peer, 1)
         acquired = peer.client.acquire(Header.of(image), direct_read=direct_read)
@@ -241,22 +280,14 @@ class EmbeddingReceiver:
                 acquired.add_done_callback(_release)
             self._add_num_leases(peer, -1)
             raise
-        if peer.in_engine:
-            slot.state, slot.path, slot.lease, slot.peer = SlotState.LEASED, TransferPath.ENGINE, lease, peer
-            return
-        try:
-            await self._hold(slot, self._receive_buffer.store(lease.header, lease.tensor()), TransferPath.COPIED)
-        except WrongEmbeddingError as error:
-            raise EmbeddingUnavailableError(str(error)) from error
-        finally:
-            lease.release()
-            self._add_num_leases(peer, -1)
+        slot.state, slot.path, slot.lease, slot.peer = SlotState.LEASED, TransferPath.ENGINE, lease, peer
 
     async def _hold(self, slot: EmbeddingSlot, received: Future[ReceivedEmbedding], path: TransferPath) -> None:
         """Waits for an embedding in the receive buffer. Raises EmbeddingUnavailableError."""
         buffer = self._receive_buffer
+        limit_s = 2 * buffer.timeout_s if path is TransferPath.NIXL else None  # NIXL may block its thread
         try:
-            async with asyncio.timeout(2 * buffer.timeout_s):  # its own timeout fails if NIXL blocks its thread
+            async with asyncio.timeout(limit_s):
                 lease = await asyncio.wrap_future(received)
         except TimeoutError as error:
             raise EmbeddingUnavailableError("the transfer of an embedding timed out") from error
@@ -279,7 +310,7 @@ class EmbeddingReceiver:
             self.link.unmap(address)  # other workers may have mapped it
             if isinstance(client, ReceiveBuffer):
                 raise EmbeddingUnavailableError(f"the engine cannot map the receive buffer: {error}") from error
-            logger.warning("the engine cannot map an encoder's memory; its embeddings are copied: %s", error)
+            logger.warning("the engine cannot map an encoder's memory; its embeddings are read by TCP: %s", error)
             return Peer(client, in_engine=False)
         return Peer(client, in_engine=True)
 
@@ -315,6 +346,9 @@ class EmbeddingReceiver:
 
     def _count_listener_error(self, error: ListenerError) -> None:
         self._counts.add(Counter.LISTENER_ERRORS, operation=error.value)
+
+    def _count_tcp_error(self, error: TcpError) -> None:
+        self._counts.add(Counter.TCP_ERRORS, reason=error.value)
 
     def _count_load(self, loaded: Loaded) -> None:
         if loaded.num_bytes:

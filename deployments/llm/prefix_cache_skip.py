@@ -26,7 +26,7 @@ class Missing:
     """
 
     def __init__(self, clock: FirstTokenClock) -> None:
-        """`clock`: has the engine's identifiers of the request."""
+        """`clock`: has the token in the engine's identifiers of the request."""
         self.clock = clock
         self.digests: set[str] = set()
         self.changed = asyncio.Event()
@@ -52,7 +52,7 @@ class MissingWatch:
 
     def _report(self, request: str, digests: Sequence[str]) -> None:
         for missing in self._watched:
-            if any(name in request for name in missing.clock.engine_requests):
+            if missing.clock.token in request:
                 missing.digests.update(digests)
                 missing.changed.set()
 
@@ -83,25 +83,26 @@ async def unless_lost(result: Coroutine[Any, Any, T], lost: asyncio.Future[NoRet
 async def stream_unless_lost(
     pieces: AsyncGenerator[T, None], lost: asyncio.Future[NoReturn], scheduled: asyncio.Event, first: T
 ) -> AsyncGenerator[T, None]:
-    """Yields `first` once the request is scheduled or has an answer, then the pieces. Raises the error of `lost` as
-    `unless_lost` does; `pieces` is then cancelled."""
+    """Yields `first` and the pieces once the request is scheduled or its answer is complete: vLLM may begin an event
+    stream before it schedules the request. Raises the error of `lost` as `unless_lost` does, and cancels `pieces`."""
     first_token = asyncio.ensure_future(scheduled.wait())
     next_piece = asyncio.ensure_future(next_or_none(pieces))
-    started = False
+    held: list[T] = [first]
+    ended = False
     try:
-        while True:
-            awaited: set[asyncio.Future[Any]] = {next_piece, lost} if started else {next_piece, lost, first_token}
+        while not ended:
+            awaited: list[asyncio.Future[Any]] = [next_piece, lost, *([] if first_token.done() else [first_token])]
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if lost.done() and not next_piece.done():
-                lost.result()
-            if not started:
-                started = True
-                yield first
-            elif (piece := next_piece.result()) is not None:
-                yield piece
-                next_piece = asyncio.ensure_future(next_or_none(pieces))
+            if not next_piece.done():
+                if lost.done():
+                    lost.result()
+            elif (piece := next_piece.result()) is None:
+                ended = True
             else:
-                return
+                held.append(piece)
+                next_piece = asyncio.ensure_future(next_or_none(pieces))
+            while held and (ended or scheduled.is_set()):
+                yield held.pop(0)
     finally:
         first_token.cancel()
         await cancel_and_wait(next_piece)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding
+from deployments.common.messages import ImageRefused, SharedEmbedding
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import EmbeddingLease, ShmClient
+from encoder.item_header import ItemHeader
 
-Image = EncodedImage | SharedEmbedding | ImageRefused
+Image = SharedEmbedding | ImageRefused
 
 
 class TransferPath(Enum):
@@ -17,12 +18,10 @@ class TransferPath(Enum):
 
     NIXL = "nixl"
     """Read by RDMA into the receive buffer, from which the engine loaded it."""
+    TCP = "tcp"
+    """Read by TCP into the receive buffer, from which the engine loaded it."""
     ENGINE = "engine_loads"
     """The engine loaded it from the encoder's memory."""
-    COPIED = "copied"
-    """Copied from the encoder's memory, which the engine could not map, to the receive buffer."""
-    OBJECT_STORE = "object_store"
-    """Copied from Ray's object store to the receive buffer."""
     PREFIX = "prefix_cache"
     """It was not transferred: vLLM's prefix cache covers it."""
 
@@ -63,7 +62,7 @@ class SlotState(Enum):
 
 @dataclass
 class Peer:
-    """Memory from which embeddings are read: one encoder's, or the RDMA receive buffer."""
+    """Memory from which the engine loads embeddings: one encoder's, or the receive buffer."""
 
     client: ShmClient | ReceiveBuffer
     in_engine: bool
@@ -78,8 +77,7 @@ class EmbeddingSlot:
 
     state: SlotState = SlotState.PENDING
     image: SharedEmbedding | ImageRefused | None = None
-    """The encoder's answer, or the location that it is read from; None before that. An embedding that was received by
-    value is NOT_STORED: its bytes are in the receive buffer."""
+    """The encoder's answer, or the location that it is read from; None before that."""
     location: SharedEmbedding | None = None
     """Last known location of a skipped embedding."""
     path: TransferPath | None = None
@@ -89,10 +87,6 @@ class EmbeddingSlot:
     peer: Peer | None = None
     engine_lease: str = ""
     """Name of the engine's lease once GRANTED."""
-
-    @property
-    def is_leased(self) -> bool:
-        return self.state in (SlotState.LEASED, SlotState.GRANTED)
 
 
 @dataclass
@@ -107,6 +101,12 @@ class ReceivedEmbeddings:
     def images(self) -> list[SharedEmbedding | ImageRefused]:
         """Answers of encoders or last known locations, complete once all are received."""
         return [slot.image for slot in self.slots if slot.image is not None]
+
+    def header(self, number: int) -> ItemHeader:
+        """Returns the header that came with an embedding that was received."""
+        image = self.slots[number].image
+        assert isinstance(image, SharedEmbedding) and isinstance(image.header, ItemHeader)  # noqa: PT018
+        return image.header
 
     @property
     def num_skipped(self) -> int:
@@ -126,15 +126,15 @@ class ReceivedEmbeddings:
         return sum(image.num_bytes for image, _ in self.list_transfers())
 
     @property
-    def path(self) -> TransferPath:
+    def path(self) -> TransferPath | None:
+        """Path of a request; None for one whose embeddings were all refused, or which has none."""
         paths = {path for _, path in self.list_transfers()}
-        nothing = TransferPath.PREFIX if self.num_skipped else TransferPath.OBJECT_STORE
+        nothing = TransferPath.PREFIX if self.num_skipped else None
         return next((path for path in TransferPath if path in paths), nothing)
 
     @property
     def locations(self) -> tuple[SharedEmbedding | None, ...]:
-        """Location of each embedding that was read from shared memory, None for the others."""
-        read = (TransferPath.ENGINE, TransferPath.COPIED)
-        return tuple(
-            slot.image if slot.path in read and isinstance(slot.image, SharedEmbedding) else None for slot in self.slots
-        )
+        """Location of each embedding that was read and is in an encoder's shared memory, None for the others."""
+        read = (TransferPath.ENGINE, TransferPath.TCP)
+        images = [slot.image if slot.path in read else None for slot in self.slots]
+        return tuple(image if isinstance(image, SharedEmbedding) and image.server else None for image in images)

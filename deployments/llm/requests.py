@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NoReturn
 
-from deployments.common.api_error import ApiError, error_head_and_body
+from deployments.common.api_error import ApiError, conversation_field, error_head_and_body
 from deployments.common.messages import (
     Accepted,
     Deferred,
@@ -23,6 +23,7 @@ from deployments.common.messages import (
     NotEncoded,
     Piece,
     ResponseHead,
+    Shape,
     SharedEmbedding,
     TooEarly,
 )
@@ -35,7 +36,7 @@ from deployments.llm.vllm_frontend import RequestTimeline, VllmFrontend
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Counter, Counters
 from deployments.vllm.compat import FirstTokenClock
-from encoder.item_header import ItemHeader
+from encoder.item_header import ChunkHeader, ItemHeader
 
 logger = logging.getLogger("ray.serve")
 
@@ -50,17 +51,16 @@ class Requests:
         counts: Counters,
         *,
         width: int,
-        shm_host: str | None,
         max_early_requests: int,
+        audio_width: int | None = None,
     ) -> None:
-        """`width`: columns of the embeddings that the model takes. `shm_host`: the host whose shared memory embeddings
-        are read from, if any. `max_early_requests`: limit of requests that wait here for encoders; the replica's other
-        slots are kept for requests whose images are encoded."""
+        """`width`: columns of the embeddings that the model takes; `audio_width`: of sounds, if it differs.
+        `max_early_requests`: limit of requests that wait here for encoders; the replica's other slots are kept for
+        requests whose images are encoded."""
         self._receiver = receiver
         self._frontend = frontend
         self._counts = counts
-        self._width = width
-        self.shm_host = shm_host
+        self._width, self._audio_width = width, audio_width or width
         self._max_early_requests = max_early_requests
         self._num_early_requests = 0
         self.num_early_prefills = 0
@@ -72,12 +72,13 @@ class Requests:
         self,
         request: HttpRequest,
         references: Sequence[ItemReference],
-        headers: Sequence[ItemHeader],
+        headers: Sequence[ItemHeader | ChunkHeader | None],
         encodings: Sequence[Encoding],
         clock: FirstTokenClock,
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted once the embeddings are received, then a ResponseHead, then body chunks.
 
+        `headers`: None for each that comes with its embedding, without which vLLM cannot get the request.
         `encodings`: one for each of `headers`. Yields only NotEncoded if an encoder failed or the engine needs skipped
         embeddings that are stored nowhere, and only TooEarly if `max_early_requests` requests are waiting.
 
@@ -90,17 +91,23 @@ class Requests:
             return
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
         received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
-        if not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
+        headers = [header or _known_header(encoding) for header, encoding in zip(headers, encodings, strict=True)]
+        expected = [header.embeddings[0] if isinstance(header, ItemHeader) else header for header in headers]
+        if None not in headers and not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
             self._counts.add(Counter.EARLY_PREFILLS)
-        shapes = [(header.num_embeds, self._width) for header in headers]
+        sounds = {reference.item for reference in references if reference.modality == "audio"}
+        shapes = [
+            (None if header is None else header.num_embeds, self._audio_width if number in sounds else self._width)
+            for number, header in enumerate(expected)
+        ]
         with self._receiver.missing.watch(clock) as missing:
             stream = PrefetchedStream(self._frontend.answer(request, references, headers, received, timeline))
-            digests = [header.digest for header in headers]
+            digests = [None if header is None else header.digest for header in expected]
             lost = asyncio.ensure_future(self._receiver.receive_missing(missing, digests, shapes, received))
             try:
                 self._num_early_requests += request.early_prefill
                 try:
-                    refusal = await unless_lost(self._receive(references, shapes, encodings, received), lost)
+                    refusal = await unless_lost(self._receive(request, references, shapes, encodings, received), lost)
                 except NotEncodedError as failed:
                     await stream.close()
                     yield NotEncoded(failed.images)
@@ -126,8 +133,9 @@ class Requests:
 
     async def _receive(
         self,
+        request: HttpRequest,
         references: Sequence[ItemReference],
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[Shape],
         encodings: Sequence[Encoding],
         received: ReceivedEmbeddings,
     ) -> ApiError | None:
@@ -141,15 +149,17 @@ class Requests:
         except EmbeddingMismatchError as error:
             logger.error("embedding refused: %s", error)
             self._counts.add(Counter.EARLY_PREFILLS_ABORTED, reason="shape_mismatch")
-            label = next(reference.label for reference in references if reference.item == error.image)
+            label = _reference_to(error.image, references).label
             return ApiError(500, f"{label}: its embedding does not fit the model", code="embedding_mismatch")
         finally:
             self.num_early_prefills -= 1
-        for reference in references:
-            image = received.slots[reference.item].image
-            if isinstance(image, ImageRefused):
+        for number, slot in enumerate(received.slots):
+            if isinstance(image := slot.image, ImageRefused):
+                reference = _reference_to(number, references)
                 self._counts.add(Counter.EARLY_PREFILLS_ABORTED, reason="rejected")
-                return ApiError(400, f"{reference.label}: {image.message}", param="messages", code="invalid_image")
+                param = conversation_field(request.path)
+                code = f"invalid_{reference.modality}"
+                return ApiError(400, f"{reference.label}: {image.message}", param=param, code=code)
         return None
 
     async def _accept(
@@ -160,7 +170,7 @@ class Requests:
         timeline: RequestTimeline,
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted and the answer, or NotEncoded if the engine needs skipped embeddings that are `lost`."""
-        accepted = Accepted(self.shm_host, received.locations, self._receiver.uses_rdma)
+        accepted = Accepted(received.locations)
         if not received.num_skipped:
             async with aclosing(prepend(accepted, answer)) as pieces:
                 async for piece in pieces:
@@ -171,7 +181,7 @@ class Requests:
             first_token = timeline.clock.first_token_event
             async with aclosing(stream_unless_lost(answer, lost, first_token, accepted)) as pieces:
                 async for piece in pieces:
-                    if not scheduled:
+                    if not scheduled and first_token.is_set():  # a count of tokens needs no embedding
                         self._receiver.count_skipped(received)
                     scheduled = True
                     yield piece
@@ -179,6 +189,17 @@ class Requests:
             if scheduled:  # vLLM preempted the request and evicted its prefix
                 raise TransferFailedError("the prefix cache no longer covers an image") from error
             yield NotEncoded(error.images)
+
+
+def _reference_to(number: int, references: Sequence[ItemReference]) -> ItemReference:
+    """Returns a reference to the item of an embedding: that of a video refers to its first chunk."""
+    return max((one for one in references if one.item <= number), key=lambda one: one.item)
+
+
+def _known_header(encoding: Encoding) -> ItemHeader | ChunkHeader | None:
+    """Returns the header of an embedding whose last known location is given, else None."""
+    location = encoding.location if isinstance(encoding, Deferred) else encoding
+    return location.header if isinstance(location, SharedEmbedding) else None
 
 
 async def _answer_error(error: ApiError) -> AsyncGenerator[ResponseHead | bytes, None]:

@@ -62,20 +62,21 @@ class EngineLoadError(RuntimeError):
 async def probe_engine_loads(
     receiver: EmbeddingReceiver, answer: Answer, model: str, header: ItemHeader, width: int
 ) -> None:
-    """Checks that the engine loads an embedding `[1, width]`, that of `header`. Raises EngineLoadError."""
+    """Checks that the engine loads an embedding of `width` columns, that of `header`. Raises EngineLoadError."""
     if not receiver.link.wait_for_engine(timeout_s=CONNECT_TIMEOUT_S):
         raise EngineLoadError("the engine's processes have not connected")
-    store = EmbeddingStore(HEADER_BYTES + 4 * width)
+    store = EmbeddingStore(HEADER_BYTES + 4 * width * header.num_embeds)
     server = ShmServer(store)
     try:
-        tokens = store.allocate(1, width, torch.float32)
+        tokens = store.allocate(header.num_embeds, width, torch.float32)
         assert tokens is not None
         tokens.zero_()
         timings = EncodeTimings(0.0, 0.0, 0.0, time.time(), cached=False)
         image = EncodedImage.pack(tokens, header.digest, timings)
         store.offer(image)
         reference = ItemReference(new_key(), 0, "the probe")
-        content = [{"type": "image_url", "image_url": {"url": reference.key}}, {"type": "text", "text": "Hi"}]
+        kind = f"{header.modality}_url" if header.modality in ("audio", "video") else "image_url"
+        content = [{"type": kind, kind: {"url": reference.key}}, {"type": "text", "text": "Hi"}]
         before = receiver.num_loaded
         request = _request(model, content, max_tokens=1)
         status = await answer(request, reference, header, image.to_shared(server.address))

@@ -22,7 +22,7 @@ from deployments.telemetry.server_timing import format_server_timing
 from deployments.telemetry.tracing import Stage
 from deployments.vllm import compat
 from deployments.vllm.references import References
-from encoder.item_header import ItemHeader
+from encoder.item_header import ChunkHeader, ItemHeader
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -71,7 +71,7 @@ class VllmFrontend:
         self,
         request: HttpRequest,
         references: Sequence[ItemReference],
-        headers: Sequence[ItemHeader],
+        headers: Sequence[ItemHeader | ChunkHeader | None],
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
@@ -79,6 +79,8 @@ class VllmFrontend:
 
         The head is delayed until all embeddings are received, so that the request can still be retried, and until the
         first chunk, so that its Server-Timing contains the time to the first token. References are valid meanwhile.
+        `headers`: vLLM is called once those that are None have come with their embeddings; empty if `references` are
+        known to it, as those to decoded images are.
 
         Raises WorkerEndedError before the head if the engine has ended and the answer would be an error: vLLM sends a
         500, or an event stream without a token.
@@ -88,8 +90,12 @@ class VllmFrontend:
         keys: list[str] = []
         start: compat.Message | None = None
         try:
-            for reference in references:
-                keys.append(self.references.add(headers[reference.item], reference.key))
+            if None in headers:
+                await timeline.received.wait()
+            for reference in references if headers else ():
+                header = headers[reference.item] or received.header(reference.item)
+                assert isinstance(header, ItemHeader), "a reference is to an item's first embedding"
+                keys.append(self.references.add(header, reference.key))
             async with aclosing(asgi_client.call(self.app, request)) as messages:
                 async for message in messages:
                     if message["type"] == "http.response.start":
@@ -98,7 +104,9 @@ class VllmFrontend:
                     body = message.get("body", b"")
                     if start is not None:
                         await timeline.received.wait()
-                        head = await self._make_head(start, body, request, received, timeline)
+                        head = await self._make_head(
+                            start, body, request, received, timeline, has_images=bool(references)
+                        )
                         start, body = None, head.body
                         if request.body_in_head:
                             yield dataclasses.replace(head, complete=not message.get("more_body", False))
@@ -119,13 +127,15 @@ class VllmFrontend:
         request: HttpRequest,
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,
+        *,
+        has_images: bool,
     ) -> ResponseHead:
         """Returns the head with the first chunk. Raises WorkerEndedError for an error of an engine that has ended."""
         head = ResponseHead(start["status"], list(start["headers"]), body)
         no_token = timeline.first_token_s is None
         if (head.status >= 500 or no_token) and self._engine_died():
             raise WorkerEndedError("the engine has ended")
-        if head.status == 500 and received.slots and no_token:
+        if head.status == 500 and has_images and no_token:
             dropped = await find_dropped_images(self.app, request)
             if dropped is not None:
                 refusal, refusal_body = error_head_and_body(dropped)
@@ -135,7 +145,7 @@ class VllmFrontend:
             received.images,
             received.transfer_s,
             timeline.first_token_s,
-            received.path.value if received.slots else None,
+            None if received.path is None else received.path.value,
         )
         return dataclasses.replace(head, headers=[*head.headers, (b"server-timing", timing.encode())])
 

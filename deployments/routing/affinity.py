@@ -27,6 +27,14 @@ MAX_PUBLISHED = 1024
 PUBLISHED_DIGESTS = "held_digests"
 """Key of the result of `concatenate_prefixes` in a replica's routing stats."""
 MAX_REMEMBERED_KEYS = 8192
+MAX_REFUSALS = 2
+"""Replicas that may refuse a call because they are too busy; the next one must take it."""
+NEAR_REFUSALS = 2
+"""After as many refusals, a call goes to the best replica of its key on any host: its own host is too busy."""
+FREE_CALLS = 2
+"""A replica takes a call if its load is at most the mean plus this many calls of the same weight, whatever the load
+factor: the mean of a few calls in flight is so small that the factor alone would spill most calls."""
+Names = Mapping[str, str]
 Flags = npt.NDArray[np.bool_]
 
 PUBLISHED, SENT_LAST, OTHER, AVOIDED = range(4)
@@ -63,12 +71,25 @@ class Call:
     """Over 0 for a retry: the replica of the failed attempt is ranked last, unless it published the key and
     `separate_cache_hits` is set."""
     cost: int = 0
-    """Cost of the call at a replica that does not cache the key, in the unit of the work that replicas report."""
+    """Cost of the call at a replica that does not cache the key, in the unit of the work that replicas report. For an
+    image: its visual tokens and those of the images before it in its request."""
     identity: str = ""
     """Identity that a replica must have to take the call; empty accepts all."""
+    host: str = ""
+    """Replicas on this host rank before others; empty prefers none."""
+    replica: str = ""
+    """Replica that was chosen for the call before; it ranks first, and the bound does not apply to it."""
+    only_choose: bool = False
+    """Whether a replica is only chosen, for a call that follows."""
+    refused_by: tuple[str, ...] = ()
+    """Replicas that were too busy for the call; it goes to one of them only if there is no other."""
+    refusable: bool = False
+    """Whether a replica that is too busy may refuse the call, which then goes to another."""
 
     def to_session_id(self) -> str:
-        return f"{self.key or ''}:{self.weight}:{self.attempt}:{self.cost}:{self.identity}"
+        numbers = f"{self.weight}:{self.attempt}:{self.cost}"
+        flags = f"{self.only_choose:d}:{','.join(self.refused_by)}:{self.refusable:d}"
+        return f"{self.key or ''}:{numbers}:{self.identity}:{self.host}:{self.replica}:{flags}"
 
     @classmethod
     def from_session_id(cls, session_id: str) -> Call:
@@ -76,8 +97,10 @@ class Call:
         key, _, numbers = session_id.partition(":")
         try:
             int(key[:16] or "0", 16)
-            weight, attempt, cost, identity = numbers.split(":")
-            return cls(key or None, int(weight), int(attempt), int(cost), identity)
+            weight, attempt, cost, identity, host, replica, only_choose, refused_by, refusable = numbers.split(":")
+            names, is_choice = tuple(filter(None, refused_by.split(","))), only_choose == "1"
+            work = int(weight), int(attempt), int(cost)
+            return cls(key or None, *work, identity, host, replica, is_choice, names, refusable == "1")
         except ValueError:
             return cls()
 
@@ -98,9 +121,10 @@ class Affinity:
         affinity.end(active)
 
     A replica takes a call only if it has the call's identity and its load is at most `load_factor` times the mean over
-    all replicas of that identity, with the call counted in the mean. With `separate_cache_hits`, cache hits and
-    computations are bounded separately: a replica that caches the key takes the call unless it has too many cache hits
-    in flight, whatever its other load. A retry exceeds the bound rather than return to the replica that failed it. Each
+    all replicas of that identity, with the call counted in the mean, or at most FREE_CALLS calls over the mean. With
+    `separate_cache_hits`, cache hits and computations are bounded separately: a replica that caches the key takes the
+    call unless it has too many cache hits in flight, whatever its other load. A retry exceeds the bound rather than
+    return to the replica that failed it, and a refused call rather than return to a replica that refused it. Each
     router applies the bound to the calls that it sent, so their sum keeps it too.
 
     Raises ValueError for a `load_factor` under 1, which could exclude every replica.
@@ -115,6 +139,7 @@ class Affinity:
         self._index: dict[str, int] = {}
         self._name_hashes = np.zeros(0, np.uint64)
         self._identities = np.zeros(0, np.str_)
+        self._hosts: list[str] = []
         self._loads = np.zeros((len(Work), 0), np.int64)
         self._removed_loads: dict[str, list[int]] = {}  # loads of removed replicas that still have calls in flight
         self._cached: dict[str, frozenset[int]] = {}
@@ -123,15 +148,16 @@ class Affinity:
         # Replica that a key was sent to last, and its number of reports then: affinity before the next report.
         self._last_sent: LRUCache[str, tuple[str, int]] = LRUCache(MAX_REMEMBERED_KEYS)
 
-    def set_replicas(self, names: Iterable[str], identities: Mapping[str, str] | None = None) -> None:
-        """Sets the running replicas and the identities of those that have one. Replicas that stay keep their loads, and
-        those that return get back the load of their calls in flight.
+    def set_replicas(self, names: Iterable[str], identities: Names | None = None, hosts: Names | None = None) -> None:
+        """Sets the running replicas, and the identities and hosts of those that have one. Replicas that stay keep their
+        loads, and those that return get back the load of their calls in flight.
         """
         loads = self._removed_loads | {name: self._loads[:, at].tolist() for name, at in self._index.items()}
         self._names = sorted(set(names))
         self._index = {name: number for number, name in enumerate(self._names)}
         self._name_hashes = np.array([_hash_name(name) for name in self._names], np.uint64)
         self._identities = np.array([(identities or {}).get(name, "") for name in self._names], np.str_)
+        self._hosts = [(hosts or {}).get(name, "") for name in self._names]
         kept = [loads.get(name, [0] * len(Work)) for name in self._names]
         self._loads = np.array(kept, np.int64).reshape(-1, len(Work)).T.copy()
         self._removed_loads = {name: load for name, load in loads.items() if name not in self._index and any(load)}
@@ -169,6 +195,11 @@ class Affinity:
     def rank(self, call: Call) -> list[str]:
         """Returns all replicas of the call's identity, best for its key first, regardless of the bound."""
         return [self._names[at] for at in self._rank(call, self._tiers(call))]
+
+    def is_refusable(self, call: Call) -> bool:
+        """Whether a busy replica may refuse the call: not too many have, and there is another one."""
+        num_refused = len(call.refused_by)
+        return num_refused < MAX_REFUSALS and int(self._matches_identity(call).sum()) > num_refused + 1
 
     def is_spill(self, name: str, call: Call) -> bool:
         """Whether the bound excludes a replica that ranks before this one."""
@@ -214,18 +245,29 @@ class Affinity:
         """Returns, for each replica, whether it may take the call as a cache hit, and whether as a computation."""
         serving = self._matches_identity(call)
         load = self._loads[:, serving].sum(1, keepdims=True)
-        fits = serving & (self._loads * serving.sum() <= self._load_factor * (load + call.weight))
+        bound = np.maximum(self._load_factor * (load + call.weight), load + FREE_CALLS * call.weight * serving.sum())
+        fits = serving & ((self._loads * serving.sum() <= bound) | (call.weight == 0))
         as_hit = (
             fits[Work.SERVE_CACHED] & (tiers <= SENT_LAST)
             if self._separate_cache_hits
             else np.zeros(len(self._names), bool)
         )
         as_compute = serving if serving.sum() == 1 else fits[Work.COMPUTE]
+        if call.refused_by:
+            unasked = serving & np.array([name not in call.refused_by for name in self._names], np.bool_)
+            if unasked.any():
+                as_hit, as_compute = as_hit & unasked, as_compute & unasked
+                if not (as_hit | as_compute).any():
+                    as_compute = unasked
         # A replica that fails every call has the least load, so the bound would send its failed calls back to it.
         others = serving & (tiers != AVOIDED)
         if call.attempt and others.any() and not ((as_hit | as_compute) & others).any():
             as_compute = others
-        return as_hit, as_compute
+        return as_hit, as_compute | (serving & self._is_chosen(call)) if call.replica else as_compute
+
+    def _is_chosen(self, call: Call) -> Flags:
+        """Returns, for each replica, whether it was chosen for the call."""
+        return np.array([name == call.replica for name in self._names], np.bool_)
 
     def _matches_identity(self, call: Call) -> Flags:
         """Returns, for each replica, whether it has the call's identity."""
@@ -254,9 +296,12 @@ class Affinity:
         """Returns the indices of the replicas of the call's identity, best first, regardless of the bound."""
         if call.key is None:
             chance = np.array([random.random() for _ in self._names])
-            order = np.lexsort((chance, self._loads.sum(0)))
+            keys = [chance, self._loads.sum(0)]
         else:
-            order = np.lexsort((~_mix(self._name_hashes ^ np.uint64(int(call.key[:16], 16))), tiers))
+            keys = [~_mix(self._name_hashes ^ np.uint64(int(call.key[:16], 16))), tiers]
+        if call.host and len(call.refused_by) < NEAR_REFUSALS:
+            keys += [np.array([host != call.host for host in self._hosts], np.bool_), tiers == AVOIDED]
+        order = np.lexsort([*keys, ~self._is_chosen(call)] if call.replica else keys)
         return np.asarray(order[self._matches_identity(call)[order]])
 
 

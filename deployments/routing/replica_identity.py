@@ -1,4 +1,5 @@
-"""Identities that replicas publish once, and the encoder identity with which an ingress replica computes digests.
+"""Identities and hosts that replicas publish once, and the encoder identity with which an ingress replica computes
+digests.
 
 Serve calls a started replica's `record_replica_metadata`, and its controller sends the result to all routers. Replicas
 of different identities can run side by side: a call that names an identity reaches no other replica.
@@ -19,10 +20,12 @@ from ray.serve.request_router import RunningReplica
 
 from deployments.common import names
 from deployments.common.ray_private import is_available, running_replicas
-from encoder.images.identity import EncoderIdentity
+from encoder.images.generic_identity import Identity, identity_from_json
 
 IDENTITY = "identity"
 """Key of the identity in a replica's metadata. All values are strings, since the controller unpickles them."""
+HOST = "host"
+"""Key of the host in a replica's metadata, `unix_socket.host_id`."""
 _TOWER = "tower"
 _ENCODER = "encoder"
 POLL_S = 0.05
@@ -30,18 +33,19 @@ FIRST_UPDATE_S = 1.0
 """Time for Serve's controller to send the running replicas; if there are none by then, the application is starting."""
 
 
-def encoder_metadata(identity: EncoderIdentity) -> dict[str, str]:
-    return {IDENTITY: identity.fingerprint, _TOWER: identity.tower, _ENCODER: identity.to_json()}
+def encoder_metadata(identity: Identity, host: str) -> dict[str, str]:
+    return {IDENTITY: identity.fingerprint, _TOWER: identity.tower, _ENCODER: identity.to_json(), HOST: host}
 
 
-def llm_metadata(tower: str) -> dict[str, str]:
-    """`tower`: identity of the vision tower whose embeddings the language model accepts."""
-    return {IDENTITY: tower, _TOWER: tower}
+def llm_metadata(tower: str, host: str) -> dict[str, str]:
+    """`tower`: identity of the vision tower whose embeddings the language model accepts. One that runs the tower itself
+    publishes `encoder_metadata`."""
+    return {IDENTITY: tower, _TOWER: tower, HOST: host}
 
 
-def identity_of(replica: RunningReplica) -> str:
-    """Returns the replica's identity, empty if it published none."""
-    return str(replica.replica_metadata.get(IDENTITY, ""))
+def published(replica: RunningReplica, key: str) -> str:
+    """Returns a value of the replica's metadata, empty if it published none."""
+    return str(replica.replica_metadata.get(key, ""))
 
 
 async def wait_for_rollout_turn(tower: str) -> None:
@@ -77,13 +81,14 @@ class FleetIdentity:
         llm: DeploymentHandle[Any],
         to_client_error: Callable[[Exception], Exception],
     ) -> None:
-        """`to_client_error` converts an error to the one that the client gets."""
+        """`encoder`: the deployment that encodes images, which may be `llm`. `to_client_error` converts an error to
+        the one that the client gets."""
         self._encoder = encoder
         self._llm = llm
         self._to_client_error = to_client_error
-        self._current: EncoderIdentity | None = None
+        self._current: Identity | None = None
 
-    async def get(self) -> EncoderIdentity:
+    async def get(self) -> Identity:
         """Returns the most frequent identity of the running encoders whose tower a running language model expects; on a
         tie, the one returned last. Waits for the first encoder, and for a tower that both deployments have.
 
@@ -104,19 +109,20 @@ class FleetIdentity:
                 waiting.cancel()
         return chosen
 
-    def _choose(self) -> EncoderIdentity | None:
+    def _choose(self) -> Identity | None:
         encoders, towers = running_replicas(self._encoder), _towers(self._llm)
         replicas = [one for one in encoders if not towers or one.replica_metadata.get(_TOWER) in towers]
         if encoders and not replicas:
             return None
-        counts = Counter(identity for replica in replicas if (identity := identity_of(replica)))
+        described = [replica for replica in replicas if _ENCODER in replica.replica_metadata]
+        counts = Counter(published(replica, IDENTITY) for replica in described)
         current = self._current.fingerprint if self._current else ""
         most_frequent = max(
             counts, key=lambda identity: (counts[identity], identity == current, identity), default=current
         )
         if most_frequent != current:
-            published = next(replica for replica in replicas if identity_of(replica) == most_frequent)
-            self._current = EncoderIdentity.from_json(published.replica_metadata[_ENCODER])
+            chosen = next(replica for replica in described if published(replica, IDENTITY) == most_frequent)
+            self._current = identity_from_json(chosen.replica_metadata[_ENCODER])
         return self._current
 
 

@@ -8,6 +8,7 @@ responding, which gRPC does not report and Ray reports late. Serve calls all met
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -24,31 +25,42 @@ from deployments.common.ray_private import (
 from deployments.routing.calls import GrpcCalls
 from deployments.telemetry.metrics import Counter, Counters
 
-ACCEPT_S = 5.0
+ACCEPT_S = 2.0
 """Timeout for a replica to accept or reject a call, which its event loop does before anything else."""
 
 
 class BoundedReplica(RunningReplica):
     """A replica that must accept or reject a call within ACCEPT_S."""
 
-    def __init__(self, replica_info: RunningReplicaInfo, counts: Counters) -> None:
+    def __init__(
+        self, replica_info: RunningReplicaInfo, counts: Counters, on_rejected: Callable[[PendingRequest, str], None]
+    ) -> None:
+        """`on_rejected` is called with the call and this replica's unique id before Serve chooses again."""
         super().__init__(replica_info)
         self._counts = counts
+        self._on_rejected = on_rejected
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         result = super().try_send_request(pr, with_rejection)
         if with_rejection:
-            accepted = partial(self._wait_for_accept, result, result.get_rejection_response)
+            accepted = partial(self._wait_for_accept, pr, result, result.get_rejection_response)
             result.get_rejection_response = accepted  # type: ignore[method-assign]
         return result
 
-    async def _wait_for_accept(self, result: ReplicaResult, ask: Any) -> ReplicaQueueLengthInfo | None:  # noqa: ANN401 - untyped
+    async def _wait_for_accept(
+        self,
+        pending: PendingRequest,
+        result: ReplicaResult,
+        ask: Callable[[], Awaitable[ReplicaQueueLengthInfo | None]],
+    ) -> ReplicaQueueLengthInfo | None:
         """Raises ActorUnavailableError after ACCEPT_S without an answer: Serve then chooses again, and chooses this
         replica only after it has reported its queue length."""
         try:
             async with asyncio.timeout(ACCEPT_S):
-                answer: ReplicaQueueLengthInfo | None = await ask()
-                return answer
+                answer = await ask()
+            if answer is not None and not answer.accepted:
+                self._on_rejected(pending, self.replica_id.unique_id)
+            return answer
         except TimeoutError:
             result.cancel()
             self._counts.add(Counter.CALL_ACCEPT_TIMEOUTS, target=self.replica_id.deployment_id.name)
@@ -66,7 +78,10 @@ class ReplicaRouter(PrivateRequestRouter):
         self._counts = Counters()
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
-        return BoundedReplica(replica_info, self._counts)
+        return BoundedReplica(replica_info, self._counts, self.on_rejected)
+
+    def on_rejected(self, pending: PendingRequest, name: str) -> None:
+        """Called with a call that a replica has rejected."""
 
     def exclude(self, name: str) -> None:
         """Excludes the replica with this unique id from routing until Serve removes it."""

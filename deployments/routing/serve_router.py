@@ -14,6 +14,7 @@ since other routers send to them too.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import defaultdict
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
@@ -21,8 +22,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from deployments.common.ray_private import routing_stats
 from deployments.common.replica_errors import EngineDeadError, IdentityGoneError
 from deployments.routing.affinity import PUBLISHED_DIGESTS, ActiveCall, Affinity, Call
+from deployments.routing.choices import Choices
 from deployments.routing.prefill_load import rank_by_pending_prefill
-from deployments.routing.replica_identity import identity_of
+from deployments.routing.replica_identity import HOST, IDENTITY, published
 from deployments.routing.replica_router import ReplicaRouter
 from deployments.telemetry.metrics import Counter
 
@@ -42,18 +44,22 @@ class AffinityRouter(ReplicaRouter):
         separate_cache_hits: bool = False,
         probe_min_cost: int | None = None,
         by_key: bool = True,
+        refusable: bool = False,
         **_: object,
     ) -> None:
         """Takes the arguments of `Affinity` and:
 
         Args:
             probe_min_cost: least cost of a call before which replicas are probed; None never probes.
-            by_key: if false, each call goes to the replica with the least load.
+            by_key: if false, each call goes to the replica with the least load, of those on its host if it has one.
+            refusable: whether replicas may refuse a call with a key because they are too busy.
         """
         super().initialize_state()
+        self._refusable = refusable
         self._by_key = by_key
         self._probe_min_cost = probe_min_cost
         self._affinity = Affinity(load_factor=load_factor, separate_cache_hits=separate_cache_hits)
+        self._choices = Choices(self._affinity)
         self._names: dict[str, RunningReplica] = {}
         self._published: dict[str, bytes] = {}
         # By replica and request. Calls of one request share its id, so `on_request_completed` may end them in another
@@ -63,7 +69,8 @@ class AffinityRouter(ReplicaRouter):
     def _set_routable(self, replicas: list[RunningReplica]) -> None:
         super()._set_routable(replicas)
         self._names = {replica.replica_id.unique_id: replica for replica in replicas}
-        self._affinity.set_replicas(self._names, {name: identity_of(replica) for name, replica in self._names.items()})
+        identities, hosts = ({n: published(one, key) for n, one in self._names.items()} for key in (IDENTITY, HOST))
+        self._affinity.set_replicas(self._names, identities, hosts)
         self._published = {name: held for name, held in self._published.items() if name in self._names}
         for name, replica in self._names.items():
             held = (replica.routing_stats or {}).get(PUBLISHED_DIGESTS, b"")
@@ -74,20 +81,41 @@ class AffinityRouter(ReplicaRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns each replica within the bound as its own rank, best first; Serve tries the next if one is full."""
+        """Returns each replica within the bound as its own rank, best first; Serve tries the next if one is full.
+
+        A choice counts as a call of the first one from now on. Raises IdentityGoneError for a choice.
+        """
         call = Call()
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Serve waits before it tries full replicas again
             call = self._call(pending_request)
+            replaced = pending_request.metadata.internal_request_id if call.only_choose else None
+            self._counts.add(Counter.CHOICES_NOT_CALLED, self._choices.expire(replaced))
             if self._names and not self._affinity.can_serve(call):
-                self.fail(pending_request, IdentityGoneError("no running replica has the call's identity"))
+                error = IdentityGoneError("no running replica has the call's identity")
+                if call.only_choose:
+                    raise error
+                self.fail(pending_request, error)
                 return [candidate_replicas]  # Serve assigns no replica to a failed call and stops choosing
-        names = (await self._probe(call) if self._should_probe(call) else []) or self._affinity.candidates(call)
+        is_probed = self._should_probe(call)
+        names = (await self._probe(call) if is_probed else []) or self._affinity.candidates(call)
+        if pending_request is not None and call.only_choose and names:
+            spilled = not is_probed and self._affinity.is_spill(names[0], call)
+            self._counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
+            self._choices.begin(pending_request.metadata.internal_request_id, names[0], call)
         return [[self._names[name]] for name in names if name in self._names]
 
     def _call(self, pending: PendingRequest) -> Call:
         call = Call.from_session_id(pending.metadata.session_id)
-        return call if self._by_key else Call(weight=call.weight, identity=call.identity)
+        return call if self._by_key else dataclasses.replace(call, key=None, attempt=0, cost=0)
+
+    def on_rejected(self, pending: PendingRequest, name: str) -> None:
+        """Routes a call that may be refused to other replicas from now on."""
+        call = Call.from_session_id(pending.metadata.session_id)
+        if call.refusable:
+            self._counts.add(Counter.ENCODER_REFUSALS)
+            refused_by = (*call.refused_by, name)
+            pending.metadata.session_id = dataclasses.replace(call, refused_by=refused_by).to_session_id()
 
     def _should_probe(self, call: Call) -> bool:
         """Whether to probe replicas. A retry is routed by local state, which knows the failed replica."""
@@ -95,6 +123,7 @@ class AffinityRouter(ReplicaRouter):
             self._probe_min_cost is not None
             and call.cost >= self._probe_min_cost
             and not call.attempt
+            and not call.replica
             and len(self._names) > 1
         )
 
@@ -123,14 +152,19 @@ class AffinityRouter(ReplicaRouter):
         """
         call = self._call(pending)
         name = replica.replica_id.unique_id
+        request = pending.metadata.internal_request_id
+        if call.replica and self._choices.end(request) and name != call.replica:
+            self._counts.add(Counter.CHOICES_NOT_CALLED)
         is_probed = self._should_probe(call)
         spilled = not is_probed and self._affinity.is_spill(name, call)
         active = self._affinity.begin(name, call, bounded=not is_probed)
         if active is None:
             return False
-        if spilled:
-            self._counts.add(Counter.AFFINITY_SPILLS, target=self.deployment_name)
-        self._active[replica.replica_id, pending.metadata.internal_request_id].append(active)
+        self._counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
+        self._active[replica.replica_id, request].append(active)
+        if self._refusable and call.key is not None:
+            sent = dataclasses.replace(call, refusable=call.cost > 0 and self._affinity.is_refusable(call))
+            pending.metadata.session_id = sent.to_session_id()
         return True
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

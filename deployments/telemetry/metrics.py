@@ -26,8 +26,11 @@ class Definition(Enum):
 class Counter(Definition):
     """Monotonic counters."""
 
-    IMAGES_ENCODED = "Images encoded by the vision tower."
-    IMAGES_REFUSED = "Images that could not be decoded, or that the encoder refused."
+    IMAGES_ENCODED = "Images, sounds and videos encoded, or chunks of videos. `medium`: image, audio, video."
+    IMAGES_REFUSED = (
+        "Images, sounds and videos that could not be decoded, or that the encoder refused. "
+        "`medium`: image, audio, video."
+    )
     CACHE_HITS = "Images whose embedding was cached. `tier`: replica, host."
     CACHE_MISSES = "Images whose embedding was not cached, including images that joined an encode already in flight."
     GRAPH_REPLAYS = "Batches that replayed a CUDA graph."
@@ -45,6 +48,7 @@ class Counter(Definition):
     GEOMETRY_CACHE_HITS = "Images whose positions were cached on the GPU, because an image of that size came before."
     GEOMETRY_CACHE_MISSES = "Images whose positions had to be computed, because no image of that size was cached."
     PIXEL_SHM_FALLBACKS = "Decoded images sent to the encoder through a pipe because pixel shared memory was full."
+    DECODERS_LOST = "Decoder processes that ended at work; their file was decoded once more."
     BATCHES_RETRIED = "Batches that failed and were retried image by image."
     GPU_FAILURES = "GPUs that failed permanently; their replicas ask to be replaced. `reason` says how the GPU failed."
     ENCODER_REJECTIONS = "Images rejected by an encoder because its queue of visual tokens was full."
@@ -54,6 +58,13 @@ class Counter(Definition):
     AFFINITY_SPILLS = (
         "Calls routed away from the replica that caches their image or conversation because it was overloaded. "
         "`target`: the deployment that was called."
+    )
+    ENCODER_REFUSALS = (
+        "Images that an encoder refused because too much work was before them, and that were sent to another one."
+    )
+    CHOICES_NOT_CALLED = (
+        "Language models chosen for a request with images but not called: no call followed within 5 s, a retry chose "
+        "again, or another one was called because the chosen one was lost or full."
     )
     LOAD_PROBE_TIMEOUTS = (
         "Replicas that did not report their load in time before a long prompt was routed. "
@@ -77,17 +88,22 @@ class Counter(Definition):
     REQUEST_RETRIES = "Requests retried because a replica was lost while it worked on them."
     REPLICAS_LOST = "Replicas lost while they worked on a request, counted once for each such request."
     EMBEDDING_SHM_FALLBACKS = (
-        "Embeddings sent through the object store because the encoder's shared memory was full or NIXL is not "
-        "installed there."
+        "Embeddings read by TCP although encoder and language model may be on one host: the encoder's shared memory "
+        "was full, or the language model could not open it, or its engine not map it."
     )
     EMBEDDINGS_RECEIVED = (
         "Embeddings received by a language model replica. `path`: engine_loads (shared memory, mapped by the engine's "
-        "workers), and through the receive buffer: copied (shared memory that they could not map), object_store, nixl."
+        "workers), and through the receive buffer: tcp, nixl."
     )
     EMBEDDING_BYTES_RECEIVED = (
         "Bytes of embeddings received by a language model replica, including embeddings that its engine already had. "
-        "`path` as for embeddings received: engine_loads, copied, object_store, nixl."
+        "`path` as for embeddings received: engine_loads, tcp, nixl."
     )
+    TCP_ERRORS = (
+        "Transfers of embeddings by TCP and connections for them that failed, at either end. `reason`: authentication, "
+        "timeout, connection (unreachable, or ended early), limit (too many connections), mismatch (another embedding)."
+    )
+    RDMA_FALLBACKS = "Embeddings read by TCP because their read by NIXL failed."
     EMBEDDINGS_LOADED = "Embeddings that engine workers copied from shared memory to their device."
     EMBEDDING_BYTES_LOADED = "Bytes of embeddings that engine workers copied from shared memory to their device."
     DURATIONS_CLAMPED = (
@@ -108,8 +124,13 @@ class Counter(Definition):
         "request for one encodes it again."
     )
     TRANSFER_FAILURES = (
-        "Requests retried because an embedding could not be transferred through shared memory or by NIXL."
+        "Requests retried because an embedding could not be transferred, or was no longer where it was published."
     )
+    RESPONSES_EVICTED = (
+        "Responses no longer stored. `reason`: bytes (the store was full), expired, too_large (for the store), "
+        "no_previous (the response that it continues was gone)."
+    )
+    RESPONSE_STORE_FAILURES = "Calls to the response store that failed or timed out; nothing was stored, or a 503 sent."
     LISTENER_ERRORS = (
         "Errors survived by the threads that connect encoders, language models and engines of one host. `operation`: "
         "accept (a connection), message (handling a message)."
@@ -118,6 +139,7 @@ class Counter(Definition):
 
 LABELS = {
     Counter.CACHE_HITS: "tier",
+    **dict.fromkeys((Counter.IMAGES_ENCODED, Counter.IMAGES_REFUSED), "medium"),
     **dict.fromkeys(
         (
             Counter.EAGER_RUNS,
@@ -126,6 +148,8 @@ LABELS = {
             Counter.SHED_TOKENS,
             Counter.SHED_REQUESTS,
             Counter.EARLY_PREFILLS_ABORTED,
+            Counter.RESPONSES_EVICTED,
+            Counter.TCP_ERRORS,
         ),
         "reason",
     ),
@@ -154,6 +178,7 @@ class Gauge(Definition):
     INGRESS_QUEUED_TOKENS = "Visual tokens of requests in the ingress' admission queue."
     INGRESS_IN_FLIGHT_TOKENS = "Visual tokens of admitted requests whose embeddings no language model has received yet."
     INGRESS_HELD_BYTES = "Bytes of request bodies and image files that the ingress holds until a response begins."
+    RESPONSE_STORE_BYTES = "Bytes of stored responses and the items of their conversations."
 
 
 class Histogram(Definition):

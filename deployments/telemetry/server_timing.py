@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deployments.common.messages import EncodedImage, ImageRefused, SharedEmbedding
+from deployments.common.messages import ImageRefused, SharedEmbedding
 
 MAX_IMAGES_LISTED = 32
 """Most images of a request in the header, since proxies and clients limit a header's size."""
@@ -15,7 +15,7 @@ def format_metric(name: str, duration_ms: float) -> str:
 
 
 def format_server_timing(
-    images: Sequence[EncodedImage | SharedEmbedding | ImageRefused],
+    images: Sequence[SharedEmbedding | ImageRefused],
     transfer_s: float | None,
     first_token_s: float | None,
     path: str | None = None,
@@ -25,7 +25,8 @@ def format_server_timing(
     A request's images are processed in parallel, so each stage states its slowest image. `transfer` is the time from
     the last embedding's readiness to its arrival at the language model, `first-token` the time from that arrival to
     vLLM's first token. `cache` states how many of the images were in the embedding cache, `path` how the embeddings
-    reached the engine, `image-N` how and where the N-th distinct image was encoded (`_describe_image`).
+    reached the engine, `image-N`,
+    `audio-N` or `video-N` how and where the N-th distinct item, or chunk of a video, was encoded (`_describe_image`).
     """
     metrics = []
     encoded = [image for image in images if not isinstance(image, ImageRefused)]
@@ -40,7 +41,7 @@ def format_server_timing(
         ]
         metrics += [f'path;desc="{path}"'] if path is not None else []
         metrics += [
-            f'image-{number};desc="{_describe_image(image)}"'
+            f'{_modality(image)}-{number};desc="{_describe_image(image)}"'
             for number, image in enumerate(images[:MAX_IMAGES_LISTED], 1)
             if not isinstance(image, ImageRefused)
         ]
@@ -49,13 +50,22 @@ def format_server_timing(
     return ", ".join(metrics)
 
 
-def _describe_image(image: EncodedImage | SharedEmbedding) -> str:
+def _modality(image: SharedEmbedding) -> str:
+    """Returns "image", "audio" or "video"; models call images and parts of videos "vision_chunk"."""
+    modality = "image" if image.header is None else image.header.modality
+    return modality if modality in ("audio", "video") else "image"
+
+
+def _describe_image(image: SharedEmbedding) -> str:
     """Returns how an image was encoded, such as `tokens=140 replica=x8f3 graph=512 batch=420/3 cached`.
 
-    The fields are the image's tokens, the encoder replica, the token budget of the replayed graph (or `eager=REASON`),
-    the tokens and images of its batch, and whether the embedding was cached.
+    The fields are the image's tokens, the frames of a video that it has (`frames=1-8`), the encoder replica, the token
+    budget of the replayed graph (or `eager=REASON`), the tokens and images of its batch, and whether the embedding was
+    cached.
     """
     timings, fields = image.timings, [f"tokens={image.num_tokens}"]
+    if timings.frames is not None:
+        fields.append("frames={}-{}".format(*timings.frames))
     if timings.replica:
         fields.append(f"replica={timings.replica}")
     if (ran := timings.ran) is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from ray import serve
 
+from deployments.common.messages import EncodeTimings
 from deployments.common.ray_private import is_tracing_enabled
 
 if TYPE_CHECKING:
@@ -96,6 +97,18 @@ def record_span(
     start_ns = end_ns - int(max(duration_s, 0.0) * 1e9)
     span = trace.get_tracer("vitray").start_span(stage.value, context, attributes=attributes, start_time=start_ns)
     span.end(end_ns)
+
+
+def record_encode_spans(timings: EncodeTimings, num_tokens: int) -> None:
+    """Records a span for each stage of an encoding, back to back, ending when the embedding was ready."""
+    ended_s = timings.ready_at_s
+    for stage, ms in (
+        (Stage.ENCODE, timings.encode_ms),
+        (Stage.ENCODE_QUEUE, timings.queue_ms),
+        (Stage.DECODE_IMAGE, timings.preprocess_ms),
+    ):
+        record_span(stage, ms / 1e3, ended_s=ended_s, attributes={"vitray.visual_tokens": num_tokens})
+        ended_s -= ms / 1e3
 
 
 @contextmanager

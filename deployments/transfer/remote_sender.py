@@ -6,13 +6,12 @@ detects from the header that the memory was reused.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import threading
 import time
 
-from deployments.common.messages import EncodedImage, RemoteLocation, SharedEmbedding
+from deployments.common.messages import EncodedImage, RemoteLocation
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError, OnError
@@ -48,16 +47,15 @@ class RemoteSender:
         """False if the polling thread died; True after `close`."""
         return self._closed or self._thread.is_alive()
 
-    def publish(self, image: EncodedImage) -> SharedEmbedding | None:
-        """Offers the embedding to one reader. Returns None if it is not in the store."""
+    def publish(self, image: EncodedImage) -> RemoteLocation | None:
+        """Offers the embedding to one reader. Returns None if it is not in the shared memory."""
         lease, offset = secrets.token_bytes(8), self._store.offset_of(image)
         if offset is None or not self._store.offer(image, reader=lease.hex()):
             return None
         with self._changed:
             self._leases.add(lease)
             self._changed.notify()
-        location = RemoteLocation(self._agent_metadata, self._store.arena.address + offset, lease)
-        return dataclasses.replace(image.to_shared(""), remote=location)
+        return RemoteLocation(self._agent_metadata, self._store.arena.address + offset, lease)
 
     def close(self) -> None:
         with self._changed:

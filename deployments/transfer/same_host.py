@@ -110,15 +110,16 @@ class ShmServer:
         if isinstance(request, Release):
             leased.pop(request.lease, None)
             return
-        found = None
+        offset = None
         try:
-            found = self.store.acquire(request.digest, offered=not request.direct_read)
-            if found is not None:
-                leased[request.lease] = found[1]
+            image = self.store.acquire(request.digest, offered=not request.direct_read)
+            offset = None if image is None else self.store.offset_of(image)
+            if image is not None and offset is not None:
+                leased[request.lease] = image
         finally:  # the client waits for an answer, even after an exception
             with contextlib.suppress(OSError):  # it disconnected, which the next `receive` reports
-                unix_socket.send(connection, Acquired(request.lease, None if found is None else found[0]))
-        if found is not None and request.direct_read:
+                unix_socket.send(connection, Acquired(request.lease, offset))
+        if offset is not None and request.direct_read:
             self._on_direct_read(request.digest)
 
 
@@ -149,7 +150,7 @@ class ShmClient:
     def __init__(self, address: str, *, on_error: OnError = lambda _: None) -> None:
         """`on_error` is called on the listening thread when it survived an error.
 
-        Raises EmbeddingUnavailableError if no server answers, or if its protocol version differs.
+        Raises EmbeddingUnavailableError if no server answers, as on another host, or if its protocol version differs.
         """
         self.address = address
         try:
@@ -202,7 +203,7 @@ class ShmClient:
 
     def close(self) -> None:
         """Closes the connection, which releases all leases."""
-        unix_socket.close(self._connection)
+        self._sender.close()
 
     def _send(self, request: Acquire | Release) -> None:
         try:
@@ -220,6 +221,7 @@ class ShmClient:
                 if acquired.set_running_or_notify_cancel():
                     acquired.set_exception(EmbeddingUnavailableError("the server has ended"))
             self._pending.clear()
+            self._sender.close()
             self._connection.close()
 
     def _handle(self, answer: Acquired, _: int | None) -> None:

@@ -1,7 +1,8 @@
 """Embeddings of an encoder replica in shared memory: their allocation and lifetime.
 
 An embedding is kept while it is referenced: by the cache, an answer in flight, a reader's lease, or an offer. If the
-shared memory is full, embeddings are kept in private memory of the replica.
+shared memory is full, embeddings are kept in private memory of the replica, from which they are read by TCP; offers
+keep at most as many bytes there as in the shared memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class EmbeddingStore:
 
     tokens = store.allocate(num_tokens, width, torch.bfloat16)  # the encoder writes to it
     store.offer(EncodedImage.pack(tokens, digest, timings))
-    offset, image = store.acquire(digest)  # kept while `image` is referenced
+    image = store.acquire(digest)  # kept while `image` is referenced
     """
 
     def __init__(
@@ -80,17 +81,16 @@ class EmbeddingStore:
         flat[: len(EMPTY_HEADER)] = 0
         return torch.from_numpy(flat[HEADER_BYTES:]).view(dtype).view(num_tokens, width)
 
-    def publish(self, image: EncodedImage) -> EncodedImage | None:
-        """Allows readers to acquire the embedding while it is referenced. Returns the published object with these bits,
-        None if they are not stored here."""
+    def publish(self, image: EncodedImage) -> EncodedImage:
+        """Allows readers to acquire the embedding while it is referenced. Returns the published object with these
+        bits."""
         offset = self.offset_of(image)
-        if offset is None:
-            return None
         with self._lock:
             known = self._published_images.get(image.digest)
             if known is not None and known.bits is image.bits:
                 return known
-            self.arena.write(offset, Header.of(image).to_bytes())
+            if offset is not None:
+                self.arena.write(offset, Header.of(image).to_bytes())
             self._published_images[image.digest] = image
         return image
 
@@ -101,20 +101,22 @@ class EmbeddingStore:
             return self._published_images.get(digest) if offer is None else offer.image
 
     def offer(self, image: EncodedImage, *, reader: str | None = None) -> bool:
-        """Publishes the embedding and keeps it for one reader, which is about to acquire it. Returns False if it is not
-        stored here. `reader`: name of a reader whose offer ends by `end_offer`, not by `acquire`."""
+        """Publishes the embedding and keeps it for one reader, which is about to acquire it. Returns False if it is in
+        private memory, and offers keep too much there. `reader`: name of a reader whose offer ends by `end_offer`, not
+        by `acquire`."""
         key = reader or image.digest
         with self._lock:
-            published = self.publish(image)
-            if published is None:
+            held = self._private_bytes() if self.offset_of(image) is None else 0
+            if held and held + image.num_bytes > self.arena.num_bytes:
                 return False
+            published = self.publish(image)
             offer = self._offers.pop(key, None)
             self._offers[key] = _Offer(published, offer.offered_at_s if offer else deque())
             self._offers[key].offered_at_s.append(self._clock())
         return True
 
-    def acquire(self, digest: str, *, offered: bool = True) -> tuple[int, EncodedImage] | None:
-        """Returns the offset of the header and the object that keeps the embedding here; None if it was freed.
+    def acquire(self, digest: str, *, offered: bool = True) -> EncodedImage | None:
+        """Returns the object that keeps the embedding here; None if it was freed.
 
         `offered`: the embedding was offered to this reader, and the call ends one offer.
         """
@@ -122,8 +124,7 @@ class EmbeddingStore:
             image = self.find(digest)
             if offered:
                 self.end_offer(digest)
-        offset = None if image is None else self.offset_of(image)
-        return None if image is None or offset is None else (offset, image)
+        return image
 
     def end_offer(self, key: str) -> None:
         """Ends the oldest offer for `key`, a digest or the name of a reader, which has read the embedding."""
@@ -147,6 +148,10 @@ class EmbeddingStore:
         """Returns the offset of the image's header, or None if it is not stored here."""
         offset = image.bits.ctypes.data - self.arena.address - HEADER_BYTES
         return offset if 0 <= offset <= self.arena.num_bytes - HEADER_BYTES - image.bits.nbytes else None
+
+    def _private_bytes(self) -> int:
+        images = {id(offer.image): offer.image for offer in self._offers.values()}
+        return sum(image.num_bytes for image in images.values() if self.offset_of(image) is None)
 
     def _end_offers(self, age_s: float) -> int:
         """Ends entries whose last offer is `age_s` old or older. Returns the number of offers that ended."""

@@ -34,6 +34,8 @@ PACKET_OVERHEAD_BYTES = 128
 """Memory of a queued packet in addition to its text."""
 ACCEPT_RETRY_S = 0.1
 """Pause after a failed accept: without free file descriptors the next attempt would fail at once."""
+CLOSE_TIMEOUT_S = 1.0
+"""Time for the accepting thread to end."""
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -43,9 +45,14 @@ def host_id() -> str:
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
 
 
+def host_of(address: str) -> str:
+    """Returns the `host_id` of a process that listens on this address."""
+    return address.rpartition("/")[0]
+
+
 def listen() -> tuple[socket.socket, str]:
-    """Returns a listening socket and its address."""
-    address = f"vitray-{secrets.token_hex(16)}"
+    """Returns a listening socket and its address, which names the host."""
+    address = f"{host_id()}/vitray-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("\0" + address)
     listener.listen()
@@ -100,10 +107,15 @@ def receive(connection: socket.socket, decoder: Decoder[T]) -> tuple[T, int | No
         raise
 
 
-def close(connection: socket.socket) -> None:
-    """Ends the connection for both sides, and for threads of this process that wait on it."""
-    _shut_down(connection)
-    connection.close()
+def shut_down(connection: socket.socket) -> None:
+    """Ends the connection for both sides, and for threads of this process that wait on it.
+
+    Of several threads that use a connection, the reader closes the descriptor, under a lock that the others hold while
+    they shut it down. Otherwise a thread that is about to read might read from another connection, which has got the
+    number of the closed descriptor.
+    """
+    with contextlib.suppress(OSError):  # the peer closed it first
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Sender:
@@ -114,17 +126,26 @@ class Sender:
 
         sender = Sender(connection)
         sender.send(Release(7))
+        sender.close()
     """
 
     def __init__(self, connection: socket.socket, *, max_backlog_bytes: int = MAX_BACKLOG_BYTES) -> None:
-        """Removes the timeout of `connection`, which its reader closes."""
+        """Removes the timeout of `connection`, which its reader closes: the sender has a descriptor of its own."""
         connection.settimeout(None)
-        self._connection = connection
+        self._connection = connection.dup()
         self._max_backlog_bytes = max_backlog_bytes
         self._lock = threading.Lock()  # never held while blocking
         self._backlog: deque[tuple[bytes, int | None]] = deque()  # while not empty, one thread sends its head
         self._backlog_bytes = 0
-        self._ended = False
+        self._ended = self._closed = False
+
+    def close(self) -> None:
+        """Ends the connection, which its reader detects. Queued packets are lost."""
+        with self._lock:
+            self._ended = self._closed = True
+            shut_down(self._connection)
+            if not self._backlog:
+                self._connection.close()
 
     def send(self, message: object, file: int | None = None) -> None:
         """Sends or queues a message, which is lost if the peer ends first. The caller may close `file` afterwards.
@@ -141,7 +162,7 @@ class Sender:
                 self._send(encoded, file)
             except (OSError, RuntimeError) as error:  # RuntimeError: a thread cannot be started
                 self._ended = True
-                _shut_down(self._connection)
+                shut_down(self._connection)
                 raise ConnectionAbortedError(f"a packet could not be sent: {error}") from error
 
     def _send(self, encoded: bytes, file: int | None) -> None:
@@ -178,6 +199,8 @@ class Sender:
                 for _ in range(len(self._backlog) if self._ended else 1):
                     self._drop_first()
                 first = self._backlog[0] if self._backlog else None
+                if self._closed:
+                    self._connection.close()
 
     def _drop_first(self) -> None:
         encoded, file = self._backlog.popleft()
@@ -199,20 +222,29 @@ OnError = Callable[[ListenerError], None]
 
 
 class Listener:
-    """Accepts connections of this user and serves each on its own thread, until `close`.
+    """Accepts connections and serves each on its own thread, until `close`: of this user, or those of a socket that is
+    given.
 
     listener = Listener(serve, name="shm-server")  # serve(connection) returns when the connection has ended
     Sender(connect(listener.address, timeout_s=5.0))
     """
 
     def __init__(
-        self, serve: Callable[[socket.socket], None], *, name: str, on_error: OnError = lambda _: None
+        self,
+        serve: Callable[[socket.socket], None],
+        *,
+        name: str,
+        on_error: OnError = lambda _: None,
+        listening: tuple[socket.socket, str] | None = None,
     ) -> None:
-        """`name` is the name of the threads. `on_error` is called on one of them."""
+        """`name` is the name of the threads. `on_error` is called on one of them. `listening`: another socket than an
+        abstract Unix socket, and its address."""
         self._serve, self._name, self._on_error = serve, name, on_error
         self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()  # while a descriptor is closed, or shut down by another thread than its reader
         self._closed = threading.Event()
-        self._listener_socket, self.address = listen()
+        self._is_unix = listening is None
+        self._listener_socket, self.address = listening or listen()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
 
@@ -221,22 +253,36 @@ class Listener:
         """False if the accepting thread died; True after `close`."""
         return self._closed.is_set() or self._thread.is_alive()
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
     def close(self) -> None:
-        """Stops accepting and closes all connections."""
+        """Stops accepting and ends all connections. Their threads close the descriptors."""
         self._closed.set()
-        close(self._listener_socket)
-        for connection in list(self._connections):
-            close(connection)
+        with self._lock:
+            for connection in (self._listener_socket, *self._connections):
+                shut_down(connection)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S)  # its port is free then
 
     def _accept(self) -> None:
+        try:
+            self._accept_until_closed()
+        finally:
+            with self._lock:
+                self._listener_socket.close()
+
+    def _accept_until_closed(self) -> None:
         while not self._closed.is_set():
             try:
-                connection = accept(self._listener_socket)
+                connection = accept(self._listener_socket) if self._is_unix else self._listener_socket.accept()[0]
             except Exception as error:
                 if not self._closed.is_set():
                     self._report_accept_error(error)
                 continue
-            self._connections.add(connection)
+            with self._lock:
+                self._connections.add(connection)
             try:
                 threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
             except RuntimeError as error:
@@ -261,8 +307,9 @@ class Listener:
             self._end(connection)
 
     def _end(self, connection: socket.socket) -> None:
-        self._connections.discard(connection)
-        close(connection)
+        with self._lock:
+            self._connections.discard(connection)
+            connection.close()
 
 
 def handle_messages(
@@ -310,8 +357,3 @@ def _transmit(connection: socket.socket, encoded: bytes, file: int | None, flags
         connection.send(encoded, flags)
     else:  # socket.send_fds ignores flags
         connection.sendmsg([encoded], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))], flags)
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the peer closed it first
-        connection.shutdown(socket.SHUT_RDWR)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -24,18 +24,25 @@ NOT_INSTALLED = "vLLM is not installed: pip install 'vitray[gpu]', or 'vitray[cp
 
 TESTED: frozenset[str] = frozenset(
     (
+        "DeepseekOCRForCausalLM",
         "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
         "Glm4vForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+        "KimiVLForConditionalGeneration",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
         "MiniCPMV4_6ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
         "PaddleOCRVLForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
+        "Qwen2AudioForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5OmniModel",
+        "Qwen3OmniMoeForConditionalGeneration",
     )
 )
 """Architectures that gave the tokens of vLLM alone (`make test-models`, tests/models/results.json)."""
@@ -93,17 +100,20 @@ def vllm_version() -> str:
     raise VllmNotUsableError(NOT_INSTALLED)
 
 
-def model_support(root: Path | None = None) -> list[ModelSupport]:
+def model_support(root: Path | None = None, only: Collection[str] | None = None) -> list[ModelSupport]:
     """Returns the support of each multimodal architecture, sorted by name.
 
     Args:
         root: folder that contains the folder `vllm`; None takes the installed vLLM.
+        only: names of the architectures that are looked at; None for all.
 
     Raises:
         VllmNotUsableError: vLLM is not installed, or its registry has another form.
     """
     source = _Source(root or _installed_root())
-    return [_support(name, source.model(*where)) for name, where in sorted(source.registry().items())]
+    found = source.registry()
+    names = found if only is None else found.keys() & only
+    return [_support(name, source.model(*found[name])) for name in sorted(names)]
 
 
 def _installed_root() -> Path:

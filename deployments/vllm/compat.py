@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import secrets
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
@@ -28,11 +29,10 @@ from pydantic import JsonValue
 from configs.schema import unknown_key_message
 from deployments.vllm import import_shim
 from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY
-from deployments.vllm.references import References
+from deployments.vllm.references import DecodedImages, References
 from deployments.vllm.stats import EngineStats
 from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 
-TESTED_VERSIONS = ("0.26.0", "0.32.0")
 CONNECTOR_NAME = "vitray"
 V2_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 V2_RUNNER_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
@@ -46,7 +46,10 @@ SCHEDULER_METHOD = "_try_schedule_encoder_inputs"
 _SET_BY_VITRAY = {
     "model": "the checkpoint is `model` at the top of args",
     "enable_mm_embeds": "images come as embeddings",
-    "mm_processor_cache_gb": "images come as embeddings, which encoders keep: encoder_replica.cache_bytes",
+    "mm_processor_cache_type": "the engine is sent every item with every request",
+}
+_SET_WITH_ENCODERS = {
+    "mm_processor_cache_gb": "images come as embeddings, which encoders keep: encoder_replica.cache_bytes"
 }
 
 Scope = dict[str, Any]
@@ -126,8 +129,11 @@ def default_server_args() -> Namespace:
     return cast(Namespace, lookup("make_arg_parser")(lookup("FlexibleArgumentParser")()).parse_args([]))
 
 
-def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, JsonValue]) -> None:
-    """Refuses arguments that this vLLM does not have, that vitray sets, or that are unsafe.
+def check_args(
+    engine_args: Mapping[str, JsonValue], server_args: Mapping[str, JsonValue], *, own_tower: bool = False
+) -> None:
+    """Refuses arguments that this vLLM does not have, that vitray sets, or that are unsafe. `own_tower`: the engine
+    runs the tower, and not an encoder.
 
     Raises:
         ValueError: names the key, and the nearest known one or the section where it belongs.
@@ -144,7 +150,8 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
                 raise ValueError(f"llm.{kind}: {key!r} belongs under llm.{elsewhere}")
             if key not in known:
                 raise ValueError(f"llm.{kind}: {unknown_key_message(key, known)}")
-    for key, why in _SET_BY_VITRAY.items():
+    set_by_vitray = _SET_BY_VITRAY if own_tower else _SET_BY_VITRAY | _SET_WITH_ENCODERS
+    for key, why in set_by_vitray.items():
         if key in engine_args:
             raise ValueError(f"llm.engine_args: {key!r} is set by vitray ({why})")
     if engine_args.get("trust_remote_code"):
@@ -158,14 +165,15 @@ def check_args(engine_args: Mapping[str, JsonValue], server_args: Mapping[str, J
 @dataclass
 class FirstTokenClock:
     """Time of the first token of the request in whose context this was set, in `time.perf_counter()` seconds, and the
-    request's identifiers."""
+    request's name in the engine."""
 
     on_first_token: Callable[[], None] = lambda: None
     """Called at the first token."""
     first_token_at_s: float | None = None
     first_token_event: asyncio.Event = field(default_factory=asyncio.Event)
-    engine_requests: set[str] = field(default_factory=set)
-    """Identifiers under which the engine has the request. vLLM makes its internal ones by adding characters."""
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Part of the engine's identifiers of the request. The rest is vLLM's, made from the client's `X-Request-Id`, which
+    several requests may have."""
 
     def tick(self) -> None:
         if self.first_token_at_s is None:
@@ -186,23 +194,23 @@ def start_engine(
     *,
     cpu_kv_cache_gib: int | None,
     stats: EngineStats,
-    link: str,
+    link: str | None,
     early_prefill_min_tokens: int | None = None,
 ) -> tuple[Engine, Namespace]:
     """Starts vLLM and loads the model, which takes from 30 s to minutes. Returns the AsyncLLM and the arguments of its
     application.
 
     `cpu_kv_cache_gib`: size of the KV cache of vLLM's CPU backend, None on a GPU. `stats` receives the engine's load,
-    whether or not vLLM logs it. `link`: address for the engine's connectors. `early_prefill_min_tokens`: minimum number
-    of tokens for early prefill, None to disable it.
+    whether or not vLLM logs it. `link`: address for the engine's connectors; None for an engine that runs its own tower
+    and has none. `early_prefill_min_tokens`: minimum number of tokens for early prefill, None to disable it.
     """
-    check_args(engine_args, server_args)
+    check_args(engine_args, server_args, own_tower=link is None)
     if cpu_kv_cache_gib is not None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)  # vLLM has no other way to set it
     async_llm = lookup("AsyncLLM")
 
     class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
-        """Records the time of the first token and the identifier, which vLLM's HTTP answers lack, and sets the salt."""
+        """Records the time of the first token, which vLLM's HTTP answers lack, and sets identifier and salt."""
 
         async def generate(
             self, prompt: object, sampling_params: object, request_id: str, **kwargs: object
@@ -211,7 +219,7 @@ def start_engine(
             if salt is not None and isinstance(prompt, dict):
                 prompt = {**prompt, "cache_salt": salt}
             if clock is not None:
-                clock.engine_requests.add(request_id)
+                request_id = f"{request_id}-{clock.token}"
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 if clock is not None:
                     clock.tick()
@@ -221,17 +229,9 @@ def start_engine(
         "load_format": "safetensors",
         **engine_args,
         "model": model,
-        # Profiling would run the tower, which has no weights.
-        "skip_mm_profiling": True,
-        # Headers are short: without a cache in the engine, they always travel with the request.
-        "mm_processor_cache_gb": 0,
-        "ec_transfer_config": lookup("ECTransferConfig")(
-            ec_connector="SharedMemoryConnector",
-            ec_connector_module_path="deployments.vllm.connector.ec_connector",
-            ec_role="ec_consumer",
-            ec_connector_extra_config={ADDRESS_KEY: link, MIN_TOKENS_KEY: early_prefill_min_tokens},
-        ),
     }
+    if link is not None:
+        arguments |= _without_tower(link, early_prefill_min_tokens)
     arguments.pop("media_io_kwargs", None)  # vLLM would hash them into the items' identifiers
     if early_prefill_min_tokens is not None:
         arguments["scheduler_cls"] = "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
@@ -248,6 +248,22 @@ def start_engine(
     names = arguments.get("served_model_name")
     namespace.model = names[0] if isinstance(names, list) and names else names or Path(model).name
     return engine, namespace
+
+
+def _without_tower(link: str, early_prefill_min_tokens: int | None) -> dict[str, object]:
+    """Returns arguments of an engine that loads embeddings, as `start_engine`."""
+    return {
+        # Profiling would run the tower, which has no weights.
+        "skip_mm_profiling": True,
+        # Headers are short: without a cache in the engine, they always travel with the request.
+        "mm_processor_cache_gb": 0,
+        "ec_transfer_config": lookup("ECTransferConfig")(
+            ec_connector="SharedMemoryConnector",
+            ec_connector_module_path="deployments.vllm.connector.ec_connector",
+            ec_role="ec_consumer",
+            ec_connector_extra_config={ADDRESS_KEY: link, MIN_TOKENS_KEY: early_prefill_min_tokens},
+        ),
+    }
 
 
 @contextmanager
@@ -303,16 +319,16 @@ def early_prefill_refused_by_model(engine: Engine) -> str | None:
     return None
 
 
-async def build_application(engine: Engine, args: Namespace, references: References) -> AsgiApp:
-    """Returns vLLM's OpenAI application on `engine`, which takes items by `references` and fetches no media."""
+async def build_application(engine: Engine, args: Namespace, items: References | DecodedImages) -> AsgiApp:
+    """Returns vLLM's OpenAI application on `engine`, which takes `items` by reference and fetches no media."""
     from deployments.vllm.renderer import install_references, make_connector_class
 
-    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector_class(references))
+    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector_class(items))
     os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME  # vLLM has no other way to choose it
     tasks = await engine.get_supported_tasks()
     app = lookup("build_app")(args, tasks, engine.model_config)
     await lookup("init_app_state")(engine, app.state, args, tasks)
-    install_references(engine.renderer, references)  # after vLLM's warm-up, which processes an image
+    install_references(engine.renderer, items)  # after vLLM's warm-up, which processes an image
     # vLLM's error handler stops its HTTP server when the engine is dead; here Serve's health check does that.
     app.state.server = SimpleNamespace(should_exit=False)
     return cast(AsgiApp, app)
@@ -324,11 +340,16 @@ def embedding_width(engine: Engine) -> int:
     Raises VllmNotUsableError if the model takes no images.
     """
     config = engine.model_config.hf_config
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
-        raise VllmNotUsableError(f"model type {config.model_type!r} has no vision_config: it takes no images")
+    if not engine.model_config.is_multimodal_model:
+        raise VllmNotUsableError(f"vLLM runs model type {config.model_type!r} as a text model: it takes no images")
+    vision = getattr(getattr(config, "thinker_config", config), "vision_config", None)
     levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    return int(engine.model_config.get_inputs_embeds_size()) * (1 + levels)
+    return audio_width(engine) * (1 + levels)
+
+
+def audio_width(engine: Engine) -> int:
+    """Returns the columns of the embeddings of sounds, which have no deepstack levels."""
+    return int(engine.model_config.get_inputs_embeds_size())
 
 
 def one_token_header(engine: Engine, digest: str) -> ItemHeader:

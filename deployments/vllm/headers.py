@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,22 +24,32 @@ from vllm.multimodal.processing.processor import (
     UpdateMode,
 )
 
-from encoder.item_header import ItemHeader, PromptPrefix, PromptUpdate, Target
+from encoder.item_header import CHUNKS, HeaderError, ItemHeader, PromptPrefix, PromptUpdate, Target, VideoFields
 
 GRID = "image_grid_thw"
 NO_METADATA = "vitray_no_metadata"
 """Field of items without any metadata: vLLM's receiver cache cannot compute the size of an item without fields."""
 
+MAX_METADATA_BYTES = 16 * 1024**2
+"""Bound on the decompressed metadata of one item."""
+
 CachedItem = tuple[MultiModalKwargsItem, list[ResolvedPromptUpdate]]
 """What vLLM's processor caches return: the item's fields and its prompt updates."""
 
 
-def cache_item(header: ItemHeader) -> CachedItem:
-    """Returns the item of a header as vLLM's processor cache returns it."""
+def cache_item(header: ItemHeader, processor: Any = None) -> CachedItem:  # noqa: ANN401 - vLLM's processors
+    """Returns the item of a header as vLLM's processor cache returns it. `processor`: the language model's, for
+    videos of vitray's own towers.
+
+    Raises HeaderError if the processor's prompt takes another number of rows than the video's embedding has.
+    """
+    if isinstance(header.metadata, VideoFields):
+        return _video_item(header, header.metadata, processor)
     if isinstance(header.metadata, bytes):
-        item = decode_mm_kwargs_item(header.metadata.decode())
+        fields = zlib.decompressobj().decompress(header.metadata, MAX_METADATA_BYTES)
+        item = decode_mm_kwargs_item(fields.decode())
     else:
-        item = _item_of_field("image", GRID, torch.tensor(header.metadata))
+        item = _item_of_fields("image", {GRID: torch.tensor([header.metadata])})
     return item, [_resolve(header.modality, update) for update in header.updates]
 
 
@@ -78,13 +89,33 @@ def _metadata(modality: str, kept: MultiModalKwargsItem) -> tuple[int, int, int]
         t, h, w = grid.data.tolist()
         return t, h, w
     if not kept:
-        kept = _item_of_field(modality, NO_METADATA, torch.empty(1, dtype=torch.uint8))
-    return bytes(encode_mm_kwargs_item(kept).encode())
+        kept = _item_of_fields(modality, {NO_METADATA: torch.tensor([[0]], dtype=torch.uint8)})
+    return zlib.compress(encode_mm_kwargs_item(kept).encode(), 1)  # Qwen2.5-Omni masks 300 s of any sound
 
 
-def _item_of_field(modality: str, name: str, value: torch.Tensor) -> MultiModalKwargsItem:
-    fields = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True)}
-    return MultiModalKwargsItems.from_hf_inputs(BatchFeature({name: value[None]}), fields)[modality][0]
+def _item_of_fields(modality: str, values: Mapping[str, object]) -> MultiModalKwargsItem:
+    """`values`: of one item each."""
+    fields = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True) for name in values}
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(values)), fields)[modality][0]
+
+
+def _video_item(header: ItemHeader, video: VideoFields, processor: Any) -> CachedItem:  # noqa: ANN401
+    values: dict[str, object] = {"video_grid_thw": torch.tensor([video.grid])}
+    if video.timestamps:
+        values["timestamps"] = [list(video.timestamps)]
+    if video.seconds_per_grid is not None:
+        values["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid])
+    if header.chunks:
+        values[CHUNKS] = [list(header.chunks)]
+    item = _item_of_fields("video", values)
+    found = processor._get_prompt_updates(  # noqa: SLF001 - the models' own method, equal in 0.26 to 0.33
+        mm_items=None, hf_processor_mm_kwargs={}, out_mm_kwargs=MultiModalKwargsItems({"video": [item]})
+    )
+    updates = [update.resolve(0) for update in found if update.modality == "video"]
+    tokenizer = processor.info.get_tokenizer()
+    if rows := {_prompt_update(update, tokenizer).num_embeds for update in updates} - {header.num_embeds}:
+        raise HeaderError(f"the embedding has {header.num_embeds} rows, the prompt of the video takes {sorted(rows)}")
+    return item, updates
 
 
 def _prompt_update(update: ResolvedPromptUpdate, tokenizer: Any) -> PromptUpdate:  # noqa: ANN401

@@ -1,5 +1,5 @@
 """References to items, the only media that vLLM gets: a request names each item by a key, and the LLM replica has
-the item's header.
+the item's header, or its pixels if the engine has its own tower.
 
 Imports no vLLM, so that the deployments can be built without it.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from PIL.Image import Image
 
 from deployments.common.messages import new_key
 from encoder.item_header import HeaderError, ItemHeader
@@ -47,11 +49,6 @@ class References:
     def __len__(self) -> int:
         """Number of keys."""
         return len(self._digests)
-
-    @property
-    def num_items(self) -> int:
-        """Number of different digests."""
-        return len(self._entries)
 
     def add(self, header: ItemHeader, key: str | None = None) -> str:
         """Returns the key of a new reference, `key` or a new one, valid until `release`.
@@ -92,3 +89,29 @@ class References:
         if entry is None:
             raise UnknownReferenceError("the request names media that no encoder has sent")
         return entry.header
+
+
+class DecodedImages:
+    """Decoded images of all requests in flight, by key, for an engine with its own tower. Thread-safe as References."""
+
+    def __init__(self) -> None:
+        self._images: dict[str, tuple[str, Image]] = {}
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def add(self, key: str, digest: str, image: Image) -> None:
+        """`digest`: the image's identifier in the engine's caches."""
+        self._images[key] = digest, image
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Removes keys; those removed before are ignored."""
+        for key in keys:
+            self._images.pop(key, None)
+
+    def get(self, key: str) -> tuple[str, Image]:
+        """Returns digest and image. Raises UnknownReferenceError."""
+        try:
+            return self._images[key]
+        except KeyError as error:
+            raise UnknownReferenceError("the request names an image that it does not have") from error

@@ -1,7 +1,8 @@
 """Items by reference in the renderers of vLLM 0.26 to 0.33: stand-ins for media, the connector that returns them, and
 the processor cache that contains their headers.
 
-A stand-in is never processed as the media: vLLM finds its header in the cache, or the request fails.
+A stand-in is never processed as the media: vLLM finds its header in the cache, or the request fails. An engine with its
+own tower gets decoded images instead.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.utils.cache import CacheInfo
 
 from deployments.vllm.headers import CachedItem, cache_item
-from deployments.vllm.references import FetchRefusedError, References, UnknownReferenceError
+from deployments.vllm.references import DecodedImages, FetchRefusedError, References, UnknownReferenceError
 
 
-class ImageStandIn(MediaWithBytes):  # type: ignore[misc]  # untyped: vLLM
-    def __init__(self, digest: str) -> None:
-        super().__init__(Image.new("RGB", (1, 1)), digest.encode())
+class NamedImage(MediaWithBytes):  # type: ignore[misc]  # untyped: vLLM
+    """An image that vLLM's caches know by its digest."""
+
+    def __init__(self, digest: str, image: Image.Image) -> None:
+        # vLLM passes the image on alone for modality "vision_chunk". No file that PIL opens has this attribute.
+        setattr(image, "digest", digest)  # noqa: B010
+        super().__init__(image, digest.encode())
         self.digest = digest
+
+
+class ImageStandIn(NamedImage):
+    def __init__(self, digest: str) -> None:
+        super().__init__(digest, Image.new("RGB", (1, 1)))
 
 
 class VideoStandIn(tuple[npt.NDArray[np.uint8], dict[str, Any]]):
@@ -61,7 +71,7 @@ class ReferenceConnector:
     def __init__(self, **_settings: object) -> None:
         """Ignores vLLM's settings for fetching media."""
 
-    def fetch_image(self, image_url: str, **_options: object) -> ImageStandIn:
+    def fetch_image(self, image_url: str, **_options: object) -> NamedImage:
         return ImageStandIn(self._digest(image_url, "image"))
 
     def fetch_video(self, video_url: str, **_options: object) -> VideoStandIn:
@@ -71,7 +81,7 @@ class ReferenceConnector:
         """vLLM puts the key of an `input_audio` part into a data URL."""
         return AudioStandIn.of(self._digest(audio_url.rpartition(";base64,")[2], "audio"))
 
-    async def fetch_image_async(self, image_url: str, **_options: object) -> ImageStandIn:
+    async def fetch_image_async(self, image_url: str, **_options: object) -> NamedImage:
         return self.fetch_image(image_url)
 
     async def fetch_video_async(self, video_url: str, **_options: object) -> VideoStandIn:
@@ -97,18 +107,32 @@ class ReferenceConnector:
     fetch_video_embedding_async = fetch_audio_embedding_async = _refuse_async
 
 
-def make_connector_class(references: References) -> type[ReferenceConnector]:
-    """Returns a connector class bound to `references`; vLLM creates an instance for every request."""
-    return type("BoundReferenceConnector", (ReferenceConnector,), {"references": references})
+class ImageConnector(ReferenceConnector):
+    """Returns decoded images by key, for an engine with its own tower."""
+
+    images: DecodedImages
+
+    def fetch_image(self, image_url: str, **_options: object) -> NamedImage:
+        return NamedImage(*self.images.get(image_url))
+
+    fetch_video = fetch_audio = ReferenceConnector._refuse  # noqa: SLF001
+
+
+def make_connector_class(items: References | DecodedImages) -> type[ReferenceConnector]:
+    """Returns a connector class bound to `items`; vLLM creates an instance for every request."""
+    if isinstance(items, DecodedImages):
+        return type("BoundImageConnector", (ImageConnector,), {"images": items})
+    return type("BoundReferenceConnector", (ReferenceConnector,), {"references": items})
 
 
 class HeaderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     """vLLM's processor cache, which contains the items of the requests in flight and nothing else. A miss fails the
     request: vLLM would process the stand-in."""
 
-    def __init__(self, references: References) -> None:
+    def __init__(self, references: References, processor: Any = None) -> None:  # noqa: ANN401 - vLLM's processors
+        """`processor`: of the model, which computes the prompts of videos of vitray's own towers."""
         super().__init__()
-        self._references = references
+        self._references, self._processor = references, processor
 
     def is_cached_item(self, mm_hash: str) -> bool:
         """Raises UnknownReferenceError on a miss: vLLM runs its processor on misses before it asks for the item."""
@@ -118,7 +142,7 @@ class HeaderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     def get_and_update_item(self, mm_item: object, mm_hash: str) -> CachedItem:
         if mm_item is not None:
             raise FetchRefusedError("the language model replica processes no media")
-        return cache_item(self._references.header_by_digest(mm_hash))
+        return cache_item(self._references.header_by_digest(mm_hash), self._processor)
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
         """Does nothing: no item is evicted while a request refers to it."""
@@ -132,7 +156,7 @@ class HeaderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
 
 def mm_uuids(mm_data: Mapping[str, Any], *_: object) -> dict[str, list[str]]:
     """Replaces `BaseRenderer._process_mm_uuids`: vLLM's identifier of each item is its digest. Raises FetchRefusedError
-    for items that are not stand-ins, such as embeddings, and for `null` items with the client's own identifier."""
+    for items that have none, such as embeddings, and for `null` items with the client's own identifier."""
     return {
         modality: [_digest_of(item) for item in (items if isinstance(items, list) else [items])]
         for modality, items in mm_data.items()
@@ -141,8 +165,10 @@ def mm_uuids(mm_data: Mapping[str, Any], *_: object) -> dict[str, list[str]]:
 
 def _digest_of(item: object) -> str:
     item = item.get("image") if isinstance(item, dict) else item  # of modality "vision_chunk"
-    if isinstance(item, ImageStandIn | VideoStandIn | AudioStandIn):
-        return item.digest
+    known = isinstance(item, NamedImage | VideoStandIn | AudioStandIn | Image.Image)
+    digest = getattr(item, "digest", None) if known else None
+    if isinstance(digest, str):
+        return digest
     raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
 
 
@@ -151,10 +177,14 @@ def _refuse_processing(*_args: object, **_kwargs: object) -> NoReturn:
     raise FetchRefusedError("the language model replica processes no media; this model takes fewer items per request")
 
 
-def install_references(renderer: Any, references: References) -> None:  # noqa: ANN401 - vLLM's BaseRenderer
+def install_references(renderer: Any, items: References | DecodedImages) -> None:  # noqa: ANN401 - vLLM's BaseRenderer
     """Makes a renderer take items by reference only. Call it after vLLM's `init_app_state`, whose warm-up processes an
     image. Raises AttributeError if this vLLM lacks a member that is replaced."""
-    cache = HeaderCache(references)
+    _replace(renderer, "_process_mm_uuids", mm_uuids)
+    if isinstance(items, DecodedImages):
+        _send_all_items(renderer)
+        return
+    cache = HeaderCache(items, renderer.mm_processor)
     processors = [renderer.mm_processor]
     if hasattr(renderer, "_mm_processor_only_cache"):
         _replace(renderer, "_mm_processor_cache", cache)
@@ -165,7 +195,15 @@ def install_references(renderer: Any, references: References) -> None:  # noqa: 
             _replace(processor, "cache", cache)
     for processor in processors:
         _replace(processor, "_apply_hf_processor", _refuse_processing)
-    _replace(renderer, "_process_mm_uuids", mm_uuids)
+
+
+def _send_all_items(renderer: Any) -> None:  # noqa: ANN401 - vLLM's BaseRenderer
+    """Makes vLLM send the engine each item with each request. With its own cache, it sends an image once and later only
+    its hash, also if a count of tokens alone has seen the image; such a request fails with status 500."""
+    if hasattr(renderer, "_mm_processor_only_cache"):
+        _replace(renderer, "_mm_processor_cache", renderer._mm_processor_only_cache)  # noqa: SLF001
+    elif renderer._readonly_mm_processor is not None:  # noqa: SLF001 - before vLLM 0.32
+        _replace(renderer.mm_processor, "cache", renderer._readonly_mm_processor.cache)  # noqa: SLF001
 
 
 def _replace(owner: object, name: str, value: object) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 Init = Callable[..., None]
@@ -33,13 +34,25 @@ def build_towers_on_meta() -> None:
         """`targets`: the tower's classes, of models that build their tower and language model in one context."""
         with mark(self, vllm_config, modalities, targets=targets):
             if targets is None:
-                with torch.device("meta"):
+                with torch.device("meta"), _StayOnMeta():
                     yield
             else:
                 with _built_on_meta(targets if isinstance(targets, tuple) else (targets,)):
                     yield
 
     SupportsMultiModal._mark_tower_model = mark_and_build_on_meta  # noqa: SLF001
+
+
+class _StayOnMeta(TorchFunctionMode):
+    """Some model classes, such as Kimi K2.5's, move their tower to the engine's device themselves: there is nothing to
+    move."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - what torch's functions return
+        if func is torch.Tensor.to and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -62,7 +75,7 @@ def _built_on_meta(classes: tuple[type, ...]) -> Iterator[None]:
 
 def _on_meta(init: Init) -> Init:
     def init_on_meta(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - any class's arguments
-        with torch.device("meta"):
+        with torch.device("meta"), _StayOnMeta():
             init(*args, **kwargs)
 
     return init_on_meta

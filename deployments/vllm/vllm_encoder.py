@@ -21,6 +21,7 @@ from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
 from deployments.vllm.preparer import VllmInputs
 from encoder.graphs.budgets import resolve_budgets
+from encoder.images.generic_identity import GenericIdentity
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
@@ -56,9 +57,11 @@ class VllmBatch:
         fetched = []
         for output in self.outputs:
             rows, width = output.shape
-            place = None if allocate is None else allocate(rows, width, output.dtype)
+            # float16 does not travel; float32 holds its values exactly.
+            dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
+            place = None if allocate is None else allocate(rows, width, dtype)
             # Synchronises on purpose: the caller needs the values.
-            fetched.append(output.to("cpu", copy=True) if place is None else place.copy_(output))
+            fetched.append(output.to("cpu", dtype, copy=True) if place is None else place.copy_(output))
         return fetched
 
 
@@ -70,8 +73,12 @@ class VllmEncoder:
     [embedding] = encoder.encode([prepared])  # [prepared.header.num_embeds, width], or the item's error
     """
 
+    resizes_on_device = False
+
     def __init__(self, tower: Tower, config: EncoderConfig | None = None) -> None:
         config = config or EncoderConfig()
+        self.identity = GenericIdentity("", "", ())
+        """Set by a server, which computes digests."""
         self._tower = tower
         self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=False)
         self._max_items = config.encoder_cudagraph_max_images_per_batch
@@ -116,6 +123,9 @@ class VllmEncoder:
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         return len(num_tokens)
 
+    def count_tokens(self, item: VllmInputs) -> int:
+        return item.num_tokens
+
     def idle_step(self) -> bool:
         return False
 
@@ -125,8 +135,6 @@ class VllmEncoder:
 
     def warm_up(self) -> None:
         """Does nothing: vLLM has no inputs without an item, so that the first item loads the kernels."""
-
-    def close(self) -> None: ...
 
     def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
         """Packs the items of each modality, since vLLM's towers take one modality at a time."""

@@ -22,6 +22,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PREPROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
+WHOLE = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+NOT_READ = ("original/*", "consolidated*")
+"""Weights in other formats than transformers'."""
+
 # Qwen3-VL, and Qwen2.5-VL as saved since transformers 4.52; Qwen2.5-VL as published.
 VISION_PREFIXES = ("model.visual.", "visual.")
 
@@ -41,8 +45,8 @@ def vision_name(name: str) -> str | None:
     return None
 
 
-def read_index(file: Path) -> dict[str, str]:
-    """Returns the shard of each vision tensor by the tensor's full name. Raises `CheckpointError`."""
+def read_index(file: Path, *, vision_only: bool = True) -> dict[str, str]:
+    """Returns the shard of each (vision) tensor by the tensor's full name. Raises `CheckpointError`."""
     try:
         raw: object = json.loads(file.read_bytes())
     except ValueError as error:
@@ -50,18 +54,27 @@ def read_index(file: Path) -> dict[str, str]:
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{file} has no weight_map")
-    shards = {name: shard for name, shard in weight_map.items() if vision_name(name) is not None}
+    shards = {name: shard for name, shard in weight_map.items() if not vision_only or vision_name(name) is not None}
     for name, shard in shards.items():
         if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
             raise CheckpointError(f"{file} lists {name} in {shard!r}, which is not the name of a safetensors file")
     return shards
 
 
-def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
+def weight_files(path: Path) -> list[Path]:
+    """Returns all safetensors files of a checkpoint folder. Raises `CheckpointError`."""
+    if (path / INDEX_FILE).is_file():
+        return [path / shard for shard in sorted(set(read_index(path / INDEX_FILE, vision_only=False).values()))]
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    raise CheckpointError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def resolve_checkpoint(model: str, *, weights: bool = True, whole: bool = False) -> Path:
     """Returns the local folder of `model`: a folder itself, or a hub name, downloaded into the hub's cache.
 
-    Downloads the configuration, the preprocessor's files and, with `weights`, the shards that hold vision tensors.
-    Raises `CheckpointError`, which says what to do.
+    Downloads the configuration, the preprocessor's files and, with `weights`, the shards that hold vision tensors; with
+    `whole`, all files that vLLM reads. Raises `CheckpointError`, which says what to do.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -71,7 +84,7 @@ def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
     if model.startswith(("/", ".", "~")) or "\\" in model:
         raise CheckpointError(f"model {model!r}: there is no such folder")
     try:
-        return _fetch(model, weights)
+        return _fetch(model, weights, whole)
     except HFValidationError:
         raise CheckpointError(f"model {model!r} is neither a folder nor a hub name like 'Qwen/Qwen3-VL-8B'") from None
     except GatedRepoError:
@@ -93,13 +106,13 @@ def resolve_checkpoint(model: str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"model {model!r}: the hub answered with status {status}; try again later") from None
 
 
-def _fetch(model: str, weights: bool) -> Path:
+def _fetch(model: str, weights: bool, whole: bool) -> Path:
     config = Path(_file_of(model, CONFIG_FILE))
     # The cache names a snapshot's folder by its commit: all other files are downloaded at the same commit.
     revision = config.parent.name
-    wanted = [*_weight_files(model, revision)] if weights else []
-    patterns = [CONFIG_FILE, *PREPROCESSOR_FILES, *wanted]
-    folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    wanted = [*_weight_files(model, revision)] if weights and not whole else []
+    patterns = [*WHOLE] if whole else [CONFIG_FILE, *PREPROCESSOR_FILES, *wanted]
+    folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=[*NOT_READ]))
     # Offline, the hub's client returns a partly cached snapshot without an error.
     missing = [name for name in (CONFIG_FILE, *wanted) if not (folder / name).is_file()]
     if missing:
@@ -120,7 +133,8 @@ def _weight_files(model: str, revision: str) -> Iterable[str]:
         return [SINGLE_FILE]
     shards = sorted(set(read_index(index).values()))
     if not shards:
-        raise CheckpointError(f"model {model!r} has no vision tensors: none of its names begins with {_prefixes()}")
+        prefixes = " or ".join(repr(prefix) for prefix in VISION_PREFIXES)
+        raise CheckpointError(f"model {model!r} has no vision tensors: none of its names begins with {prefixes}")
     return [INDEX_FILE, *shards]
 
 
@@ -133,7 +147,3 @@ def _file_of(model: str, name: str, revision: str | None = None) -> str:
         if name == INDEX_FILE:
             raise
         raise CheckpointError(f"model {model!r} has no {name} on the hub: it is not a safetensors checkpoint") from None
-
-
-def _prefixes() -> str:
-    return " or ".join(repr(prefix) for prefix in VISION_PREFIXES)

@@ -65,9 +65,9 @@ class ImageRules:
         value for an unsupported setting.
         """
         combined, single = path / "processor_config.json", path / "preprocessor_config.json"
-        if combined.is_file() and (settings := _json_object(combined).get("image_processor")) is not None:
-            return _parse(settings, combined.name)
-        return _parse(_json_object(single), single.name)
+        if combined.is_file() and (settings := read_json_object(combined).get("image_processor")) is not None:
+            return parse_rules(settings, combined.name, cls())
+        return parse_rules(read_json_object(single), single.name, cls())
 
 
 # Settings of transformers' processor with the values that this project implements.
@@ -86,7 +86,10 @@ _SUPPORTED: Mapping[str, tuple[bool | int | str, ...]] = {
 _BOUNDS = {"min_pixels": ("shortest_edge", "min_pixels"), "max_pixels": ("longest_edge", "max_pixels")}
 
 
-def _parse(settings: object, file: str) -> ImageRules:
+def parse_rules(settings: object, file: str, default: ImageRules) -> ImageRules:
+    """Parses a processor's settings; absent and null ones are those of `default`. Raises ValueError with file, key and
+    value for an unsupported setting."""
+
     def fail(key: str, value: object, wanted: str) -> ValueError:
         return ValueError(f"{file}: {key} is {value!r}; {wanted}")
 
@@ -108,7 +111,6 @@ def _parse(settings: object, file: str) -> ImageRules:
         if key in given and not any(type(given[key]) is type(value) and given[key] == value for value in supported):
             raise fail(key, given[key], f"supported: {', '.join(map(str, supported))}")
 
-    default = ImageRules()
     size = given.get("size", {"shortest_edge": default.min_pixels, "longest_edge": default.max_pixels})
     edges = {key: value for key, value in size.items() if value is not None} if isinstance(size, dict) else {}
     bounds = {}
@@ -138,7 +140,8 @@ def _parse(settings: object, file: str) -> ImageRules:
     )
 
 
-def _json_object(file: Path) -> dict[str, object]:
+def read_json_object(file: Path) -> dict[str, object]:
+    """Raises ValueError if the file does not hold a JSON object."""
     content: object = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"{file.name}: it must hold a JSON object")

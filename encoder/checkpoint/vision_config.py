@@ -251,6 +251,11 @@ class VisionConfig:
         )
 
 
+def has_own_tower(path: Path) -> bool:
+    """Whether there is a tower for the model type of `path / "config.json"`. Raises `VisionConfigError`."""
+    return _read(path).get("model_type") in ARCHITECTURES
+
+
 def image_token_id(path: Path) -> int:
     """Returns the token that stands for an image in prompts, by `path / "config.json"`. Raises `VisionConfigError`."""
     config = _read(path)

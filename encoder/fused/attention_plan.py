@@ -1,4 +1,5 @@
-"""Measures the installed attention backends for one tower on one device, and chooses one for each length class.
+"""Measures the installed attention backends for one tower on one device, and chooses one for each length class and for
+batches of few rows.
 
 Calls are timed inside a captured graph, since only device time counts.
 """
@@ -6,13 +7,23 @@ Calls are timed inside a captured graph, since only device time counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from encoder.fused.rope_attention import AttentionKernel, AttentionPlan, rotary_attention, table_dtype, tile_segments
+from encoder.fused.rope_attention import (
+    FEW_ROWS,
+    AttentionKernel,
+    AttentionPlan,
+    rotary_attention,
+    table_dtype,
+    tile_segments,
+)
 from encoder.kernels.rope import rope_table
 from encoder.kernels.short_attention import LONGEST
+from encoder.kernels.tiles import FEW_ROWS_TILES
 from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.towers.backends import BackendUnavailableError, check_backend
 
@@ -24,6 +35,8 @@ _CLASSES = {64: 64, 256: 196, 1024: 784, 4096: 3136}
 # Fills a large device without taking long.
 _ROWS = 8192
 _CALLS, _REPLAYS = 2, 3
+# Length of the one segment that is measured for batches of `FEW_ROWS`.
+_FEW_LENGTH, _FEW_CALLS, _FEW_REPLAYS = 512, 8, 9
 # Another kernel is preferred only if it takes less than this share of the time, so that noise does not decide.
 _MARGIN = 0.97
 
@@ -38,7 +51,8 @@ _KERNELS = (
 
 
 def measure_backends(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
-    """Returns the fastest kernel, rotary positions included, for each length class; logs the choices and the times.
+    """Returns the fastest kernel, rotary positions included, for each length class and for batches of few rows; logs
+    the choices and the times.
 
     Takes some tenths of a second, and 1 to 2 s more if FlashAttention-4 must be compiled. Raises
     `BackendUnavailableError` if no backend fits.
@@ -47,10 +61,11 @@ def measure_backends(heads: int, head_dim: int, dtype: torch.dtype, device: torc
     if not kernels:
         raise BackendUnavailableError(f"no attention backend for {dtype}, head dimension {head_dim}, on {device}")
     # float32 is for parity and has one kernel, so one length is measured.
+    measure = partial(_microseconds, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
     classes = dict(_CLASSES) if dtype != torch.float32 else {64: 64}
     costs = {
         bound: {
-            kernel: _microseconds(kernel, length, heads, head_dim, dtype, device)
+            kernel: measure(kernel, length, _ROWS // length, calls=_CALLS, replays=_REPLAYS)
             for kernel in kernels
             if not kernel.rotates or length <= LONGEST
         }
@@ -58,13 +73,30 @@ def measure_backends(heads: int, head_dim: int, dtype: torch.dtype, device: torc
     }
     best = chosen_kernels(list(costs.values()))
     for (bound, measured), chosen in zip(costs.items(), best, strict=True):
-        logger.info(
-            "attention over segments of up to %d patches: %s (%s)",
-            bound,
-            chosen,
-            ", ".join(f"{kernel} {cost:.0f} µs" for kernel, cost in measured.items()),
-        )
-    return AttentionPlan(tuple(classes), tuple(best))
+        logger.info("attention over segments of up to %d patches: %s", bound, _described(chosen, measured))
+    few_rows = None
+    if dtype != torch.float32:
+        measured = {
+            kernel: measure(kernel, _FEW_LENGTH, 1, calls=_FEW_CALLS, replays=_FEW_REPLAYS)
+            for kernel in _with_tiles(kernels)
+        }
+        few_rows = min(measured, key=measured.__getitem__)
+        logger.info("attention over %d to %d rows: %s", FEW_ROWS[0], FEW_ROWS[-1], _described(few_rows, measured))
+    return AttentionPlan(tuple(classes), tuple(best), few_rows)
+
+
+def _described(chosen: AttentionKernel, measured: Mapping[AttentionKernel, float]) -> str:
+    return f"{chosen} ({', '.join(f'{kernel} {cost:.1f} µs' for kernel, cost in measured.items())})"
+
+
+def _with_tiles(kernels: Iterable[AttentionKernel]) -> list[AttentionKernel]:
+    """Returns the kernels that do not rotate, Triton's with each tile for few rows."""
+    return [
+        replace(kernel, tile=tile)
+        for kernel in kernels
+        if not kernel.rotates
+        for tile in (FEW_ROWS_TILES if kernel.backend is AttentionBackend.TRITON else (None,))
+    ]
 
 
 def chosen_kernels(costs: Sequence[Mapping[AttentionKernel, float]]) -> list[AttentionKernel]:
@@ -91,10 +123,20 @@ def _available(kernel: AttentionKernel, dtype: torch.dtype, head_dim: int, devic
 
 @torch.inference_mode()
 def _microseconds(
-    kernel: AttentionKernel, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kernel: AttentionKernel,
+    length: int,
+    segments: int,
+    *,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    calls: int,
+    replays: int,
 ) -> float:
-    """Device time of a layer's rotary positions and attention over about `_ROWS` rows in segments of `length`."""
-    rows = _ROWS // length * length
+    """Device time of a layer's rotary positions and attention over `segments` of `length`: the median of `replays`
+    replays of a graph of `calls` calls."""
+    rows = segments * length
     with torch.cuda.device(device):
         qkv = torch.randn(rows, 3 * heads * head_dim, device=device, dtype=dtype)
         borders = torch.arange(0, rows + 1, length, dtype=torch.int32, device=device)
@@ -104,7 +146,7 @@ def _microseconds(
         tiled = tile_segments(Segments(kernel.backend, borders, length), rows, dtype, AttentionPlan.single(kernel))
 
         def run() -> None:
-            for _ in range(_CALLS):
+            for _ in range(calls):
                 rotary_attention(qkv, table, tiled, heads)
 
         run()
@@ -114,11 +156,11 @@ def _microseconds(
             run()
         graph.replay()
         times = []
-        for _ in range(_REPLAYS):
+        for _ in range(replays):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
             times.append(float(begin.elapsed_time(end)))
-        return 1000 * sorted(times)[len(times) // 2] / _CALLS
+        return 1000 * sorted(times)[len(times) // 2] / calls

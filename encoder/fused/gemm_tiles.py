@@ -73,7 +73,9 @@ _OVERHEAD = 16
 _RESIDUAL, _LEAST_RESIDUAL_SHARE = Tile(128, 128), 0.95
 _FEW_RESIDUAL, _FEW_RESIDUAL_ROWS = Tile(64, 64, cluster=1), 320
 # Deep GEMMs are split along K, on 16 bytes, to fill the device; the next norm adds the partial sums.
-PARTS, PART = 3, Tile(64, 128, pingpong=False, cluster=4)
+PARTS = 3
+_PART = Tile(64, 128, pingpong=False, cluster=4)
+_ONE_WAVE = tuple(Tile(64, columns, pingpong=False, cluster=1) for columns in (144, 160))
 _LEAST_DEPTH = 1024
 
 
@@ -125,9 +127,18 @@ def residual_tile(rows: int, columns: int, depth: int, multiprocessors: int) -> 
     return _RESIDUAL if full else None
 
 
-def splits(rows: int, depth: int) -> bool:
-    """Returns whether a GEMM that adds to the residual is split along K."""
-    return rows <= FEW_ROWS and depth % (8 * PARTS) == 0 and depth >= PARTS * _LEAST_DEPTH
+def split_tile(rows: int, columns: int, depth: int, multiprocessors: int) -> Tile | None:
+    """Returns the tile of a GEMM that adds to the residual, split into `PARTS` along K; None if it is not split."""
+    if rows > _FEW_RESIDUAL_ROWS or depth % (8 * PARTS) or depth < PARTS * _LEAST_DEPTH:
+        return None
+    if rows <= FEW_ROWS:
+        return _PART
+    # Faster only if one wave of whole tiles computes all parts.
+    return next((tile for tile in _ONE_WAVE if _fits_a_wave(tile, rows, columns, multiprocessors)), None)
+
+
+def _fits_a_wave(tile: Tile, rows: int, columns: int, multiprocessors: int) -> bool:
+    return columns % tile.columns == 0 and tile.waves(PARTS * rows, columns, multiprocessors) == 1
 
 
 def _usable(tiles: Sequence[Tile], gated: bool) -> list[Tile]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from encoder.fused import quack_epilogues
 from encoder.fused.affine import Affine
 from encoder.fused.gemm import CublasGemm, Epilogue, Gemm, Rows
-from encoder.fused.gemm_tiles import PART, PARTS, Tile, activation_tile, residual_tile, rotated_tile, splits
+from encoder.fused.gemm_tiles import PARTS, Tile, activation_tile, residual_tile, rotated_tile, split_tile
 from encoder.fused.rope_in_gemm import Rotation
 
 _NAMES = {Epilogue.NONE: None, Epilogue.GELU_TANH: "gelu_tanh_approx", Epilogue.SILU: "silu", Epilogue.SWIGLU: "swiglu"}
@@ -87,7 +87,8 @@ class QuackGemm(Gemm):
         """See `Gemm`."""
         assert isinstance(x, Tensor)
         rows, (columns, depth) = x.shape[0], layer.weight.shape
-        if not splits(rows, depth):
+        part = split_tile(rows, columns, depth, self.multiprocessors)
+        if part is None:
             tile = residual_tile(rows, columns, depth, self.multiprocessors)
             if tile is None:
                 return self._cublas.accumulate(layer, x, residual)
@@ -97,7 +98,7 @@ class QuackGemm(Gemm):
         # Split-K: each part of the depth is a separate GEMM, all in one launch.
         split_x = x.view(rows, PARTS, -1).transpose(0, 1)
         split_weight = layer.weight.view(columns, PARTS, -1).transpose(0, 1)
-        multiply(quack_epilogues.keep, split_x, split_weight, sums, PART, {})
+        multiply(quack_epilogues.keep, split_x, split_weight, sums, part, {})
         return sums
 
 

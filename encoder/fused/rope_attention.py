@@ -5,18 +5,23 @@ Only the bound on a segment's length selects the kernel, which a graph captures;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from encoder.kernels.attention import attend
+from encoder.kernels.flash import Tile
 from encoder.kernels.rope import rope_
 from encoder.kernels.segments import segment_tiles
 from encoder.kernels.short_attention import LONGEST, attend_with_rope
 from encoder.kernels.tiles import attention_tile, short_rows
 from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.towers.backends import load
+
+FEW_ROWS = range(257, 1025)
+"""Batches for which `AttentionPlan.few_rows` is used. For smaller ones, the fastest kernel differs between a chain of
+equal kernels, as measured, and a tower."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,16 @@ class AttentionKernel:
 
     backend: AttentionBackend
     rotates: bool = False
+    tile: Tile | None = None
+    """Tile of Triton's kernel that does not rotate; None is `attention_tile` of the batch."""
 
     def __post_init__(self) -> None:
         if self.rotates and self.backend is not AttentionBackend.TRITON:
             raise ValueError(f"attention backend {self.backend.value!r} does not rotate q and k itself")
 
     def __str__(self) -> str:
-        return f"{self.backend.value}+rope" if self.rotates else self.backend.value
+        name = f"{self.backend.value}+rope" if self.rotates else self.backend.value
+        return name if self.tile is None else f"{name} {self.tile.rows}×{self.tile.keys}"
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,9 @@ class AttentionPlan:
 
     lengths: tuple[int, ...]
     kernels: tuple[AttentionKernel, ...]
+    few_rows: AttentionKernel | None = None
+    """Kernel for batches of `FEW_ROWS` whose segments may be longer than `LONGEST`: its latency matters there, not its
+    throughput. None: as for more rows."""
 
     def __post_init__(self) -> None:
         if not self.kernels or len(self.lengths) not in (len(self.kernels), len(self.kernels) - 1):
@@ -53,8 +64,10 @@ class AttentionPlan:
         """Returns a plan with one kernel for all lengths."""
         return cls((), (kernel,))
 
-    def kernel(self, max_seqlen: int) -> AttentionKernel:
-        """Returns the kernel for segments of at most `max_seqlen` patches."""
+    def kernel(self, max_seqlen: int, rows: int | None = None) -> AttentionKernel:
+        """Returns the kernel for segments of at most `max_seqlen` patches in a batch of `rows`, None for many."""
+        if self.few_rows is not None and rows in FEW_ROWS and max_seqlen > LONGEST:
+            return self.few_rows
         for length, kernel in zip(self.lengths, self.kernels, strict=False):
             if max_seqlen <= length:
                 return kernel
@@ -62,7 +75,8 @@ class AttentionPlan:
 
     def __str__(self) -> str:
         names = [f"≤{length}: {kernel}" for length, kernel in zip(self.lengths, self.kernels, strict=False)]
-        return ", ".join([*names, f"longer: {self.kernels[-1]}"])
+        few = [] if self.few_rows is None else [f"up to {FEW_ROWS[-1]} rows: {self.few_rows}"]
+        return ", ".join([*names, f"longer: {self.kernels[-1]}", *few])
 
 
 @dataclass(frozen=True)
@@ -79,12 +93,16 @@ def tile_segments(
     segments: Segments, rows: int, dtype: torch.dtype, plan: AttentionPlan, *, rotated: bool = False
 ) -> SegmentTiles:
     """Returns a batch's segments and kernel, once per forward. `rotated`: the GEMM before attention rotates q and k."""
-    kernel = plan.kernel(segments.max_seqlen)
+    kernel = plan.kernel(segments.max_seqlen, rows)
     if rotated or segments.max_seqlen > LONGEST:
-        kernel = AttentionKernel(kernel.backend)
+        kernel = replace(kernel, rotates=False)
     if kernel.backend is not AttentionBackend.TRITON:
         return SegmentTiles(segments, kernel)
-    tile_rows = short_rows(dtype) if kernel.rotates else attention_tile(rows, dtype).rows
+    if kernel.rotates:
+        tile_rows = short_rows(dtype)
+    else:
+        tile = kernel.tile or attention_tile(rows, dtype)
+        kernel, tile_rows = replace(kernel, tile=tile), tile.rows
     return SegmentTiles(segments, kernel, segment_tiles(segments.cu_seqlens, rows, tile_rows))
 
 
@@ -105,7 +123,8 @@ def attend_rotated(qkv: Tensor, tiled: SegmentTiles, heads: int) -> Tensor:
     rows, width = qkv.shape[0], qkv.shape[1] // 3
     q, k, v = qkv.view(rows, 3, heads, width // heads).unbind(1)
     if tiled.tiles is not None:
-        out = attend(q, k, v, tiled.tiles, attention_tile(rows, qkv.dtype))
+        assert tiled.kernel.tile is not None
+        out = attend(q, k, v, tiled.tiles, tiled.kernel.tile)
     else:
         out = load(tiled.kernel.backend)(q, k, v, tiled.segments.cu_seqlens, tiled.segments.max_seqlen)
     return out.view(rows, width)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-from tqdm import tqdm
 
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.vision_config import VisionConfig
@@ -37,7 +34,6 @@ _GIVE_UP_AFTER = 3
 # A capture runs the forward about this many times. Captures that would take longer than this limit happen only at
 # start-up.
 _RUNS_A_CAPTURE, _LONGEST_STEP_S = 5, 1.0
-_SAVE_EVERY_S = 30.0
 
 
 class GraphCapturer:
@@ -52,17 +48,14 @@ class GraphCapturer:
         *,
         activation_bytes: int,
         length_classes: Sequence[int] = (),
-        state_file: Path | None = None,
-        fingerprint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`activation_bytes`: upper bound per token. `state_file`: keeps the traffic histogram over restarts."""
+        """`activation_bytes`: upper bound per token."""
         self.graphs = graphs
         self.costs = Costs()
         self.budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
-        self.wanted = TrafficHistogram() if state_file is None else TrafficHistogram.load(state_file, fingerprint)
+        self.wanted = TrafficHistogram()
         self._config, self._vision, self._counts, self._clock = config, vision, counts, clock
-        self._state_file, self._fingerprint = state_file, fingerprint
         self._length_classes = length_classes
         self._memory = MemoryModel(activation_bytes)
         self._refused: set[GraphKey] = set()
@@ -70,21 +63,20 @@ class GraphCapturer:
         self._eager_batches: dict[int, tuple[tuple[Grid, ...], float]] = {}
         self._timed = 0
         self._looked_at = self._look_again_at = 0
-        self._saved_at, self._saved_total = clock(), self.wanted.total
 
     @property
     def used_bytes(self) -> int:
         """Device memory in bytes of the graph pool and the shared buffers."""
         return self.graphs.buffer_bytes + self._memory.pool_bytes
 
-    def start(self, *, progress: bool = True) -> None:
-        """Captures the graphs that must exist before the first request, with a progress bar on stderr."""
+    def start(self) -> None:
+        """Captures the graphs that must exist before the first request."""
         keys = self._start_keys()
         if not keys:
             return
         started = self._clock()
         begun: list[GraphKey] = []
-        for key in tqdm(keys, desc="GraphCapturer encoder graphs", unit="graph", disable=not progress):
+        for key in keys:
             if not begun and len(self._refused) >= _GIVE_UP_AFTER:
                 logger.warning(
                     "%d encoder graphs were refused and none captured: running without graphs", len(self._refused)
@@ -107,7 +99,7 @@ class GraphCapturer:
         )
 
     def step(self) -> bool:
-        """Captures one graph, or saves the traffic histogram. Returns False if there was nothing to do."""
+        """Captures one graph, or times all captured ones again. Returns False if there was nothing to do."""
         total = self.wanted.total
         if self._config.graph_capture != "startup" and not self._looked_at <= total < self._look_again_at:
             key = self._next()
@@ -120,19 +112,7 @@ class GraphCapturer:
             if self._timed != len(self.graphs.captured):
                 self._time_under_load()
                 return True
-        if self.wanted.total != self._saved_total and self._clock() - self._saved_at >= _SAVE_EVERY_S:
-            self.save()
-            return self._state_file is not None
         return False
-
-    def save(self) -> None:
-        """Saves the traffic histogram if there is a state file. A failed write is logged and does not raise."""
-        self._saved_at, self._saved_total = self._clock(), self.wanted.total
-        if self._state_file is not None:
-            try:
-                self.wanted.save(self._state_file, self._fingerprint)
-            except OSError as error:
-                logger.warning("the traffic histogram cannot be saved: %s", error)
 
     def eager_reason(self, layout: Layout, budget: int | None) -> Reason:
         """Returns why a batch runs eagerly: no captured graph holds it, or `budget` is None."""

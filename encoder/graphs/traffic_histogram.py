@@ -1,18 +1,10 @@
-"""Histogram of batches by number of tokens and length of the longest image, saved over restarts. Pure Python."""
+"""Histogram of batches by number of tokens and length of the longest image. Pure Python."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import tempfile
 from collections import Counter
-from pathlib import Path
 
-logger = logging.getLogger(__name__)
-
-VERSION = 1
-# Token counts are rounded up to steps, to keep the file small. All counts are halved when the total exceeds
+# Token counts are rounded up to steps, to keep the histogram small. All counts are halved when the total exceeds
 # `_HALVED_AT`, so that older traffic weighs less.
 _STEP = 4
 _HALVED_AT = 50_000
@@ -48,37 +40,3 @@ class TrafficHistogram:
             for (tokens, longest), number in self._counts.items()
             if over < tokens <= up_to and longest <= max_seqlen
         )
-
-    def save(self, path: Path, fingerprint: str) -> None:
-        """Writes the file atomically. `fingerprint`: of the encoder that ran the batches. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [[tokens, longest, number] for (tokens, longest), number in sorted(self._counts.items())]
-        content = json.dumps({"version": VERSION, "fingerprint": fingerprint, "batches": rows})
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(content)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-    @classmethod
-    def load(cls, path: Path, fingerprint: str) -> TrafficHistogram:
-        """Loads the histogram of this encoder; returns an empty one if the file is missing, unusable or another's."""
-        wanted = cls()
-        try:
-            content = json.loads(path.read_text())
-            if content["version"] != VERSION or content["fingerprint"] != fingerprint:
-                logger.info("%s is of another version or encoder; starting with an empty histogram", path)
-                return wanted
-            rows = [(int(tokens), int(longest), int(number)) for tokens, longest, number in content["batches"]]
-        except FileNotFoundError:
-            return wanted
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be used; starting with an empty histogram: %s", path, error)
-            return wanted
-        for tokens, longest, number in rows:
-            if min(tokens, longest, number) > 0:
-                wanted.add(tokens, longest, number)
-        return wanted

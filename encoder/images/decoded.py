@@ -15,12 +15,12 @@ from encoder.images.size import Grid, image_grid
 
 @dataclass(frozen=True)
 class Decoded:
-    """An upright RGB image in its original size."""
+    """An upright RGB image, or upright frames of a video, in the original size."""
 
     values: NDArray[np.uint8]
-    """`[H, W, 3]`, contiguous; H and W are at least 1."""
+    """`[H, W, 3]`, of a video `[F, H, W, 3]`, contiguous; H and W are at least 1."""
     grid_thw: Grid
-    """Grid in patches after the resize; t is 1."""
+    """Grid in patches after the resize; t is 1 for an image, the number of temporal patches of F frames for a video."""
 
 
 def decode(

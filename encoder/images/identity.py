@@ -9,13 +9,14 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from PIL import Image
 
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.images.load import DECODING_RULES_VERSION, to_rgb
-from encoder.images.size import Grid, ImageRules, PixelBounds, num_tokens
+from encoder.images.size import Grid, ImageRules, PixelBounds, image_grid, num_tokens
 from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 
 _DOMAIN = b"vitray embedding digest 1"
@@ -41,6 +42,16 @@ class EncoderIdentity:
     image_token_id: int | None = None
     """Token of an image in prompts, which does not change embeddings: it is no part of the fingerprint. None without a
     checkpoint."""
+    videos: VideoRules | None = None
+    """The checkpoint's rules for sampling and resizing videos; None if no videos are taken."""
+    in_engine: ClassVar[bool] = False
+    has_pixel_bounds: ClassVar[bool] = True
+    """Whether requests may bound the pixels of resized images."""
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What the encoders take."""
+        return ("image", "video") if self.videos is not None else ("image",)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -51,7 +62,9 @@ class EncoderIdentity:
         fields: dict[str, Any] = json.loads(text)
         vision: dict[str, Any] = fields["vision"]
         tuples = {name: tuple(value) for name, value in vision.items() if isinstance(value, list)}
-        return cls(**{**fields, "vision": VisionConfig(**vision | tuples), "rules": ImageRules(**fields["rules"])})
+        videos = None if fields.get("videos") is None else VideoRules(**fields["videos"])
+        parsed = {"vision": VisionConfig(**vision | tuples), "rules": ImageRules(**fields["rules"]), "videos": videos}
+        return cls(**{**fields, **parsed})
 
     @cached_property
     def tower(self) -> str:
@@ -62,25 +75,43 @@ class EncoderIdentity:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex characters over all fields."""
-        return hashlib.sha256(
-            json.dumps(
-                [self.weights, asdict(self.vision), self.dtype, asdict(self.rules), self.forward], sort_keys=True
-            ).encode()
-        ).hexdigest()
+        """64 hex characters over all fields that determine an embedding."""
+        facts = [self.weights, asdict(self.vision), self.dtype, asdict(self.rules), self.forward]
+        if self.videos is not None:
+            facts.append(asdict(self.videos))
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def digest(self, image: bytes | Image.Image, bounds: PixelBounds | None, salt: str | None = None) -> str:
-        """Returns the key of an image's embedding, 64 hex characters. `salt` separates tenants.
+    def digest(
+        self,
+        image: bytes | Image.Image,
+        bounds: PixelBounds | None,
+        salt: str | None = None,
+        *,
+        rules_version: str = DECODING_RULES_VERSION,
+    ) -> str:
+        """Returns the key of an image's or a video's embedding, 64 hex characters. `salt` separates tenants.
 
-        The digest covers the bytes of an encoded file, or the RGB samples and the size of a PIL image.
+        The digest covers the bytes of an encoded file, or the RGB samples and the size of a PIL image. `rules_version`:
+        as in `GenericIdentity.digest`.
         """
         shape = None
         if isinstance(image, Image.Image):
             rgb = to_rgb(image)
             image, shape = rgb.tobytes(), rgb.size
         return image_digest(
-            image, bounds=bounds, numerics=self.fingerprint, weights=self.weights, salt=salt, shape=shape
+            image,
+            rules_version=rules_version,
+            bounds=bounds,
+            numerics=self.fingerprint,
+            weights=self.weights,
+            salt=salt,
+            shape=shape,
         )
+
+    def plan_image(self, digest: str, width: int, height: int, bounds: PixelBounds | None) -> tuple[int, ItemHeader]:
+        """Returns the visual tokens of an image of `width` x `height` pixels, and its header. Raises ImageError."""
+        grid = image_grid(width, height, self.rules, bounds)
+        return num_tokens(grid, self.rules.merge_size), self.header(digest, grid)
 
     def header(self, digest: str, grid: Grid) -> ItemHeader:
         """Returns the header of an image, which equals that of vLLM's processor for the checkpoint.

@@ -8,6 +8,7 @@ processes decode with `load_rgb`. Every failure is an `ImageError`, whose text m
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import warnings
 import zlib
@@ -155,13 +156,19 @@ def _png_chunk(kind: bytes, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
 
 
+@functools.cache
+def _ignore_pillow_warnings() -> None:
+    """Pillow warns of damaged files, at times thousands of times a file. `warnings.catch_warnings` is no alternative:
+    threads that leave it in another order than they entered it would install its filters for the whole process."""
+    warnings.filterwarnings("ignore", module=r"PIL\b")
+
+
 @contextlib.contextmanager
 def _client_safe() -> Iterator[None]:
-    """Converts Pillow's exceptions to ImageError with a fixed text, and suppresses its warnings, at times thousands."""
+    """Converts Pillow's exceptions to ImageError with a fixed text, and suppresses its warnings."""
+    _ignore_pillow_warnings()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     except (ImageError, MemoryError):
         raise
     except UnidentifiedImageError as error:

@@ -44,15 +44,26 @@ def resized_size(width: int, height: int, rules: ImageRules, bounds: PixelBounds
     bounds = bounds or PixelBounds()
     min_pixels = rules.min_pixels if bounds.min_pixels is None else bounds.min_pixels
     max_pixels = rules.max_pixels if bounds.max_pixels is None else bounds.max_pixels
-    factor = rules.factor
+    return fit_area(width, height, rules.factor, min_pixels, max_pixels)
+
+
+def fit_area(
+    width: int, height: int, factor: int, min_pixels: int, max_pixels: int, frames: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+    """Returns width and height in pixels, multiples of `factor`, whose area is within the bounds.
+
+    frames: the frames of a video and the same rounded to whole temporal patches, if the bounds are on all frames
+    together.
+    """
+    exact, padded = frames
     new_width, new_height = round(width / factor) * factor, round(height / factor) * factor
     # The order of float operations is the processor's: another order would round some sizes differently.
-    if new_width * new_height > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
+    if padded * new_width * new_height > max_pixels:
+        shrink = math.sqrt((exact * height * width) / max_pixels)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
-    elif new_width * new_height < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif padded * new_width * new_height < min_pixels:
+        grow = math.sqrt(min_pixels / (exact * height * width))
         new_width = math.ceil(width * grow / factor) * factor
         new_height = math.ceil(height * grow / factor) * factor
     return new_width, new_height

@@ -7,6 +7,7 @@ dozens.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 
@@ -14,6 +15,8 @@ MAX_METADATA_PIECES = 1000
 """Maximum number of PNG chunks without pixels, of JPEG markers, and of GIF blocks before the first frame."""
 MAX_COMPRESSED_TEXTS = 16
 """Maximum number of compressed PNG text chunks, which expand to up to a megabyte each."""
+MAX_JPEG_SCANS = 100
+"""Maximum number of scans of a JPEG; progressive files have about ten."""
 MAX_EXIF_ENTRIES = 1000
 """Maximum number of entries per EXIF or TIFF directory; the standards define a few hundred."""
 MAX_EXIF_TEXT_BYTES = 2**17
@@ -31,6 +34,8 @@ _SIGNATURES = (
     (b"II*\0", "TIFF"),
     (b"MM\0*", "TIFF"),
 )
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
+"""A marker with a length, or the end of the image, among entropy-coded data."""
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _SUB_DIRECTORIES = (0x8769, 0x8825, 0xA005)  # EXIF, GPS, interoperability: Pillow reads them unasked
 _PNG_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
@@ -102,9 +107,25 @@ def _check_jpeg(data: bytes) -> None:
             position += 2 + length
     else:
         raise _too_many("JPEG markers", MAX_METADATA_PIECES)
+    _check_jpeg_scans(data, position)
     _check_directories(exif)
     if data.count(b"8BIM", 0, position) > MAX_METADATA_PIECES:
         raise _too_many("Photoshop blocks", MAX_METADATA_PIECES)
+
+
+def _check_jpeg_scans(data: bytes, position: int) -> None:
+    """Counts the scans from `position`, that of the first one. Each takes as long to decode as all pixels, and may have
+    a few bytes."""
+    scans = 0
+    for _ in range(MAX_METADATA_PIECES):
+        marker = _JPEG_MARKER.search(data, position)
+        if marker is None or marker[0] == b"\xff\xd9" or marker.end() + 2 > len(data):
+            return
+        scans += marker[0] == b"\xff\xda"
+        if scans > MAX_JPEG_SCANS:
+            raise _too_many("JPEG scans", MAX_JPEG_SCANS)
+        position = marker.end() + struct.unpack_from(">H", data, marker.end())[0]
+    raise _too_many("JPEG markers", MAX_METADATA_PIECES)
 
 
 def _check_gif(data: bytes) -> None:

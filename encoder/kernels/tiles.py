@@ -6,6 +6,9 @@ import torch
 
 from encoder.kernels.flash import Tile
 
+FEW_ROWS_TILES = (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3))
+"""Tiles of `attention.attend` that are measured for batches of few rows, in 16 bits: the fastest one depends on the
+head dimension."""
 # Up to this number of rows, large tiles would leave multiprocessors idle.
 _FEW_ROWS = 1024
 

@@ -1,4 +1,4 @@
-"""`plan`: packs images into batches, each in a captured budget or eager, for the least total run time.
+"""`plan_batches`: packs images into batches, each in a captured budget or eager, for the least total run time.
 
 Times are measured on the device that runs the batches (`CostTable`). Pure Python over token counts.
 """
@@ -27,6 +27,8 @@ class ImageCost:
     """After the merge."""
     work: float
     """Pairs of patches in full attention, `t * (h * w)**2`, in units of PAIRS_PER_UNIT."""
+    num_segments: int = 1
+    """Segments of full attention: 1 for an image, one per temporal patch for a video."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class CostTable:
     """Measured times in milliseconds. Immutable; new measurements make a new table.
 
     table = CostTable(replay_ms=((64, 1.0), (256, 2.5)), eager_ms=((64, 2.0), (1024, 9.0)), work_ms=0.01)
-    batches = plan(images, table=table, max_images=16, max_tokens=1024)
+    batches = plan_batches(images, table=table, max_images=16, max_tokens=1024)
     """
 
     replay_ms: tuple[tuple[int, float], ...]
@@ -122,48 +124,54 @@ def plan_batches(images: Sequence[ImageCost], *, table: CostTable, max_images: i
     """Packs every image into exactly one batch; `budget=None` is an eager run without padding.
 
     The plan is the fastest by the table of three candidates: filling budgets, the greedy rule (`pack`), and eager runs.
-    `max_images` bounds every batch; `max_tokens` bounds an eager batch of several images, since its activations take
-    memory. Recent plans are cached.
+    `max_images` bounds the segments of every batch of several images; `max_tokens` bounds an eager batch of several
+    images, since its activations take memory. Recent plans are cached.
     """
-    # Attention work is the same in every plan, so token counts are sufficient.
-    return list(_plan(tuple(image.num_tokens for image in images), table, max_images, max_tokens))
+    # Attention work is the same in every plan, so tokens and segments are sufficient.
+    segments = tuple(image.num_segments for image in images)
+    return list(_plan(tuple(image.num_tokens for image in images), segments, table, max_images, max_tokens))
 
 
 @lru_cache(maxsize=4096)
-def _plan(counts: tuple[int, ...], table: CostTable, max_images: int, max_tokens: int) -> tuple[Batch, ...]:
+def _plan(
+    counts: tuple[int, ...], segments: tuple[int, ...], table: CostTable, max_images: int, max_tokens: int
+) -> tuple[Batch, ...]:
     if not counts:
         return ()
-    candidates = [_eager(counts, max_images, max_tokens)]
+    candidates = [_eager(counts, segments, max_images, max_tokens)]
     if table.budgets:
-        candidates.append(_fill(counts, table, max_images))
-        candidates.append(pack(counts, budgets=table.budgets, max_images=max_images))
+        candidates.append(_fill(counts, segments, table, max_images))
+        candidates.append(pack(counts, budgets=table.budgets, max_images=max_images, segments=segments))
 
     def tokens(batch: Batch) -> int:
         return sum(counts[index] for index in batch.indices)
 
-    improved = [
-        tuple(Batch(batch.indices, table.cheapest_budget(tokens(batch))) for batch in batches) for batches in candidates
-    ]
+    def cheapest(batch: Batch) -> Batch:
+        fits = sum(segments[index] for index in batch.indices) <= max_images
+        return Batch(batch.indices, table.cheapest_budget(tokens(batch)) if fits else None)
+
+    improved = [tuple(cheapest(batch) for batch in batches) for batches in candidates]
     return min(improved, key=lambda batches: sum(table.base_ms(tokens(batch), batch.budget) for batch in batches))
 
 
-def _eager(counts: Sequence[int], max_images: int, max_tokens: int) -> list[Batch]:
+def _eager(counts: Sequence[int], segments: Sequence[int], max_images: int, max_tokens: int) -> list[Batch]:
     """Packs ascending images into eager runs within the bounds; an image over `max_tokens` runs alone."""
     order = sorted(range(len(counts)), key=lambda index: (counts[index], index))
     batches: list[Batch] = []
     taken: list[int] = []
-    tokens = 0
+    tokens = used = 0
     for index in order:
         count = counts[index]
-        if taken and (len(taken) == max_images or tokens + count > max_tokens):
+        if taken and (used + segments[index] > max_images or tokens + count > max_tokens):
             batches.append(Batch(tuple(taken), None))
-            taken, tokens = [], 0
+            taken, tokens, used = [], 0, 0
         taken.append(index)
         tokens += count
+        used += segments[index]
     return [*batches, Batch(tuple(taken), None)]
 
 
-def _fill(counts: Sequence[int], table: CostTable, max_images: int) -> list[Batch]:
+def _fill(counts: Sequence[int], segments: Sequence[int], table: CostTable, max_images: int) -> list[Batch]:
     """Builds batches of the largest remaining image and those that best fill a budget, chosen by time per token."""
     left = sorted(range(len(counts)), key=lambda index: (counts[index], index))
     batches: list[Batch] = []
@@ -171,12 +179,13 @@ def _fill(counts: Sequence[int], table: CostTable, max_images: int) -> list[Batc
         first = counts[left[-1]]
         others = left[:-1]
         rest = [counts[index] for index in others]
-        if first > table.budgets[-1]:
+        if first > table.budgets[-1] or segments[left[-1]] > max_images:
             batches.append(Batch((left[-1],), None))
             left = others
             continue
         all_tokens = first + sum(rest)
-        sums = Sums(rest, min(table.budgets[-1], all_tokens) - first, max_images - 1)
+        room = max_images - segments[left[-1]]
+        sums = Sums(rest, min(table.budgets[-1], all_tokens) - first, room, [segments[index] for index in others])
         best: tuple[float, int, int] | None = None
         for budget, ms in table.replay_ms:
             if budget < first:
@@ -194,24 +203,25 @@ def _fill(counts: Sequence[int], table: CostTable, max_images: int) -> list[Batc
 
 
 class Sums:
-    """Exact subset sums of at most `most` of the counts, up to a capacity.
+    """Exact subset sums of counts whose segments are at most `most` together, up to a capacity.
 
-    The bits of one integer are the set of sums reachable with a given number of items; adding an item is a shift and
-    an or.
+    The bits of one integer are the set of sums reachable with a given number of segments; adding an item is a shift and
+    an or. `segments`: of each count; None for one each.
     """
 
-    def __init__(self, counts: Sequence[int], capacity: int, most: int) -> None:
+    def __init__(self, counts: Sequence[int], capacity: int, most: int, segments: Sequence[int] | None = None) -> None:
         self._counts = counts
+        self._segments = segments or [1] * len(counts)
         self._usable = [position for position, count in enumerate(counts) if count <= capacity]
-        most = min(max(most, 0), len(self._usable))
+        most = min(max(most, 0), sum(self._segments[position] for position in self._usable))
         mask = (1 << (max(capacity, 0) + 1)) - 1
-        # reached[k]: sums of exactly k items; `_steps` keeps the state before each item, for backtracking.
+        # reached[k]: sums of exactly k segments; `_steps` keeps the state before each item, for backtracking.
         reached = [1] + [0] * most
         self._steps: list[list[int]] = []
         for position in self._usable:
             self._steps.append(reached)
-            shifted = [0, *((sums << counts[position]) & mask for sums in reached[:-1])]
-            reached = [old | new for old, new in zip(reached, shifted, strict=True)]
+            shifted = [0] * self._segments[position] + [(sums << counts[position]) & mask for sums in reached]
+            reached = [old | new for old, new in zip(reached, shifted, strict=False)]
         self._reached = reached
         self._any = 0
         for sums in reached:
@@ -222,12 +232,12 @@ class Sums:
         return (self._any & ((1 << (max(capacity, 0) + 1)) - 1)).bit_length() - 1
 
     def positions(self, total: int) -> list[int]:
-        """Returns the positions of the fewest counts with the sum `total`, which must be reachable."""
+        """Returns positions with the sum `total`, which must be reachable, and the fewest segments."""
         number = next(number for number, sums in enumerate(self._reached) if (sums >> total) & 1)
         chosen: list[int] = []
         for position, before in zip(reversed(self._usable), reversed(self._steps), strict=True):
             if not (before[number] >> total) & 1:
                 chosen.append(position)
                 total -= self._counts[position]
-                number -= 1
+                number -= self._segments[position]
         return sorted(chosen)

@@ -18,7 +18,7 @@ EAGER_MARGIN = 1.04
 def image_cost(grid: Grid, merge_unit: int) -> ImageCost:
     """Returns the cost of one image with this grid."""
     t, h, w = grid
-    return ImageCost(t * h * w // merge_unit, t * (h * w) ** 2 / PAIRS_PER_UNIT)
+    return ImageCost(t * h * w // merge_unit, t * (h * w) ** 2 / PAIRS_PER_UNIT, t)
 
 
 def attention_work(grids: Iterable[Grid]) -> float:

@@ -31,7 +31,7 @@ class Fallback(StrEnum):
     KERNELS = "kernels_failed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """Record of one batch's run."""
 

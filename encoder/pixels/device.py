@@ -68,8 +68,11 @@ def fill_patches_torch(plan: PixelPlan, buffer: Tensor, rules: ImageRules, out: 
     start = 0
     for image in plan.placed:
         values = torch.as_strided(
-            buffer, (3, image.height, image.width), (image.strides[2], *image.strides[:2]), image.offset
+            buffer,
+            (image.num_frames, 3, image.height, image.width),
+            (image.frame_bytes, image.strides[2], *image.strides[:2]),
+            image.offset,
         )
-        patches = patchify(resize_values(values, *image.target), rules)
+        patches = patchify(torch.stack([resize_values(frame, *image.target) for frame in values]), rules)
         out[start : start + len(patches)].copy_(patches)
         start += len(patches)

@@ -81,6 +81,7 @@ def _patches_kernel(
     first_ptr, weights_ptr = taps_ptr + tl.load(entry + 6), taps_ptr + tl.load(entry + 7)
     taps, precision, num_in = tl.load(entry + 8), tl.load(entry + 9).to(tl.int32), tl.load(entry + 10)
     start, stride = tl.load(entry + 11), tl.load(entry + 12)
+    first_slot, last_slot = tl.load(entry + 13), tl.load(entry + 14)
     block = tl.program_id(0).to(tl.int64) * PATCHES
     if block < count:
         patch = block + tl.arange(0, PATCHES)[:, None]
@@ -104,13 +105,15 @@ def _patches_kernel(
         normalised = tl.div_rn(byte - tl.load(mean_ptr + channel), tl.load(std_ptr + channel) + byte * 0.0)
         target_ptr = out_ptr + (start + patch) * stride + channel * (FRAMES * PATCH * PATCH) + place
         for frame in tl.static_range(FRAMES):
-            tl.store(target_ptr + frame * (PATCH * PATCH), normalised, mask=covered)
+            slot = patch * 0 + frame
+            filled = covered & (slot >= first_slot) & (slot < last_slot)
+            tl.store(target_ptr + frame * (PATCH * PATCH), normalised, mask=filled)
 
 
 def resize_rows(buffer: Tensor, table: Tensor, taps: Tensor, max_rows: int, max_width: int) -> None:
     """Resizes along the rows, from uint8 to uint8 in the same buffer.
 
-    `table` int64 `[images, ROWS_FIELDS]`: height; target width; the source's offset and row, column and channel stride;
+    `table` int64 `[frames, ROWS_FIELDS]`: height; target width; the source's offset and row, column and channel stride;
     the target's offset (planes of `height * width`); offsets of `Taps.first` and `Taps.weights` in `taps`; number of
     taps; precision; source width.
     """
@@ -135,9 +138,10 @@ def write_patches(
 ) -> None:
     """Resizes along the columns, normalises, and writes patches into `out` in the order of `preprocess.patchify`.
 
-    `table` int64 `[images, PATCH_FIELDS]`: number of patches; patches per row; the source's offset and row, column and
+    `table` int64 `[frames, PATCH_FIELDS]`: number of patches; patches per row; the source's offset and row, column and
     channel stride; offsets of `Taps.first` and `Taps.weights` in `taps`; number of taps; precision; source height; the
-    image's first row of `out`; elements per row of `out`. `mean`, `std`: float32 `[3]` on the scale of bytes. `out`:
+    image's first row of `out`; elements per row of `out`; the first place that a frame fills in its temporal patch, and
+    the one after its last. `mean`, `std`: float32 `[3]` on the scale of bytes. `out`:
     `[num_patches, 3 * frames * patch²]`, any float dtype; computed in float32, rounded once.
     """
     _patches_kernel[(triton.cdiv(max_patches, PATCHES), table.shape[0], 3)](

@@ -19,7 +19,7 @@ from encoder.pixels.resize_weights import Taps
 
 # Columns of the tables that `encoder.pixels.kernels` reads and documents.
 ROWS_FIELDS = 12
-PATCH_FIELDS = 13
+PATCH_FIELDS = 15
 
 ALIGNMENT = 256
 """Alignment in bytes of every image in the buffer: copies to a GPU are fastest between aligned addresses."""
@@ -27,15 +27,27 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Placed:
-    """Position of one image in the buffer; lengths are in pixels, one byte per channel."""
+    """Position of an image, or of the frames of a video, in the buffer; lengths are in pixels, one byte per channel."""
 
     offset: int
+    num_frames: int
+    """1 for an image."""
     height: int
     width: int
     strides: tuple[int, int, int]
     """Row, column and channel stride in bytes."""
     target: tuple[int, int]
     """Height and width after the resize."""
+
+    @property
+    def frame_bytes(self) -> int:
+        return 3 * self.height * self.width
+
+    def slots(self, frame: int, temporal_patch_size: int) -> tuple[int, range]:
+        """Returns the temporal patch that contains a frame, and the places that the frame fills in it: one, or all up
+        to the end for the last frame."""
+        patch, first = divmod(frame, temporal_patch_size)
+        return patch, range(first, temporal_patch_size if frame == self.num_frames - 1 else first + 1)
 
 
 @dataclass(frozen=True)
@@ -62,41 +74,48 @@ def strides_of(height: int, width: int, *, planar: bool) -> tuple[int, int, int]
 
 
 def plan_pixels(
-    shapes: Sequence[tuple[int, int, bool]],
+    shapes: Sequence[tuple[int, int, int, bool]],
     grids: Sequence[Grid],
     rules: ImageRules,
     taps: ByteLru[tuple[int, int], Taps],
 ) -> PixelPlan:
-    """Plans a batch. `shapes`: height, width, planar (`[3, H, W]` rather than `[H, W, 3]`). `taps`: `taps_cache`.
+    """Plans a batch. `shapes`: frames, height, width, planar (`[…, 3, H, W]` rather than `[…, H, W, 3]`). `taps`:
+    `taps_cache`.
 
-    Raises ValueError if a grid is not `(1, h, w)` with positive multiples of the merge size.
+    Raises ValueError if a grid is not `(t, h, w)` with t for its frames, and positive multiples of the merge size.
     """
     placed: list[Placed] = []
     end = 0
-    for (height, width, planar), (t, h, w) in zip(shapes, grids, strict=True):
-        if t != 1 or h < 1 or w < 1 or h % rules.merge_size or w % rules.merge_size:
-            raise ValueError(f"the grid of an image is {(t, h, w)}; it must be (1, h, w), multiples of the merge size")
+    for (num_frames, height, width, planar), (t, h, w) in zip(shapes, grids, strict=True):
+        times = -(-num_frames // rules.temporal_patch_size)
+        if t != times or h < 1 or w < 1 or h % rules.merge_size or w % rules.merge_size:
+            raise ValueError(
+                f"the grid of {num_frames} frames is {(t, h, w)}; it must be ({times}, h, w), "
+                "multiples of the merge size"
+            )
         target = (h * rules.patch_size, w * rules.patch_size)
-        placed.append(Placed(end, height, width, strides_of(height, width, planar=planar), target))
-        end = _aligned(end + 3 * height * width)
+        placed.append(Placed(end, num_frames, height, width, strides_of(height, width, planar=planar), target))
+        end = _aligned(end + num_frames * placed[-1].frame_bytes)
     weights = _Weights(taps)
     rows: list[tuple[int, ...]] = []
     patches: list[tuple[int, ...]] = []
     num_patches = 0
     row_elements = 3 * rules.temporal_patch_size * rules.patch_size**2
-    for image, (_, h, w) in zip(placed, grids, strict=True):
-        source, strides = image.offset, image.strides
+    for image, (t, h, w) in zip(placed, grids, strict=True):
         height, width = image.target
-        if width != image.width:
-            first, second, tap = weights.place(image.width, width)
-            line = (image.height, width, source, *strides, end, first, second, tap.weights.shape[1], tap.precision)
-            rows.append((*line, image.width))
-            source, strides = end, strides_of(image.height, width, planar=True)
-            end = _aligned(end + 3 * image.height * width)
-        first, second, tap = weights.place(image.height, height)
-        cut = (h * w, w, source, *strides, first, second, tap.weights.shape[1], tap.precision, image.height)
-        patches.append((*cut, num_patches, row_elements))
-        num_patches += h * w
+        for frame in range(image.num_frames):
+            source, strides = image.offset + frame * image.frame_bytes, image.strides
+            if width != image.width:
+                first, second, tap = weights.place(image.width, width)
+                line = (image.height, width, source, *strides, end, first, second, tap.weights.shape[1], tap.precision)
+                rows.append((*line, image.width))
+                source, strides = end, strides_of(image.height, width, planar=True)
+                end = _aligned(end + 3 * image.height * width)
+            first, second, tap = weights.place(image.height, height)
+            time, slots = image.slots(frame, rules.temporal_patch_size)
+            cut = (h * w, w, source, *strides, first, second, tap.weights.shape[1], tap.precision, image.height)
+            patches.append((*cut, num_patches + time * h * w, row_elements, slots.start, slots.stop))
+        num_patches += t * h * w
     rows_table = np.array(rows, np.int64).reshape(len(rows), ROWS_FIELDS)
     patch_table = np.array(patches, np.int64).reshape(len(patches), PATCH_FIELDS)
     parts = [rows_table.reshape(-1).view(np.uint8), patch_table.reshape(-1).view(np.uint8)]
@@ -139,12 +158,12 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def shape_of(values: NDArray[np.uint8], *, planar: bool) -> tuple[int, int, bool]:
-    """Returns the entry of an image for `shapes` of `plan_pixels`."""
-    height, width = values.shape[1:] if planar else values.shape[:2]
-    return height, width, planar
+def shape_of(values: NDArray[np.uint8], *, planar: bool) -> tuple[int, int, int, bool]:
+    """Returns the entry of an image or of frames for `shapes` of `plan_pixels`."""
+    height, width = values.shape[-2:] if planar else values.shape[-3:-1]
+    return values.shape[0] if values.ndim == 4 else 1, height, width, planar
 
 
 def is_planar(image: object) -> bool:
-    """Returns whether the image's values are `[3, H, W]` (`Pixels`) rather than `[H, W, 3]` (`Decoded`)."""
+    """Returns whether the values are `[…, 3, H, W]` (`Pixels`) rather than `[…, H, W, 3]` (`Decoded`)."""
     return not isinstance(image, Decoded)

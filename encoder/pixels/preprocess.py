@@ -22,12 +22,12 @@ from encoder.images.size import Grid
 
 @dataclass(frozen=True)
 class Pixels:
-    """A resized image."""
+    """A resized image, or resized frames of a video."""
 
     values: NDArray[np.uint8]
-    """RGB `[3, H, W]`, contiguous; H and W are multiples of `ImageRules.factor`."""
+    """RGB `[3, H, W]`, of a video `[F, 3, H, W]`, contiguous; H and W are multiples of `ImageRules.factor`."""
     grid_thw: Grid
-    """Grid in patches; t is 1."""
+    """Grid in patches; t is 1 for an image, the number of temporal patches of F frames for a video."""
 
 
 class Preprocessor:
@@ -51,11 +51,16 @@ class Preprocessor:
 
 
 def resize(image: Decoded, rules: ImageRules) -> Pixels:
-    """Resizes a decoded image to its grid, on the CPU."""
+    """Resizes a decoded image or frames to their grid, on the CPU."""
     _, h, w = image.grid_thw
-    values = torch.from_numpy(image.values).permute(2, 0, 1)
-    resized = resize_values(values, h * rules.patch_size, w * rules.patch_size)
-    return Pixels(resized.contiguous().numpy(), image.grid_thw)
+    frames = torch.from_numpy(image.values).movedim(-1, -3)
+    height, width = h * rules.patch_size, w * rules.patch_size
+    if frames.ndim == 3:
+        return Pixels(resize_values(frames, height, width).contiguous().numpy(), image.grid_thw)
+    resized = torch.empty((len(frames), 3, height, width), dtype=torch.uint8)
+    for target, frame in zip(resized, frames, strict=True):
+        target.copy_(resize_values(frame, height, width))
+    return Pixels(resized.numpy(), image.grid_thw)
 
 
 def resize_values(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -69,23 +74,31 @@ def resize_values(values: torch.Tensor, height: int, width: int) -> torch.Tensor
 
 
 def patchify(values: torch.Tensor, rules: ImageRules) -> torch.Tensor:
-    """Normalises uint8 `[3, H, W]` and cuts it to float32 `[h*w, 3 * temporal_patch_size * patch_size²]`, same device.
+    """Normalises uint8 `[3, H, W]` or `[F, 3, H, W]` and cuts it to float32
+    `[t*h*w, 3 * temporal_patch_size * patch_size²]`, same device.
 
-    Rows are ordered by merge block: row and column of the block, then row and column within it. A row is ordered
-    channel, frame, y, x; a single image fills all `temporal_patch_size` frames. Raises ValueError if H or W is not a
-    multiple of `rules.factor`.
+    Rows are ordered by temporal patch, then by merge block: row and column of the block, then row and column within
+    it. A row is ordered channel, frame, y, x. The last frame, or the image, fills the rest of its temporal patch.
+    Raises ValueError if H or W is not a multiple of `rules.factor`.
     """
-    channels, height, width = values.shape
+    frames = values if values.ndim == 4 else values[None]
+    num_frames, channels, height, width = frames.shape
     patch, merge = rules.patch_size, rules.merge_size
     if height % rules.factor or width % rules.factor:
         raise ValueError(f"pixels are {width}x{height}; both sides must be multiples of {rules.factor}")
     h, w = height // patch, width // patch
     # Bytes are reordered first, so that floats are written once, in their final order.
-    blocks = values.reshape(channels, h // merge, merge, patch, w // merge, merge, patch)
-    patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(h * w, channels, 1, patch * patch)
+    blocks = frames.reshape(num_frames, channels, h // merge, merge, patch, w // merge, merge, patch)
+    patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(num_frames, h * w, channels, patch * patch)
     mean, std = mean_and_std(rules, values.device)
-    normalised = patches.to(torch.float32).sub_(mean).div_(std)
-    return normalised.expand(-1, -1, rules.temporal_patch_size, -1).reshape(h * w, -1)
+    normalised = patches.to(torch.float32).sub_(mean[:, 0]).div_(std[:, 0])
+    pair = rules.temporal_patch_size
+    if num_frames == 1:
+        normalised = normalised.expand(pair, -1, -1, -1)
+    elif padding := -num_frames % pair:
+        normalised = torch.cat((normalised, normalised[-1:].expand(padding, -1, -1, -1)))
+    pairs = normalised.reshape(-1, pair, h * w, channels, patch * patch)
+    return pairs.permute(0, 2, 3, 1, 4).reshape(-1, channels * pair * patch * patch)
 
 
 # Cached: creating them on a GPU copies from the host, which waits for all work queued before.

@@ -111,6 +111,7 @@ def told(load: Load) -> dict[str, Any]:
         "failures": load.failures,
         "wrong": load.wrong,
         "interrupted": load.interrupted,
+        "last_bytes": load.last_bytes,
         "s_p50": round(float(np.percentile(load.times_s, 50)), 3),
         "s_p99": round(float(np.percentile(load.times_s, 99)), 3),
         "s_max": round(max(load.times_s), 3),

@@ -7,9 +7,11 @@ import base64
 import io
 import json
 import random
+import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,20 +19,29 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.encoder import Encoder
+from encoder.images.decoded import Decoded
+from encoder.video.bounds import VideoBounds
+from encoder.video.decode import decode
+from encoder.video.header import read_header
+from encoder.video.plan import VideoPlan
 from tests.cluster.served import START_S, until
 from tests.hostile.files import chunk
+from tests.video_files import Clip
 
 SEED = 4
 CLIENTS = 8
-PICTURES = 200
+PICTURES, CLIPS = 160, 40
+CLIP_FRAMES = 40
+"""Five seconds, of which a model samples ten frames: two chunks."""
 SIDES = (64, 96, 128)
 STREAMED_SHARE = 0.5
 STREAMED_EVENTS = 5
 
 T = TypeVar("T")
 Seen = tuple[list[int], list[float]]
-"""An image's grid and the first numbers of its embedding."""
+"""Grid and some numbers of the embedding of a picture or clip."""
 
 
 def picture(chance: np.random.Generator) -> bytes:
@@ -41,11 +52,28 @@ def picture(chance: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
-def padded(png: bytes, num_bytes: int) -> bytes:
-    """The same picture in a file of about `num_bytes`: a private chunk before the last one."""
+def is_picture(file: bytes) -> bool:
+    return file.startswith(b"\x89PNG")
+
+
+def padded(file: bytes, num_bytes: int) -> bytes:
+    """The same picture or clip in a file of about `num_bytes`: a private chunk before the last one, a free box."""
+    free = max(0, num_bytes - len(file))
+    if not is_picture(file):
+        return file + struct.pack(">I4s", 8 + free, b"free") + bytes(free)
     end = chunk(b"IEND")
-    assert png.endswith(end)
-    return png.removesuffix(end) + chunk(b"paDd", bytes(max(0, num_bytes - len(png)))) + end
+    assert file.endswith(end)
+    return file.removesuffix(end) + chunk(b"paDd", bytes(free)) + end
+
+
+def embedded(library: Encoder, checkpoint: Path, clip: bytes) -> Seen:
+    """What an encoder makes of the clip as a whole: its grid, and the first number of each row."""
+    rules = VideoRules.from_checkpoint(checkpoint, library.identity.vision.architecture, library.identity.rules)
+    plan = VideoPlan.make(read_header(clip), rules, VideoBounds())
+    frames = decode(clip, plan.frames.indices)
+    assert len(plan.chunks) > 1
+    [(_, [tokens])] = library.encode_batches([Decoded(frames, plan.grid)])
+    return list(plan.grid), tokens[:, 0].tolist()
 
 
 def same(found: Seen, expected: Seen) -> bool:
@@ -53,19 +81,21 @@ def same(found: Seen, expected: Seen) -> bool:
 
 
 def pictures_and_embeddings(checkpoint: Path) -> tuple[list[bytes], list[Seen]]:
-    """The pictures, and what their encoder makes of each."""
+    """Pictures and clips, and what their encoder makes of each."""
     chance = np.random.default_rng(SEED)
     files = [picture(chance) for _ in range(PICTURES)]
     library = Encoder.from_checkpoint(checkpoint)
     expected = [(list(made.grid_thw), made.tokens[0, :4].tolist()) for made in library.encode(files)]
+    clips = [Clip(CLIP_FRAMES, Fraction(8), seed=SEED + number, block=16).encode() for number in range(CLIPS)]
+    files, expected = files + clips, expected + [embedded(library, checkpoint, clip) for clip in clips]
     for number, one in enumerate(expected):
         assert not any(same(one, other) for other in expected[:number]), "pictures must be told apart"
     return files, expected
 
 
 class Load:
-    """Clients that ask again `pause_s` after each answer, about one to four of the pictures, for a whole answer or a
-    streamed one.
+    """Clients that ask again `pause_s` after each answer, about one to four of the pictures and clips, for a whole
+    answer or a streamed one.
 
     A request fails where it gets no byte of an answer, or another status than 200. An answer that began and has no end
     is interrupted: only the client may ask again then.
@@ -93,6 +123,8 @@ class Load:
         self.wrong: list[str] = []
         self.interrupted: Counter[str] = Counter()
         """Answers, by what was killed last."""
+        self.last_bytes: list[str] = []
+        """How interrupted answers ended."""
         self.images = 0
         self.times_s: list[float] = []
         self._began: dict[int, float] = {}
@@ -134,6 +166,7 @@ class Load:
         except httpx.HTTPError as error:
             if began:
                 self.interrupted[self.killed] += 1
+                self.last_bytes.append(f"{what}: {error!r}")
             else:
                 self.failures.append(f"{what}, {self.killed} killed last: {error!r}")
             return
@@ -142,6 +175,7 @@ class Load:
             self.failures.append(f"{what}, {self.killed} killed last: {response.status_code} {text}")
         elif streamed and not text.endswith("data: [DONE]\n\n"):
             self.interrupted[self.killed] += 1
+            self.last_bytes.append(f"{what}: {text[-300:]}")
         else:
             self._compare(asked, json.loads(text.partition("\n\n")[0].removeprefix("data: ") if streamed else text))
 
@@ -152,8 +186,9 @@ class Load:
 
 
 def body(files: Sequence[bytes], *, streamed: bool) -> bytes:
-    urls = ["data:image/png;base64," + base64.b64encode(file).decode() for file in files]
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    kinds = ["image" if is_picture(file) else "video" for file in files]
+    urls = ["data:;base64," + base64.b64encode(file).decode() for file in files]
+    parts = [{"type": f"{kind}_url", f"{kind}_url": {"url": url}} for kind, url in zip(kinds, urls, strict=True)]
     fields = {"stream": True, "max_tokens": STREAMED_EVENTS} if streamed else {}
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": parts}], **fields}).encode()
 

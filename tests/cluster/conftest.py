@@ -6,16 +6,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.http_proxy import limits as proxy_bounds
 from tests.cluster.served import Cluster, ServedApp, deploy, until
 from tests.cluster.span_receiver import SpanReceiver
-from tests.programs import free_port
+from tests.programs import free_port, start_ray
 
-REPORT_INTERVAL_MS = 2000
+REPORT_INTERVAL_MS = 4000
 """Interval at which processes report what they have counted since the last time. Ray drops a report that takes half of
 it, so that on a busy host a shorter one loses counts."""
 
@@ -43,17 +45,17 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="vt", dir="/tmp")  # paths of Ray's sockets must be short, pytest's folders are not
     ports = Cluster(free_port(), free_port(), spans)
     try:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            num_gpus=0,
-            object_store_memory=150 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-            _metrics_export_port=ports.metrics_port,
-            _system_config={"metrics_report_interval_ms": REPORT_INTERVAL_MS},
-        )
+        options: dict[str, Any] = {
+            "num_cpus": 4,
+            "num_gpus": 0,
+            "object_store_memory": 150 * 2**20,
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "_temp_dir": folder,
+            "_metrics_export_port": ports.metrics_port,
+            "_system_config": {"metrics_report_interval_ms": REPORT_INTERVAL_MS},
+        }
+        start_ray(partial(ray.init, address="local", **options))
         until(ports.exports_metrics, "Ray's metrics port")  # what a replica counts before that is lost
         serve.start(http_options={"host": "127.0.0.1", "port": ports.http_port})
         yield ports

@@ -17,12 +17,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.schema import AppConfig
 from deployments.common.messages import (
+    NOT_STORED,
     Accepted,
-    EncodedImage,
     EncodeTimings,
     HttpRequest,
     ImageJob,
@@ -30,10 +28,12 @@ from deployments.common.messages import (
     NotEncoded,
     Piece,
     ResponseHead,
+    SharedEmbedding,
 )
 from deployments.common.replica_errors import OtherIdentityError
 from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata, llm_metadata, wait_for_rollout_turn
+from deployments.transfer.unix_socket import host_id
 from encoder.images.identity import EncoderIdentity, tower_fingerprint
 from encoder.item_header import ItemHeader
 from tests.unit.deployments.samples import RULES, VISION
@@ -83,14 +83,15 @@ class FakeEncoder:
         while self._held_by.exists():  # noqa: ASYNC110  # another process makes it
             await asyncio.sleep(0.05)
         await wait_for_rollout_turn(self._identity.tower)
-        return encoder_metadata(self._identity)
+        return encoder_metadata(self._identity, host_id())
 
-    async def encode(self, job: ImageJob) -> EncodedImage:
+    async def encode(self, job: ImageJob) -> SharedEmbedding:
+        """The mark of its weights stands for the embedding's rows."""
         if job.identity != self._identity.fingerprint:
             raise OtherIdentityError
         await asyncio.sleep(ENCODE_S)
-        bits = np.full((job.num_tokens, VISION.width), mark_of(self._identity.weights), np.float32)
-        return EncodedImage(job.digest, "float32", bits, EncodeTimings(0, 0, 0, time.time(), False))
+        shape = mark_of(self._identity.weights), VISION.width
+        return SharedEmbedding(job.digest, "float32", shape, EncodeTimings(0, 0, 0, time.time(), False), NOT_STORED)
 
 
 class FakeLLM:
@@ -100,7 +101,7 @@ class FakeLLM:
         self._weights = weights_of(config.model)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return llm_metadata(tower_fingerprint(self._weights, VISION, RULES))
+        return llm_metadata(tower_fingerprint(self._weights, VISION, RULES), host_id())
 
     async def handle(
         self,
@@ -113,11 +114,11 @@ class FakeLLM:
         marks = []
         for number, encoding in enumerate(encodings):
             try:
-                image: EncodedImage = await encoding
+                image: SharedEmbedding = await encoding
             except Exception:
                 yield NotEncoded((number,))
                 return
-            marks.append(int(image.bits[0, 0]))
+            marks.append(image.num_tokens)
         yield Accepted()
         body = json.dumps({"llm": mark_of(self._weights), "images": marks}).encode()
         yield ResponseHead(200, list(JSON), body, complete=True)

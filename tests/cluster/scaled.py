@@ -12,7 +12,8 @@ from ray.serve import Application
 from configs.schema import AppConfig
 from deployments.app import routing
 from encoder.checkpoint.vision_config import VisionConfig
-from tests.cluster.controlled import ControlledEncoder, StandInLLM
+from tests.cluster.controlled import ControlledEncoder
+from tests.cluster.stand_in_llm import StandInLLM
 from tests.cluster.watched import WatchedIngress
 
 
@@ -39,4 +40,4 @@ def build(args: dict[str, Any]) -> Application:
     )
     llm = serve.deployment(name="LLM", request_router_config=routing(config.llm), **light)(BusyLLM)
     ingress = serve.deployment(name="Ingress", **light)(WatchedIngress)
-    return ingress.bind(config, encoder.bind(config), llm.bind(config, vision.width))
+    return ingress.bind(config, llm=llm.bind(config, vision.width), encoder=encoder.bind(config))

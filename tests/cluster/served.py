@@ -70,8 +70,8 @@ class ServedApp:
         """Of each ingress replica."""
         return list(self._ingress.broadcast(method).results(timeout_s=START_S))
 
-    def llm(self, method: str) -> Any:
-        return getattr(self._llm, method).remote().result(timeout_s=START_S)
+    def llm(self, method: str, **arguments: object) -> Any:
+        return getattr(self._llm, method).remote(**arguments).result(timeout_s=START_S)
 
     def llms(self, method: str) -> list[Any]:
         """Of each language model replica."""
@@ -103,6 +103,8 @@ def deploy(
     llm: dict[str, object] | None = None,
     drain_s: float = 20.0,
     others_on: str | None = None,
+    encoders_on: str | None = None,
+    stores: bool = False,
     **encoder: object,
 ) -> ServedApp:
     """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
@@ -110,12 +112,15 @@ def deploy(
     `encoder`, `ingress` and `llm`: settings of `encoder_replica`, `ingress` and `llm` that differ.
     `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but
     the encoders run on, of which there is one a node then. `llms`: so many, one a node, wherever the others are.
+    `encoders_on`: a resource of the nodes that encoders run on. `stores`: responses.
     """
     from ray import serve
 
     from deployments.app import routing
+    from deployments.ingress.responses.store import ResponseStore
     from encoder.checkpoint.vision_config import VisionConfig
-    from tests.cluster.controlled import ControlledEncoder, StandInLLM
+    from tests.cluster.controlled import ControlledEncoder
+    from tests.cluster.stand_in_llm import StandInLLM
     from tests.cluster.watched import WatchedIngress
 
     config = AppConfig.model_validate(
@@ -142,13 +147,16 @@ def deploy(
     if others_on is not None:
         apart = {"max_replicas_per_node": 1}
         others = light | {"ray_actor_options": {"num_cpus": 0.1, "resources": {others_on: 0.01}}}
+    encoders_there: dict[str, Any] = light
+    if encoders_on is not None:
+        encoders_there = light | {"ray_actor_options": {"num_cpus": 0.1, "resources": {encoders_on: 0.01}}}
     # Three checks in a row that fail are what Serve waits for.
     encoder_app = serve.deployment(
         name="Encoder",
         num_replicas=encoders or replicas,
         health_check_period_s=0.5,
         request_router_config=routing(config.encoder_replica),
-        **light,
+        **encoders_there,
         **apart,
     )(ControlledEncoder).bind(config)
     of_llm = others if llms is None else light | {"max_replicas_per_node": 1}
@@ -160,5 +168,8 @@ def deploy(
         **of_llm,
     )(StandInLLM).bind(config, vision.width)
     door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(WatchedIngress)
-    serve.run(door.bind(config, encoder_app, llm_app), name=name, route_prefix=f"/{name}")
+    store = serve.deployment(name="ResponseStore", **light)(ResponseStore)
+    limits = config.ingress
+    bound = {"store": store.bind(limits.stored_responses_bytes, limits.stored_responses_ttl_s)} if stores else {}
+    serve.run(door.bind(config, llm=llm_app, encoder=encoder_app, **bound), name=name, route_prefix=f"/{name}")
     return ServedApp(cluster, name)

@@ -90,7 +90,7 @@ def test_kills_of_every_kind_cost_no_request(checkpoints: dict[str, Path], secon
 def test_an_update_behind_haproxy_costs_no_request(checkpoints: dict[str, Path]) -> None:
     told = told_by_chaos(checkpoints["qwen3_vl"], "--updates", "--kinds", *KINDS, times=0, every_s=EVERY_S)
     all_right(told["update"])
-    assert told["update"]["interrupted"] == {}
+    assert told["update"]["interrupted"] == {}, told["update"]["last_bytes"]
 
 
 @pytest.mark.chaos

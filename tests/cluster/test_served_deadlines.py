@@ -1,6 +1,6 @@
 """On a real Ray Serve: work whose deadline has passed never reaches the encoder, and the metrics tell of it.
 
-The language model is a stand-in (`controlled.py`).
+The language model is a stand-in (`stand_in_llm.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.served import ServedApp, until
 from tests.cluster.test_served_images import REQUEST_S, chat, told
+from tests.serve.asking import settled
 from tests.unit.deployments.samples import png
 
 LIMIT_S = 8
@@ -30,6 +31,7 @@ def test_a_deadline_that_passes_behind_the_gate_gives_up_its_place(app: ServedAp
     """One image is at the gate; the one behind it is of no use any more before the gate opens: it is never encoded."""
     app.encoder("hold")
     before = app.encoder("state")["encoded"]
+    settled(lambda: sum(value for name, value in app.exported("Ingress").items() if name.endswith("_total")))
     shed = app.exported("Ingress")
 
     async def late() -> tuple[httpx.Response, httpx.Response]:

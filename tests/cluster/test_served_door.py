@@ -39,7 +39,8 @@ def url(cluster: Cluster, checkpoints: dict[str, Path], keys: Path) -> Iterator[
     from ray import serve
 
     from encoder.checkpoint.vision_config import VisionConfig
-    from tests.cluster.controlled import ControlledEncoder, StandInLLM
+    from tests.cluster.controlled import ControlledEncoder
+    from tests.cluster.stand_in_llm import StandInLLM
     from tests.cluster.watched import WatchedIngress
 
     config = AppConfig.model_validate(
@@ -57,7 +58,7 @@ def url(cluster: Cluster, checkpoints: dict[str, Path], keys: Path) -> Iterator[
     light: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.1}, "max_ongoing_requests": 64}
     encoder = serve.deployment(name="Encoder", **light)(ControlledEncoder).bind(config)
     llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width)
-    ingress = serve.deployment(name="Ingress", **light)(WatchedIngress).bind(config, encoder, llm)
+    ingress = serve.deployment(name="Ingress", **light)(WatchedIngress).bind(config, llm=llm, encoder=encoder)
     serve.run(ingress, name="door", route_prefix="/door")
     yield f"http://127.0.0.1:{cluster.http_port}/door"
     serve.delete("door")

@@ -15,8 +15,9 @@ from deployments.cli.readiness import fallbacks
 from encoder import forwards
 from encoder.packing.run_counts import Fallback
 from encoder.start_check import FusionError
-from tests.cluster.controlled import ControlledEncoder, StandInLLM
+from tests.cluster.controlled import ControlledEncoder
 from tests.cluster.served import Cluster, ServedApp, until
+from tests.cluster.stand_in_llm import StandInLLM
 from tests.cluster.watched import WatchedIngress
 from tests.serve import browser as browsers
 
@@ -50,7 +51,7 @@ def unfused(cluster: Cluster, checkpoints: dict[str, Path]) -> Iterator[ServedAp
     encoder = serve.deployment(name="Encoder", **light)(UnfusedEncoder).bind(config)
     llm = serve.deployment(name="LLM", **light)(StandInLLM).bind(config, vision.width)
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=64, **light)(WatchedIngress)
-    serve.run(ingress.bind(config, encoder, llm), name="unfused", route_prefix="/unfused")
+    serve.run(ingress.bind(config, llm=llm, encoder=encoder), name="unfused", route_prefix="/unfused")
     yield ServedApp(cluster, "unfused")
     serve.delete("unfused")
 

@@ -102,7 +102,9 @@ class Fleet:
 
         status = serve.status().applications[self.name]
         running = {
-            name: found.replica_states.get(ReplicaState.RUNNING, 0) for name, found in status.deployments.items()
+            name: status.deployments[name].replica_states.get(ReplicaState.RUNNING, 0)
+            for name in self.replicas
+            if name in status.deployments
         }
         return status.status == "RUNNING" and running == self.replicas
 

@@ -1,7 +1,7 @@
 """Images through the ingress and the encoder replica on a real Ray Serve: shared, cached, refused, cancelled, lost.
 
-The language model is a stand-in that answers with what it was given (`controlled.py`). The tests stand in an order, and
-so in one file: the last of them break the encoder.
+The language model is a stand-in that answers with what it was given (`stand_in_llm.py`). The tests stand in an order,
+and so in one file: the last of them break the encoder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import pytest
 import torch
 from ray.exceptions import RayActorError
 
-from encoder.encoder import Encoder
+from configs.schema import AppConfig
+from deployments.encoder_replica.own_tower import load_own_encoder
 from tests.cluster.served import RETRY_AFTER_S, START_S, ServedApp, until
+from tests.serve.asking import reaches, settled
 from tests.unit.deployments.samples import png
 
 REQUEST_S = 60
@@ -84,7 +86,9 @@ def released(app: ServedApp) -> Iterator[None]:
 def test_embeddings_reach_the_language_model(app: ServedApp, checkpoints: dict[str, Path]) -> None:
     files = [png(320, 320), png(64, 96, (0, 0, 250))]
     images = ask(app, chat(*files)).json()["images"]
-    for found, expected in zip(images, Encoder.from_checkpoint(checkpoints["qwen3_vl"]).encode(files), strict=True):
+    path = checkpoints["qwen3_vl"]
+    encoder = load_own_encoder(path, AppConfig(model=str(path)))
+    for found, expected in zip(images, encoder.encode(files), strict=True):
         assert found["shape"] == list(expected.tokens.shape)
         assert found["grid"] == list(expected.grid_thw)
         assert found["uuid"] == expected.digest
@@ -92,11 +96,8 @@ def test_embeddings_reach_the_language_model(app: ServedApp, checkpoints: dict[s
         assert found["norm"] == pytest.approx(float(torch.linalg.norm(expected.tokens)), rel=1e-4)
 
 
-def test_embeddings_pass_the_ingress_by(app: ServedApp) -> None:
-    """It cannot unpack one (`WatchedIngress`). What the language model reads is the encoder's shared memory, once an
-    ingress has heard that it reads on the encoder's host."""
-    for colour in ((1, 2, 3), (3, 2, 1)):
-        assert ask(app, chat(png(640, 320, colour))).status_code == 200
+def test_embeddings_are_read_from_the_encoders_shared_memory(app: ServedApp) -> None:
+    assert ask(app, chat(png(640, 320, (1, 2, 3)))).status_code == 200
     assert app.llm("state")["paths"] == ["engine_loads"]
 
 
@@ -106,25 +107,20 @@ def test_the_ingress_loads_nothing_that_computes(app: ServedApp) -> None:
     assert {"torch", "triton", "vllm", "transformers"} & set(app.ingress("modules")) == set()
 
 
-def test_an_embedding_that_cannot_be_had_from_shared_memory_comes_through_the_object_store(app: ServedApp) -> None:
-    """The request is tried again, and the client notices nothing; where it comes from is the store's own memory."""
+def test_an_embedding_that_cannot_be_had_from_shared_memory_is_read_by_tcp(app: ServedApp) -> None:
+    """The request is not tried again, and the client notices nothing."""
     body = chat(png(320, 640, (4, 5, 6)))
     before, first = app.ingress("counts"), ask(app, body).json()["images"]
     app.encoder("stop_lending")
     try:
         assert ask(app, body).json()["images"] == first
-        state = app.llm("state")
-        assert state["paths"] == ["object_store"]
-        outdated = {"EMBEDDING_DIRECTORY_HITS": 1, "EMBEDDING_DIRECTORY_STALE": 1}
-        assert added(before, app.ingress("counts")) == {
-            "GRPC_CALLS": 1,  # and none of the next, with a reference
-            "TRANSFER_FAILURES": 1,
-            "REQUEST_RETRIES": 1,
-            **outdated,
-        }
+        assert app.llm("state")["paths"] == ["tcp"]
+        assert added(before, app.ingress("counts")) == {"GRPC_CALLS": 1, "EMBEDDING_DIRECTORY_HITS": 1}
+        assert ask(app, chat(png(320, 640, (4, 5, 7)))).status_code == 200
+        assert app.llm("state")["paths"] == ["tcp"]
     finally:
         app.encoder("lend_again")
-    assert ask(app, body).json()["images"] == first
+    assert ask(app, chat(png(320, 640, (4, 5, 8)))).status_code == 200
     assert app.llm("state")["paths"] == ["engine_loads"]
 
 
@@ -330,7 +326,11 @@ def test_what_was_counted_is_on_rays_metrics_port(app: ServedApp) -> None:
 
 def test_times_are_on_rays_metrics_port(app: ServedApp) -> None:
     """Of each stage, where it happens; the bytes that the language model was handed are those of its embeddings."""
-    before = app.exported("LLM").get("vitray_embedding_bytes_received_total", 0)
+
+    def received() -> float:
+        return app.exported("LLM").get("vitray_embedding_bytes_received_total", 0)
+
+    before = settled(received)
     body = chat(png(320, 320, (4, 4, 44)))
     shape = ask(app, body).json()["images"][0]["shape"]
     with httpx.stream("POST", f"{app.url}/v1/chat/completions", json=body | {"stream": True}, timeout=REQUEST_S) as one:
@@ -345,10 +345,7 @@ def test_times_are_on_rays_metrics_port(app: ServedApp) -> None:
             counted = f"vitray_{name}_count"
             until(lambda d=deployment, n=counted: app.exported(d).get(n, 0) > 0, f"{counted} of {deployment}")  # type: ignore[misc]
     num_bytes = 2 * shape[0] * shape[1] * 4  # float32, and the stream had it from the cache
-    until(
-        lambda: app.exported("LLM").get("vitray_embedding_bytes_received_total", 0) == before + num_bytes,
-        "the bytes in the metrics",
-    )
+    reaches(received, before + num_bytes)
 
 
 def test_an_encoder_killed_at_work_is_replaced_and_its_work_is_done_again(app: ServedApp) -> None:

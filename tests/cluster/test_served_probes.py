@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from configs.schema import AppConfig
-from tests.cluster.controlled import StandInLLM
 from tests.cluster.served import Cluster, ServedApp, until
+from tests.cluster.stand_in_llm import StandInLLM
 from tests.cluster.test_served_images import chat
 from tests.hostile.sockets import Address, head, statuses
 from tests.unit.deployments.samples import png
@@ -101,7 +101,7 @@ def starting(
     encoder = serve.deployment(name="Encoder", **light)(ControlledEncoder).bind(config)
     llm = serve.deployment(name="LLM", **light)(HeldLLM).bind(config, vision.width, str(hold))
     ingress = serve.deployment(name="Ingress", max_ongoing_requests=64, **light)(WatchedIngress)
-    target = serve.RunTarget(ingress.bind(config, encoder, llm), name="probes", route_prefix="/probes")
+    target = serve.RunTarget(ingress.bind(config, llm=llm, encoder=encoder), name="probes", route_prefix="/probes")
     serve.run_many([target], wait_for_applications_running=False)
 
     def is_running() -> bool:

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.transfer import namespaces
 from deployments.http_proxy import haproxy
+from tests.cluster.host_losses import REQUESTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 800
@@ -92,3 +94,21 @@ def test_a_lost_node_costs_no_request(checkpoints: dict[str, Path]) -> None:
     assert found["answered"] > 0
     assert found["proxies"] > 0
     assert found["encoders"] == 2
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.skipif(not namespaces.available(), reason="needs root, for network namespaces")
+@pytest.mark.parametrize("loss", ["killed", "silent", "scaled down"])
+def test_a_host_lost_under_load_costs_no_request(host_losses: dict[str, Any], loss: str) -> None:
+    """Hosts are network namespaces. Only answers that had begun end early, with an error event."""
+    found = host_losses[loss]
+    assert (found["failures"], found["wrong"]) == ([], [])
+    assert found["answered"] >= REQUESTS
+    assert all("replica_lost" in end for end in found["ended"])
+    assert found["longest_s"] < SILENT_S
+
+
+@pytest.fixture(scope="module")
+def host_losses(checkpoints: dict[str, Path]) -> dict[str, Any]:
+    return told_by("host_losses", checkpoints["qwen3_vl"], RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60")

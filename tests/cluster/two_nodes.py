@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ray.exceptions import RayActorError
 from tests.cluster.chaos_load import Load, pictures_and_embeddings, under
 from tests.cluster.served import START_S, Cluster, ServedApp, deploy, until
 from tests.cluster.span_receiver import SpanReceiver
-from tests.programs import free_port
+from tests.programs import free_port, start_ray
 
 OTHERS = "head"
 HAPROXY = "haproxy"
@@ -63,9 +64,10 @@ def two_nodes(**health: int) -> Iterator[tuple[Nodes, Any, Cluster]]:
     common: dict[str, Any] = {"object_store_memory": 150 * 2**20, "include_dashboard": False}
     common["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
     spans = SpanReceiver()
-    nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "resources": {OTHERS: 1}, **common})
+    head = {"num_cpus": 4, "resources": {OTHERS: 1}, **common}
+    nodes = start_ray(partial(Nodes, initialize_head=True, head_node_args=head))
     try:
-        other = nodes.add_node(num_cpus=2, object_store_memory=150 * 2**20)
+        other = start_ray(partial(nodes.add_node, num_cpus=2, object_store_memory=150 * 2**20))
         ray.init(address=nodes.address, log_to_driver=False)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})

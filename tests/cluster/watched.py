@@ -8,7 +8,6 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from configs.schema import AppConfig
-from deployments.common.messages import EncodedImage
 from deployments.common.ray_private import serve_host
 from deployments.ingress.deployment import Ingress
 from deployments.routing import serve_router
@@ -30,17 +29,18 @@ class RecordedCounts(Counters):
         self.recorded[counter.name] += number
 
 
-def _embedding_came_by(*_: object) -> None:
-    raise AssertionError("an embedding was unpacked in the ingress")
-
-
 class WatchedIngress(Ingress):
-    """Cannot hold an embedding: the process fails to unpickle one."""
+    """Remembers what it counted."""
 
-    def __init__(self, config: AppConfig, encoder: DeploymentHandle[Any], llm: DeploymentHandle[Any]) -> None:
-        EncodedImage.__setstate__ = _embedding_came_by  # type: ignore[attr-defined]
+    def __init__(
+        self,
+        config: AppConfig,
+        llm: DeploymentHandle[Any],
+        encoder: DeploymentHandle[Any],
+        store: DeploymentHandle[Any] | None = None,
+    ) -> None:
         serve_router.PROBE_TIMEOUT_S = PATIENT_PROBE_S
-        super().__init__(config, encoder, llm)
+        super().__init__(config, llm, encoder, store)
         recorded = RecordedCounts()
         self._replicas._counts = self._replicas.failures._counts = recorded
 

@@ -18,6 +18,12 @@ SOURCE_URL = {"type": "image", "source": {"type": "url", "url": "https://a.examp
 LONG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 1100}}
 
 
+AUDIO_URL: dict[str, Any] = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}}
+INPUT_AUDIO: dict[str, Any] = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+VIDEO_URL: dict[str, Any] = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+FRAMES: dict[str, Any] = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,/9j/AAAA,/9j/AAAA"}}
+
+
 def tool_result(*blocks: object) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "a", "content": list(blocks)}
 
@@ -36,10 +42,30 @@ JSON = st.recursive(
 SOURCE = st.fixed_dictionaries(
     {"type": st.sampled_from(["base64", "url"]) | JSON}, optional={"data": JSON, "url": STRINGS | JSON}
 )
-IMAGES: list[dict[str, Any]] = [IMAGE, INPUT_IMAGE, BASE64, SOURCE_URL, LONG]
-LEAF_PARTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(IMAGES).map(dict) | st.fixed_dictionaries(
+ITEMS_OF_MEDIA: list[dict[str, Any]] = [
+    IMAGE,
+    INPUT_IMAGE,
+    BASE64,
+    SOURCE_URL,
+    LONG,
+    AUDIO_URL,
+    INPUT_AUDIO,
+    VIDEO_URL,
+    FRAMES,
+]
+LEAF_PARTS: st.SearchStrategy[dict[str, Any]] = st.sampled_from(ITEMS_OF_MEDIA).map(dict) | st.fixed_dictionaries(
     {"type": st.sampled_from(TYPES) | JSON},
-    optional={"image_url": JSON, "text": JSON, "uuid": JSON, "detail": JSON, "source": SOURCE | JSON, "content": JSON},
+    optional={
+        "image_url": JSON,
+        "audio_url": JSON,
+        "input_audio": JSON,
+        "video_url": JSON,
+        "text": JSON,
+        "uuid": JSON,
+        "detail": JSON,
+        "source": SOURCE | JSON,
+        "content": JSON,
+    },
 )
 PARTS = LEAF_PARTS | st.lists(LEAF_PARTS | JSON, max_size=2).map(lambda blocks: tool_result(*blocks)) | JSON
 CONTENT = st.lists(PARTS, max_size=3) | JSON
@@ -56,6 +82,7 @@ ITEMS = st.lists(ITEM | JSON, max_size=3) | JSON
 BODIES = st.fixed_dictionaries(
     {"messages": ITEMS, "input": ITEMS, "system": CONTENT},
     optional={
+        "media_io_kwargs": JSON | st.fixed_dictionaries({"video": JSON}),
         "mm_processor_kwargs": JSON | st.dictionaries(STRINGS, st.integers()),
         "tools": JSON,
         "tool_choice": JSON,

@@ -1,5 +1,5 @@
 """Bodies at random through the parsers of all formats: an error of the client's that names its part, or a body in which
-every image is a reference."""
+every image and sound is a reference."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(data: bytes, body_format: BodyFormat) -> None:
     assert all(image.label.endswith("])") for image in chat.images)
     found = set()
     for part in parts_in(json.loads(text), body_format):
-        if part.get("type") in body_format.value.images:
+        if part.get("type") in {*body_format.value.images, *body_format.value.others}:
             (key,) = keys.intersection(_strings(part))
             found.add(key)
         else:

@@ -18,15 +18,17 @@ from starlette.requests import Request
 from deployments.common.messages import KEY_PREFIX
 from deployments.ingress.http.image_parts import MEDIA_KEYS
 from deployments.ingress.http.routes import ROUTES, Service
-from tests.fuzz.bodies import BODIES, parts_in
+from tests.fuzz.bodies import BODIES, INPUT_IMAGE, parts_in
 from tests.fuzz.shares import IN_PROCESS, OVER_HTTP
 from tests.hostile.ingress_server import serving, started
+from tests.unit.deployments.ingress.responses.stored import RESPONSES, Responding, StoreHandle, about, conversed, id_of
 from tests.unit.deployments.stand_ins import IMAGE, StandIns, ingress_of
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")
 KEY = f'"{KEY_PREFIX}[^"]*"'
 REFERENCE = re.compile(
     rf"""{{"type": "image_url", "image_url": {{"url": {KEY}}}}}|"""
+    rf"""{{"type": "(audio|video)_url", "(audio|video)_url": {{"url": {KEY}}}}}|"""
     rf"""{{"type": "input_image", "image_url": {KEY}, "detail": "auto"}}|"""
     rf"""{{"type": "image", "source": {{"type": "url", "url": {KEY}}}}}"""
 )
@@ -75,7 +77,7 @@ def in_messages(stand_ins: StandIns, path: str) -> None:
     for request in stand_ins.requests:
         if request.body and path in FORMATS:
             for part in parts_in(json.loads(request.body), FORMATS[path]):
-                if part.get("type") in FORMATS[path].value.images:
+                if part.get("type") in {*FORMATS[path].value.images, *FORMATS[path].value.others}:
                     assert REFERENCE.fullmatch(json.dumps(part))
                 else:
                     assert MEDIA_KEYS.isdisjoint(part)
@@ -102,6 +104,32 @@ def test_bodies(fuzzing: Callable[[float], settings]) -> None:
         status, stand_ins = asked(path, json.dumps(body).encode())
         assert status in ANSWERS
         in_messages(stand_ins, path)
+
+    fuzz()
+
+
+def test_conversations_that_are_stored(fuzzing: Callable[[float], settings]) -> None:
+    """Two turns, of which the second names the first if that was stored, and all that can be asked of them."""
+    handle = StoreHandle()
+    reads = [about("GET", of=1), about("GET", "/input_items", of=1), about("DELETE", of=1)]
+
+    @fuzzing(IN_PROCESS["conversations that are stored"])
+    @given(BODIES, BODIES, st.text(max_size=4))
+    @example({"input": [{"content": [INPUT_IMAGE]}]}, {"input": "x"}, "")
+    def fuzz(first: dict[str, Any], second: dict[str, Any], name: str) -> None:
+        stand_ins = Responding()
+        (made,) = conversed(handle, stand_ins, ("POST", RESPONSES, {"content": json.dumps(first)}))
+        assert made.status_code in ANSWERS | {404}
+        is_stored = made.status_code == 200 and first.get("store") is not False
+        second = {**second, "store": True, "previous_response_id": id_of(made) if is_stored else name}
+        continued = ("POST", RESPONSES, {"content": json.dumps(second)})
+        (again,) = conversed(handle, stand_ins, continued)
+        assert again.status_code in (ANSWERS if is_stored else ANSWERS | {404})
+        in_messages(stand_ins, RESPONSES)
+        if again.status_code == 200:
+            found = conversed(handle, stand_ins, continued, continued, *reads)[2:]
+            assert [response.status_code for response in found] == [200] * 3
+            assert len(found[1].json()["data"]) == len(stand_ins.bodies[-1]["input"])
 
     fuzz()
 

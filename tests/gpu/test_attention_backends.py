@@ -82,8 +82,13 @@ def test_the_plan_measures_and_says_what_it_chose(dtype: torch.dtype, caplog: py
 
     with caplog.at_level(logging.INFO, logger="encoder.fused.attention_plan"):
         plan = measure_backends(16, 80, dtype, CUDA)
-    assert len(plan.kernels) == len(plan.lengths) == len(caplog.records)
-    for length, way, record in zip(plan.lengths, plan.kernels, caplog.records, strict=True):
+    records = list(caplog.records)
+    if dtype == torch.float32:
+        assert plan.few_rows is None
+    else:
+        assert f"attention over 257 to 1024 rows: {plan.few_rows}" in records.pop().getMessage()
+    assert len(plan.kernels) == len(plan.lengths) == len(records)
+    for length, way, record in zip(plan.lengths, plan.kernels, records, strict=True):
         assert f"segments of up to {length} patches: {way}" in record.getMessage()
         assert plan.kernel(length) == way
         assert unsupported_reason(way.backend, torch.cuda.get_device_capability(), dtype, 80) is None

@@ -14,14 +14,13 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from encoder.kernels.attention import attend  # noqa: E402
-from encoder.kernels.flash import Tile  # noqa: E402
 from encoder.kernels.norm import norm  # noqa: E402
 from encoder.kernels.positions import add_positions_  # noqa: E402
 from encoder.kernels.rope import rope_, rope_table  # noqa: E402
 from encoder.kernels.segments import segment_tiles  # noqa: E402
 from encoder.kernels.short_attention import LONGEST, attend_with_rope  # noqa: E402
 from encoder.kernels.swiglu import swiglu  # noqa: E402
-from encoder.kernels.tiles import attention_tile, short_rows  # noqa: E402
+from encoder.kernels.tiles import FEW_ROWS_TILES, attention_tile, short_rows  # noqa: E402
 from tests.parity.reference_towers import relative_error  # noqa: E402
 
 CUDA = torch.device("cuda")
@@ -182,7 +181,7 @@ def test_attention(case: str, heads: int, dim: int, dtype: torch.dtype) -> None:
     q, k, v = qkv.unbind(1)
     expected = expected_attention(q[:total], k[:total], v[:total], lengths)
     tiles = {attention_tile(rows, dtype) for rows in (1, 100_000)}
-    for tile in tiles if dtype == torch.float32 else tiles | {Tile(64, 64, 4, 2)}:
+    for tile in tiles if dtype == torch.float32 else tiles | set(FEW_ROWS_TILES):
         found = attend(q, k, v, segment_tiles(borders(lengths, 5), total + padding, tile.rows), tile)
         assert relative_error(found[:total], expected) < ATTENDED[dtype], tile
 

@@ -24,6 +24,7 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
+from encoder.images.identity import EncoderIdentity
 from encoder.images.size import Grid
 from encoder.packing.greedy import Batch
 from encoder.pixels.device import fill_patches
@@ -97,7 +98,7 @@ def test_each_size_alone_equals_the_cpu(size: tuple[int, int], blocks: tuple[int
 
 def test_the_patches_of_a_graphs_buffer_are_not_touched_behind_the_batch() -> None:
     image = Decoded(picture(60, 90), (1, 4, 6))
-    plan = plan_pixels([(60, 90, False)], [image.grid_thw], QWEN3, taps_cache(0))
+    plan = plan_pixels([(1, 60, 90, False)], [image.grid_thw], QWEN3, taps_cache(0))
     buffer = torch.zeros(plan.buffer_bytes, dtype=torch.uint8, device=CUDA)
     buffer[: image.values.size] = torch.from_numpy(image.values.reshape(-1)).to(CUDA)
     out = torch.full((40, 1536), 7.0, dtype=torch.bfloat16, device=CUDA)
@@ -235,6 +236,7 @@ def test_from_files_to_embeddings_as_a_replica_does_it(reference: Reference) -> 
     """Decoder processes, shared memory, resizing on the device, captures in idle moments, fetching beside."""
     worker = GpuWorker(lambda: encoder_of(reference.path), max_queued_tokens=10**9)
     assert worker.resizes_on_device
+    assert isinstance(worker.identity, EncoderIdentity)
     pool = DecodePool(worker.identity.rules, workers=2, max_pixels=10**7, timeout_s=60, shm_bytes=2**23, resize=False)
     pin_shared(pool.arena.address, pool.arena.num_bytes)
     sizes = [(60 + 7 * number, 300 - 5 * number) for number in range(40)]
@@ -271,6 +273,7 @@ def test_a_worker_answers_every_image_of_a_long_run(reference: Reference) -> Non
     """Thousands of images of few sizes in one go: nobody hangs, nothing is mixed up, memory does not grow."""
     worker = GpuWorker(lambda: encoder_of(reference.path), max_queued_tokens=10**9)
     grids: list[Grid] = [(1, 4, 4), (1, 8, 6), (1, 10, 14)]
+    assert isinstance(worker.identity, EncoderIdentity)
     patch = worker.identity.rules.patch_size
     kinds = [
         Pixels(np.ascontiguousarray(picture(h * patch, w * patch, seed).transpose(2, 0, 1)), (t, h, w))

@@ -90,7 +90,9 @@ def test_a_load_waits_for_nothing_on_the_current_stream_and_is_whole_when_it_ret
         store.offer(image)
         lent = store.acquire(DIGEST)
         assert lent is not None
-        place = EngineLease("lease", "here", lent[0], Header(DIGEST, "bfloat16", (1024, WIDTH)), 0.0)
+        offset = store.offset_of(lent)
+        assert offset is not None
+        place = EngineLease("lease", "here", offset, Header(DIGEST, "bfloat16", (1024, WIDTH)), 0.0)
         torch.cuda._sleep(200_000_000)  # cycles: the current stream has something to do
         loaded = memory.load(place, torch.bfloat16)
         room.zero_()

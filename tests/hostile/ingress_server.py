@@ -20,6 +20,7 @@ from tests.unit.deployments.stand_ins import IMAGE, StandIns
 
 CHAT = "/v1/chat/completions"
 TEXT = {"messages": [{"role": "user", "content": "x"}]}
+KEY, OTHER_KEY = "alice-has-a-key-of-her-own", "bob-has-another-key-of-his"
 PICTURE = {"messages": [{"role": "user", "content": [IMAGE]}]}
 
 
@@ -66,3 +67,7 @@ def asked(ingress: Ingress, *requests: dict[str, Any]) -> list[httpx.Response]:
 
 def statuses(responses: list[httpx.Response]) -> list[int]:
     return [response.status_code for response in responses]
+
+
+def bearer(key: str, **more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", **more}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import time
+import threading
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,11 +24,13 @@ from tests.hostile.naive import naive_fetch
 from tests.unit.deployments.ingress.fetch.loopback import Respond, answer
 
 MAX_BYTES = 200_000
-TIMEOUT_S = 0.4
-CONFIG = FetchConfig(http=True, timeout_s=TIMEOUT_S)
+TIMEOUT_S = 1.0
+QUICK = FetchConfig(http=True, timeout_s=TIMEOUT_S)
+"""Where the limit that is tested is the time."""
 
-PATIENT_S = 30.0
-"""Where the limit that is tested is another."""
+PATIENT_S = 60.0
+CONFIG = FetchConfig(http=True, timeout_s=PATIENT_S)
+"""Where it is another: no pause of this machine is as long."""
 
 URL = "http://a.example/image.png"
 
@@ -45,9 +47,20 @@ async def refused(
     fetcher = MediaFetcher(config, max_bytes=MAX_BYTES, resolve=resolve, network=network)
     with pytest.raises(kind) as error:
         await fetcher.fetch(url)
-    assert await fetcher.fetch("http://good.example/") == IMAGE
+    assert await fetch_good(fetcher) == IMAGE
     await fetcher.close()
     return str(error.value)
+
+
+async def fetch_good(fetcher: MediaFetcher, client: str = "") -> bytes:
+    """The good server's file, asked for again where this machine paused for longer than the fetcher's time limit."""
+    for _ in range(10):
+        try:
+            return await fetcher.fetch("http://good.example/", client=client)
+        except MediaError as error:
+            if "took longer" not in str(error):
+                raise
+    raise AssertionError("the good server could not be reached in ten tries")
 
 
 def test_a_name_that_changes_its_address_after_the_check() -> None:
@@ -115,9 +128,8 @@ def test_redirects_without_end() -> None:
         async with attacks.network(public=attacks.endless_redirects, other=attacks.good) as network:
             with pytest.raises(ValueError, match="30 redirects"):
                 await naive_fetch(URL + "/0", resolve=names(), network=network)
-            assert "redirects more than 3 times" in await refused(URL + "/0", network, names(), config=patient)
+            assert "redirects more than 3 times" in await refused(URL + "/0", network, names())
 
-    patient = FetchConfig(http=True, timeout_s=10.0)
     asyncio.run(scenario())
 
 
@@ -147,7 +159,10 @@ def test_a_server_that_takes_its_time(attack: str) -> None:
     async def scenario() -> None:
         async with attacks.network(public=getattr(attacks, attack), other=attacks.good) as network:
             assert await still_going(naive_fetch(URL, resolve=names(), network=network))
-            assert await refused(URL, network, names()) == f"fetching the image took longer than {TIMEOUT_S:g} s"
+            assert (
+                await refused(URL, network, names(), config=QUICK)
+                == f"fetching the file took longer than {TIMEOUT_S:g} s"
+            )
 
     asyncio.run(scenario())
 
@@ -159,7 +174,7 @@ def test_a_server_that_never_answers() -> None:
     async def scenario() -> None:
         async with attacks.network(public=silent, other=attacks.good) as network:
             assert await still_going(naive_fetch(URL, resolve=names(), network=network))
-            assert "took longer" in await refused(URL, network, names())
+            assert "took longer" in await refused(URL, network, names(), config=QUICK)
 
     asyncio.run(scenario())
 
@@ -168,16 +183,27 @@ def test_a_name_server_that_never_answers() -> None:
     """The look-up cannot be cancelled, but it does not keep others from theirs."""
 
     async def scenario() -> None:
+        asked, answered = threading.Event(), threading.Event()
+
         def slow(host: str, port: int) -> list[str]:
             if host == "a.example":
-                time.sleep(3 * TIMEOUT_S)
+                asked.set()
+                answered.wait(PATIENT_S)
             return [OTHER_PUBLIC]
 
         async with attacks.network(other=attacks.good) as network:
-            fetcher = MediaFetcher(CONFIG, max_bytes=MAX_BYTES, resolve=slow, network=network)
+            fetcher = MediaFetcher(QUICK, max_bytes=MAX_BYTES, resolve=slow, network=network)
             with pytest.raises(MediaError, match="took longer"):
                 await fetcher.fetch(URL)
+            await fetcher.close()
+            fetcher = MediaFetcher(CONFIG, max_bytes=MAX_BYTES, resolve=slow, network=network)
+            asked.clear()
+            waiting = asyncio.ensure_future(fetcher.fetch(URL))
+            assert await asyncio.to_thread(asked.wait, PATIENT_S)
             assert await fetcher.fetch("http://good.example/") == IMAGE
+            assert not waiting.done()
+            answered.set()
+            assert await waiting == IMAGE
             await fetcher.close()
 
     asyncio.run(scenario())
@@ -222,7 +248,7 @@ def test_more_bytes_than_allowed(attack: Respond, told: str, kind: type[MediaErr
 def test_a_header_without_end() -> None:
     async def scenario() -> None:
         async with attacks.network(public=attacks.endless_header, other=attacks.good) as network:
-            assert await refused(URL, network, names()) == "the image could not be fetched"
+            assert await refused(URL, network, names()) == "the file could not be fetched"
 
     asyncio.run(scenario())
 
@@ -234,8 +260,7 @@ def test_a_body_in_crumbs() -> None:
         async with attacks.network(public=attacks.crumbs, other=attacks.good) as network:
             crumbs = await naive_fetch(URL, resolve=names(), network=network, max_bytes=20_000)
             assert len(crumbs) > 20_000
-            patient = CONFIG.model_copy(update={"timeout_s": 20.0})
-            assert "too small pieces" in await refused(URL, network, names(), config=patient)
+            assert "too small pieces" in await refused(URL, network, names())
 
     asyncio.run(scenario())
 
@@ -247,10 +272,10 @@ def test_lengths_that_are_not_true() -> None:
             attacks.wrong_length(10**12, bytes(MAX_BYTES), close=True),
         ):
             async with attacks.network(public=attack, other=attacks.good) as network:
-                assert await refused(URL, network, names()) == "the image could not be fetched"
+                assert await refused(URL, network, names()) == "the file could not be fetched"
         endless = attacks.wrong_length(10**12, bytes(2 * MAX_BYTES), close=False)
         async with attacks.network(public=endless, other=attacks.good) as network:
-            await refused(URL, network, names(), MediaTooLargeError, FetchConfig(http=True, timeout_s=PATIENT_S))
+            await refused(URL, network, names(), MediaTooLargeError)
 
     asyncio.run(scenario())
 
@@ -280,17 +305,31 @@ def test_a_client_that_fetches_too_much_holds_up_nobody_else() -> None:
     """All of its fetches hang; another client's go through, and so do its own when its time is over."""
 
     async def scenario() -> None:
-        config = CONFIG.model_copy(update={"max_concurrent": 6, "max_concurrent_per_client": 4, "timeout_s": 1.0})
+        limits = {"max_concurrent": 6, "max_concurrent_per_client": 4}
         async with attacks.network(public=attacks.drip, other=attacks.good) as network:
-            fetcher = MediaFetcher(config, max_bytes=MAX_BYTES, resolve=names(), network=network)
+            fetcher = MediaFetcher(
+                CONFIG.model_copy(update=limits), max_bytes=MAX_BYTES, resolve=names(), network=network
+            )
             hanging = [asyncio.create_task(fetcher.fetch(URL, client="greedy")) for _ in range(40)]
-            await asyncio.sleep(0.1)
+            while network.connected.count(PUBLIC) < 4:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
             for _ in range(10):
-                assert await asyncio.wait_for(fetcher.fetch("http://good.example/", client="other"), 0.5) == IMAGE
-            ends = await asyncio.gather(*hanging, return_exceptions=True)
+                assert await fetcher.fetch("http://good.example/", client="other") == IMAGE
+            assert not any(task.done() for task in hanging)
+            assert network.connected.count(PUBLIC) == 4
+            for task in hanging:
+                task.cancel()
+            await asyncio.wait(hanging)
+            await fetcher.close()
+
+            fetcher = MediaFetcher(
+                QUICK.model_copy(update=limits), max_bytes=MAX_BYTES, resolve=names(), network=network
+            )
+            fetches = [fetcher.fetch(URL, client="greedy") for _ in range(40)]
+            ends = await asyncio.gather(*fetches, return_exceptions=True)
             assert all(isinstance(end, MediaError) for end in ends)
             assert sum(isinstance(end, MediaBusyError) for end in ends) >= 40 - 2 * 4
-            assert await fetcher.fetch("http://good.example/", client="greedy") == IMAGE
+            assert await fetch_good(fetcher, client="greedy") == IMAGE
             assert len(fetcher._client_slots) <= 1, "clients who have gone are forgotten"
             await fetcher.close()
 
@@ -305,7 +344,7 @@ def test_nothing_is_left_open() -> None:
         return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
 
     async def scenario() -> None:
-        quick = CONFIG.model_copy(update={"timeout_s": 0.1})
+        quick = QUICK.model_copy(update={"timeout_s": 0.1})
         kinds: list[Any] = [attacks.drip, attacks.endless, attacks.endless_header, attacks.crumbs]
         for attack in [*kinds, attacks.gzip_bomb(10**6)]:
             async with attacks.network(public=attack, other=attacks.good) as network:

@@ -32,9 +32,9 @@ from tests.hostile.attack_server import PUBLIC, SECRET, Names
 from tests.hostile.files import encoded, picture
 from tests.hostile.ingress_server import CHAT, PICTURE, TEXT, asked, started
 from tests.hostile.naive import naive_fetch
-from tests.unit.deployments.llm.test_llm import encoded as embedding
-from tests.unit.deployments.llm.test_llm import header, place, replica
-from tests.unit.deployments.llm.test_llm import request as chat_request
+from tests.unit.deployments.llm.stand_in_replica import encoded as embedding
+from tests.unit.deployments.llm.stand_in_replica import header, place, replica
+from tests.unit.deployments.llm.stand_in_replica import request as chat_request
 from tests.unit.deployments.samples import RULES, at_once
 from tests.unit.deployments.stand_ins import Pieces, StandIns
 
@@ -171,9 +171,14 @@ def test_a_decompression_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_an_image_that_could_not_be_encoded_is_never_left_out(lost: int) -> None:
     """One of three is refused by its encoder: a server that gathers what it can answers 200 about the other two."""
-    images: list[Any] = [embedding(float(number + 1)) for number in range(3)]
-    images[lost] = ImageRefused("truncated or corrupt")
-    gathered = [image for image in images if not isinstance(image, ImageRefused)]
+
+    def encoded() -> list[Any]:
+        """Each is offered to one reader."""
+        images: list[Any] = [embedding(float(number + 1)) for number in range(3)]
+        images[lost] = ImageRefused("truncated or corrupt")
+        return images
+
+    gathered = [image for image in encoded() if not isinstance(image, ImageRefused)]
     places = [place(number, f"image {number + 1} of 3") for number in range(3)]
 
     async def pieces(of: list[Any], there: list[Any], headers: list[Any]) -> list[Any]:
@@ -184,7 +189,7 @@ def test_an_image_that_could_not_be_encoded_is_never_left_out(lost: int) -> None
     kept = [header for number, header in enumerate(headers) if number != lost]
     _, naive, *_ = asyncio.run(pieces(gathered, [place(number) for number in range(2)], kept))
     assert naive.status == 200
-    _, head, *body = asyncio.run(pieces(images, places, headers))
+    _, head, *body = asyncio.run(pieces(encoded(), places, headers))
     assert isinstance(head, ResponseHead)
     assert head.status == 400
     assert f"image {lost + 1} of 3: truncated or corrupt".encode() in b"".join(body)

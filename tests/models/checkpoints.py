@@ -18,6 +18,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from deployments.vllm import import_shim
+
 SCENES = Path(__file__).resolve().parent.parent.parent / "models" / "scenes-8m"
 WEIGHT_SPREAD = 0.08
 """Standard deviation of the weights, so large that answers depend on the picture."""
@@ -58,6 +60,9 @@ VISION: dict[str, Any] = {
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 """Normalisation of pixels."""
 
+Shapes = dict[str, tuple[int, ...]]
+"""Sizes of tensors by name."""
+
 Rename = Callable[[str], str | None]
 """Name of a tensor in released checkpoints, by its name in transformers 5; None drops the tensor."""
 
@@ -71,6 +76,8 @@ class Recipe:
     """Name in vLLM's registry."""
     modality: str = "image"
     dtype: str = "float32"
+    max_items: int = 2
+    """Most items in a request."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -133,6 +140,21 @@ class Draft:
             named = {rename(name): tensor for name, tensor in load_file(path).items()}
             save_file({name: tensor for name, tensor in named.items() if name}, path, metadata={"format": "pt"})
 
+    def add_weights(self, shapes: Shapes, dtype: str = "float32") -> None:
+        """Adds random weights to those that are there: for modules that transformers has no class of."""
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        path = self.out / "model.safetensors"
+        tensors = load_file(path) if path.exists() else {}
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            if len(shape) > 1:
+                tensors[name] = torch.randn(shape, generator=generator).mul_(WEIGHT_SPREAD).to(getattr(torch, dtype))
+            else:
+                tensors[name] = torch.full(shape, float(not name.endswith("bias")), dtype=getattr(torch, dtype))
+        save_file(tensors, path, metadata={"format": "pt"})
+
 
 def prefix(old: str, new: str) -> Rename:
     """Returns a `Rename` of names that begin with `old`."""
@@ -165,6 +187,7 @@ def make(name: str, out: Path) -> Recipe:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    import_shim.activate()
     parser = argparse.ArgumentParser(description="Write small random checkpoints.")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--out", type=Path, required=True)

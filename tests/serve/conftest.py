@@ -21,7 +21,10 @@ from training.card import MODEL as SCENES
 from training.checkpoints import make_checkpoint
 
 # What starts vLLM alone goes first, then the application without an encoder; what breaks replicas comes last.
-FILE_ORDER = ("test_parity.py", "test_without_encoder.py", "*", "test_lost_replicas.py")
+FILE_ORDER = (
+    *("test_generic_models.py", "test_no_split.py", "test_parity.py", "test_without_encoder.py", "*"),
+    "test_lost_replicas.py",
+)
 
 _measured: dict[str, float] = {}
 
@@ -81,12 +84,8 @@ def reference(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def application(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApplication]:
-    served = ServedApplication(configuration(checkpoints), folder=tmp_path_factory.mktemp("serve_run"))
-    try:
-        served.wait()
+    with ServedApplication(configuration(checkpoints), folder=tmp_path_factory.mktemp("serve_run")) as served:
         yield served
-    finally:
-        served.stop()
 
 
 @pytest.fixture(params=ARCHITECTURES)

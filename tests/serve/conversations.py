@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from tests.serve import pictures
 from tests.serve.pictures import data_url, encoded, picture, url
+from tests.video_files import Clip, frame_list
 from training.conversations import Conversation as SceneConversation
 from training.held_out import questions
 
@@ -50,7 +53,11 @@ class Conversation:
 
     @property
     def has_images(self) -> bool:
-        return "image_url" in str(self.body["messages"])
+        return "image_url" in str(self.body["messages"]) or self.has_videos
+
+    @property
+    def has_videos(self) -> bool:
+        return "video_url" in str(self.body["messages"])
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +69,13 @@ def text(words: str) -> Body:
 
 def image(image_url: str, **fields: str) -> Body:
     return {"type": "image_url", "image_url": {"url": image_url, **fields}}
+
+
+def video(file: bytes) -> Body:
+    """`file`: or the text of a list of frames."""
+    frames = file.startswith(b"/9j/")
+    data = (file if frames else base64.b64encode(file)).decode()
+    return {"type": "video_url", "video_url": {"url": f"data:video/{'jpeg' if frames else 'mp4'};base64,{data}"}}
 
 
 def user(*content: Body) -> Body:
@@ -215,6 +229,22 @@ def _pixel_bounds() -> dict[str, Body]:
     }
 
 
+def _videos() -> dict[str, Body]:
+    clip, webm = Clip(24, Fraction(8), seed=1), Clip(30, Fraction(10), 160, 120, container="webm", seed=2)
+    asked, first = text("What happens?"), video(clip.encode())
+    return {
+        "a video": chat(user(first, asked)),
+        "a video at seven frames a second": chat(user(first, asked), media_io_kwargs={"video": {"fps": 7}}),
+        "a video and an image": chat(user(image(url(62, 90, 70)), video(webm.encode()), text("Is it there?"))),
+        "two videos of several turns": chat(
+            user(text("First:"), video(webm.encode()), asked),
+            {"role": "assistant", "content": "A square moves."},
+            user(video(Clip(9, Fraction(3), 70, 130, container="gif").encode()), first, text("And here?")),
+        ),
+        "a list of frames": chat(user(video(frame_list(Clip(7, seed=3).pictures())), asked)),
+    }
+
+
 def _text_only() -> dict[str, Body]:
     return {
         "text": chat({"role": "user", "content": "Hello! How are you today?"}),
@@ -230,7 +260,7 @@ def _text_only() -> dict[str, Body]:
 
 
 def _conversations() -> list[Conversation]:
-    groups = (_one_image(), _several_images(), _passed_on(), _pixel_bounds(), _text_only())
+    groups = (_one_image(), _several_images(), _passed_on(), _pixel_bounds(), _videos(), _text_only())
     return [Conversation(name, body) for group in groups for name, body in group.items()]
 
 

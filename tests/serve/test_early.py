@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,135 +17,30 @@ import pytest
 import torch
 from ray.exceptions import RayActorError
 
-from configs.schema import AppConfig
+from configs.schema import AppConfig, TcpConfig
 from deployments.common.messages import (
-    Accepted,
-    EncodedImage,
-    EncodeTimings,
-    HttpRequest,
     ImageRefused,
-    ItemReference,
     NotEncoded,
     ResponseHead,
-    SharedEmbedding,
-    new_key,
 )
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.deployment import LLM
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
-from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
-from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually
-
-PATIENCE_S = 120.0
-LOOK_S = 0.3
-"""For what must not happen."""
-SIDES = ((8, 8), (12, 8), (8, 16))
-"""Of the images' grids, in patches."""
-TOLERANCE = 1e-3
-"""Of a log-probability: a prompt that is read in parts is added up in another order."""
-
-Coming = asyncio.Future[SharedEmbedding | EncodedImage | ImageRefused]
-
-
-@dataclass
-class Replica:
-    llm: LLM
-    counts: FreeAdded
-    store: EmbeddingStore
-    server: ShmServer
-    width: int
-    merge: int
-    token: int
-    """Of an image in a prompt."""
-    loop: asyncio.AbstractEventLoop
-    num_compiled: int
-    """What torch had compiled in the engine when the replica was ready."""
-    num_made: int = 0
-
-    def run(self, scenario: Coroutine[Any, Any, None]) -> None:
-        self.counts.added.clear()
-        self.loop.run_until_complete(asyncio.wait_for(scenario, PATIENCE_S))
-
-    def images(self) -> list[EncodedImage]:
-        """New ones of SIDES, in the encoder's memory."""
-        made = []
-        for h, w in SIDES:
-            self.num_made += 1
-            rows = h * w // self.merge**2
-            tokens = self.store.allocate(rows, self.width, torch.float32)
-            assert tokens is not None
-            tokens.copy_(torch.randn(rows, self.width, generator=torch.Generator().manual_seed(self.num_made)))
-            timings = EncodeTimings(1.0, 2.0, 3.0, time.time(), cached=False)
-            made.append(EncodedImage.pack(tokens, f"{self.num_made:064x}", timings))
-            assert self.store.offer(made[-1])
-        return made
-
-    def lent(self, image: EncodedImage) -> SharedEmbedding:
-        return image.to_shared(self.server.address)
-
-    def header(self, image: EncodedImage) -> ItemHeader:
-        (grid,) = ((1, h, w) for h, w in SIDES if h * w == image.num_tokens * self.merge**2)
-        update = PromptUpdate("replace", (self.token,), (PromptRun(self.token, image.num_tokens, True),))
-        return ItemHeader(image.digest, "image", image.num_tokens, (update,), grid)
-
-    def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ItemReference]]:
-        """Each with a salt of its own, by which it finds nothing in the prefix cache."""
-        references = [ItemReference(new_key(), n, f"image {n}") for n in range(len(images))]
-        content: list[object] = []
-        for reference in references:
-            content += [
-                {"type": "text", "text": "And this one?"},
-                {"type": "image_url", "image_url": {"url": reference.key}},
-            ]
-        body = {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": 4,
-            "temperature": 0,
-            "logprobs": True,
-            "cache_salt": new_key(),
-            **fields,
-        }
-        headers = [(b"content-type", b"application/json")]
-        return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode()), references
-
-    async def told(
-        self, images: list[EncodedImage], encodings: Sequence[Awaitable[Any] | SharedEmbedding], **fields: object
-    ) -> list[object]:
-        request, references = self.request(images, **fields)
-        headers = [self.header(image) for image in images]
-        return [piece async for piece in self.llm.handle(request, references, headers, encodings)]
-
-    def asked(self, images: list[EncodedImage], **fields: object) -> tuple[list[Coming], asyncio.Task[list[object]]]:
-        """What encoders are to answer, and what is told."""
-        futures = coming(self.loop, len(images))
-        return futures, asyncio.ensure_future(self.told(images, list(futures), **fields))
-
-    async def begun(self) -> tuple[list[EncodedImage], list[Coming], asyncio.Task[list[object]]]:
-        """A request whose first image vLLM has, and whose others are on their way."""
-        images, before = self.images(), self.num_loaded
-        futures, answer = self.asked(images)
-        futures[0].set_result(self.lent(images[0]))
-        await eventually(lambda: self.num_loaded > before)
-        return images, futures, answer
-
-    @property
-    def num_loaded(self) -> int:
-        return self.llm._receiver.num_loaded
-
-    def nothing_is_left(self) -> bool:
-        return (
-            len(self.llm._receiver) == len(self.llm._frontend.references) == 0
-            and self.llm._requests.num_early_prefills == self.llm._requests.num_in_flight == 0
-        )
-
-    def in_vain(self) -> dict[str | None, int]:
-        return {why: number for (which, why), number in self.counts.added.items() if which is IN_VAIN}
-
-
-IN_VAIN = Counter.EARLY_PREFILLS_ABORTED
+from deployments.transfer.tcp_server import TcpServer
+from deployments.transfer.unix_socket import host_id
+from tests.serve.early_replica import (
+    LOOK_S,
+    Replica,
+    answered,
+    at_once,
+    coming,
+    compiled,
+    same,
+)
+from tests.unit.deployments.llm.receivers import FreeAdded, eventually
+from tests.unit.deployments.transfer.stored_embeddings import tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +48,6 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     config = AppConfig.model_validate(
         {
             "model": str(checkpoints["qwen3"]),
-            "transfer": "shared_memory",
             "llm": {
                 "num_gpus": 0,
                 "early_prefill_min_tokens": 8,
@@ -182,47 +73,16 @@ def replica(checkpoints: dict[str, Path]) -> Iterator[Replica]:
     config_of_model = llm._engine.model_config.hf_config
     merge, token = config_of_model.vision_config.spatial_merge_size, config_of_model.image_token_id
     store = EmbeddingStore(2**22)
-    server = ShmServer(store)
+    server, tcp = ShmServer(store), TcpServer(store, llm._receiver._tcp._secret, TcpConfig())
     try:
-        yield Replica(llm, counts, store, server, llm._requests._width, merge, token, loop, num_compiled)
+        yield Replica(llm, counts, store, server, tcp, llm._requests._width, merge, token, loop, num_compiled)
     finally:
         server.close()
+        tcp.close()
         llm.__del__()
         llm._engine = None  # type: ignore[assignment]  # ended
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
-
-
-async def compiled(llm: LLM) -> int:
-    engine: Any = llm._engine
-    (number,) = await engine.collective_rpc("num_compiled")
-    return int(number)
-
-
-def coming(loop: asyncio.AbstractEventLoop, number: int) -> list[Coming]:
-    return [loop.create_future() for _ in range(number)]
-
-
-def answered(pieces: Sequence[object]) -> tuple[int, list[tuple[str, float]]]:
-    """The status, and each token with its log-probability."""
-    accepted, head, *chunks = pieces
-    assert isinstance(accepted, Accepted)
-    assert isinstance(head, ResponseHead)
-    body = json.loads(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))
-    tokens = body["choices"][0]["logprobs"]["content"] if head.status == 200 else []
-    return head.status, [(each["token"], each["logprob"]) for each in tokens]
-
-
-async def at_once(replica: Replica, images: list[EncodedImage]) -> list[tuple[str, float]]:
-    """The answer without anything of this: the embeddings are there before the request."""
-    status, tokens = answered(await replica.told(images, [replica.lent(image) for image in images]))
-    assert status == 200
-    return tokens
-
-
-def same(tokens: list[tuple[str, float]], expected: list[tuple[str, float]]) -> None:
-    assert [token for token, _ in tokens] == [token for token, _ in expected]
-    assert [value for _, value in tokens] == pytest.approx([value for _, value in expected], abs=TOLERANCE)
 
 
 def test_a_prompt_is_read_as_its_images_come_and_the_answer_is_the_same(replica: Replica) -> None:
@@ -241,6 +101,49 @@ def test_a_prompt_is_read_as_its_images_come_and_the_answer_is_the_same(replica:
         assert replica.counts.added[Counter.EARLY_PREFILLS, None] == 1
         assert replica.in_vain() == {}
         same(tokens, await at_once(replica, images))
+        await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+def test_a_video_is_read_as_its_chunks_come_and_the_answer_is_that_to_the_whole(replica: Replica) -> None:
+    """Twice: the second time, vLLM has the item, and one of its chunks comes late."""
+
+    async def scenario() -> None:
+        header, parts = replica.video((8, 8, 8), (3, 3, 2))
+        whole = dataclasses.replace(header, digest="e" * 64, chunks=())
+        [joined] = replica.parts(whole, torch.cat([tokens_of(part) for part in parts]))
+        for late in (range(3), (0, 2, 1)):
+            before = replica.num_loaded
+            futures = coming(replica.loop, 3)
+            answer = asyncio.ensure_future(replica.told_of_video(header, list(futures)))
+            for step, number in enumerate(late):
+                await asyncio.sleep(LOOK_S)
+                assert not answer.done()
+                futures[number].set_result(replica.lent(parts[number]))
+                if late == range(3):
+                    await eventually(lambda due=before + step + 1: replica.num_loaded == due)  # type: ignore[misc]
+            status, tokens = answered(await answer)
+            assert status == 200
+            _, expected = answered(await replica.told_of_video(whole, [replica.lent(joined)]))
+            same(tokens, expected)
+            await eventually(replica.nothing_is_left)
+
+    replica.run(scenario())
+
+
+def test_a_chunk_that_is_refused_refuses_the_video(replica: Replica) -> None:
+    async def scenario() -> None:
+        header, parts = replica.video((8, 8, 8), (4, 4))
+        futures = coming(replica.loop, 2)
+        answer = asyncio.ensure_future(replica.told_of_video(header, list(futures)))
+        futures[0].set_result(replica.lent(parts[0]))
+        await asyncio.sleep(LOOK_S)
+        futures[1].set_result(ImageRefused("frame 9 of the video cannot be decoded"))
+        _, head, body = await answer
+        assert isinstance(head, ResponseHead)
+        assert head.status == 400
+        assert b"video 1: frame 9 of the video cannot be decoded" in body  # type: ignore[operator]
         await eventually(replica.nothing_is_left)
 
     replica.run(scenario())
@@ -322,14 +225,14 @@ def test_an_encoder_that_fails_is_told_and_nothing_is_left(replica: Replica) -> 
 
 
 @pytest.mark.parametrize("which", [2, 0])
-def test_what_comes_through_the_object_store_is_loaded_like_the_others(replica: Replica, which: int) -> None:
+def test_what_comes_from_another_host_is_loaded_like_the_others(replica: Replica, which: int) -> None:
     async def scenario() -> None:
         images = replica.images()
         before = replica.num_loaded
         futures, answer = replica.asked(images)
         await asyncio.sleep(LOOK_S)
         for number, (future, image) in enumerate(zip(futures, images, strict=True)):
-            future.set_result(image if number == which else replica.lent(image))
+            future.set_result(replica.lent(image, far=number == which))
         status, tokens = answered(await answer)
         assert status == 200
         assert replica.num_loaded == before + 3
@@ -346,7 +249,7 @@ def test_an_embedding_that_is_not_what_its_file_said_never_reaches_the_engine(re
     async def scenario() -> None:
         images = replica.images()
         futures, answer = replica.asked(images)
-        wrong = EncodedImage.pack(torch.zeros(4, replica.width), images[1].digest, images[1].timings)
+        wrong = dataclasses.replace(replica.lent(images[1]), shape=(4, replica.width))
         futures[0].set_result(replica.lent(images[0]))
         futures[1].set_result(wrong)
         futures[2].set_result(replica.lent(images[2]))
@@ -373,7 +276,7 @@ def test_the_engine_has_no_tower(replica: Replica) -> None:
 
 
 def test_images_that_come_by_every_path_mix_in_a_request(replica: Replica) -> None:
-    """One that vLLM has, a new one, the same again, and one through the object store; the text between them counts."""
+    """One that vLLM has, a new one, the same again, and one from another host; the text between them counts."""
 
     async def scenario() -> None:
         images = replica.images()
@@ -385,7 +288,7 @@ def test_images_that_come_by_every_path_mix_in_a_request(replica: Replica) -> No
         given: list[Any] = [replica.lent(images[0]), *futures]
         pieces = asyncio.ensure_future(_all(replica.llm.handle(request, references, headers, given)))
         await asyncio.sleep(LOOK_S)
-        futures[1].set_result(images[2])
+        futures[1].set_result(replica.lent(images[2]))
         await asyncio.sleep(LOOK_S)
         futures[0].set_result(replica.lent(images[1]))
         status, tokens = answered(await pieces)
@@ -409,7 +312,7 @@ def test_an_embedding_that_has_gone_is_asked_for_again(replica: Replica) -> None
         images = replica.images()
         futures = coming(replica.loop, 3)
         futures[0].set_result(replica.lent(images[0]))
-        futures[1].set_result(EncodedImage.to_shared(images[1], "\0nobody"))
+        futures[1].set_result(images[1].to_shared(f"{host_id()}/vitray-nobody"))
         with pytest.raises(TransferFailedError):
             await replica.told(images, list(futures))
         await eventually(replica.nothing_is_left)

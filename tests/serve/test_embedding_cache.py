@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,7 +11,7 @@ import pytest
 from deployments.telemetry.metrics import Counter
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import Json, ask, post, streaming, until
+from tests.serve.asking import Json, ask, post, settled, streaming, until
 from tests.serve.comparison import difference
 from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, text, user
 
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"
 VLLM_CACHES_TOKENS = 2048
 """Of the embeddings that vLLM keeps: as many as it computes at once."""
-SETTLED = 4
 STAGES = ("fetch", "preprocess", "admission", "queue", "encode", "transfer", "first-token")
 
 
@@ -57,7 +54,7 @@ def test_the_engine_loads_embeddings_by_itself(base_url: str) -> None:
 
 def test_vllm_has_a_request_while_its_images_are_encoded(application: ServedApplication, qwen3: str) -> None:
     """Once the engine has loaded what came before. The answers are those of vLLM alone: test_parity.py again."""
-    before = application.exported("qwen3", "LLM", Counter.EARLY_PREFILLS)
+    before = settled(lambda: application.exported("qwen3", "LLM", Counter.EARLY_PREFILLS))
     for number in range(8):
         ask(qwen3, chat(user(*(image(pictures.url(380 + 2 * number + n, 90, 90)) for n in range(2)), text("Compare."))))
     until(lambda: application.exported("qwen3", "LLM", Counter.EARLY_PREFILLS) >= before + 4)
@@ -83,7 +80,7 @@ def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedA
     ask(qwen3, about_two(1, "Be brief."))
     others = [chat(user(*(image(pictures.url(430 + 8 * n + k, 448, 448)) for k in range(8)))) for n in range(2)]
     assert sum(ask(qwen3, body)["usage"]["prompt_tokens"] for body in others) > VLLM_CACHES_TOKENS + 2 * 100
-    before = _settled(loaded)
+    before = settled(loaded)
     again = post(qwen3, CHAT, about_two(2, "Be brief."))
     assert timing(again)["path"] == 'desc="engine_loads"', "it was lent both"
     until(lambda: loaded() == before + 1)
@@ -91,17 +88,8 @@ def test_the_engine_does_not_load_what_its_prefix_cache_has(application: ServedA
     until(lambda: loaded() == before + 3)
 
 
-def _settled(value: Callable[[], float]) -> float:
-    """The value once it has been the same for several reports."""
-    seen = [value()]
-    while len(seen) < SETTLED or len(set(seen[-SETTLED:])) > 1:
-        time.sleep(1)
-        seen.append(value())
-    return seen[-1]
-
-
 def test_images_without_room_in_shared_memory_mix_with_others(application: ServedApplication) -> None:
-    """Such an embedding goes through the object store, and the engine loads it like the others of the request."""
+    """Such an embedding is read by TCP, and the engine loads it like the others of the request."""
     qwen25 = application.base_url("qwen25")
     small, large = image(pictures.url(413)), image(pictures.url(414, 896, 896))
     ask(qwen25, chat(user(image(pictures.url(415)), text("What is it?"))))
@@ -110,7 +98,7 @@ def test_images_without_room_in_shared_memory_mix_with_others(application: Serve
     both = chat(user(small, large, text("Compare.")))
     answer = ask(qwen25, both)
     alone = post(qwen25, CHAT, chat(user(large, text("What is it?"))))
-    assert timing(alone)["path"] == 'desc="object_store"'
+    assert timing(alone)["path"] == 'desc="tcp"'
     difference(ask(qwen25, both), answer, tolerance=1e-3)
 
 

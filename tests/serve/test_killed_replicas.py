@@ -33,12 +33,8 @@ def served(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[ServedAppli
     application = next(found for found in settings["applications"] if found["name"] == NAME)
     application["deployments"] = [{"name": kind, "num_replicas": 2} for kind in KINDS]
     settings["applications"] = [application]
-    served = ServedApplication(settings, folder=tmp_path, haproxy=True)
-    try:
-        served.wait()
+    with ServedApplication(settings, folder=tmp_path, haproxy=True) as served:
         yield served
-    finally:
-        served.stop()
 
 
 def working(served: ServedApplication, kind: str) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.serve.browser import TIMEOUT_MS, VIEWPORT, Watched
 from tests.serve.conversations import about
 from tests.serve.pictures import circle_and_square, encoded, picture, three_triangles, url
 from tests.threaded import serving
+from tests.video_files import Clip
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +166,27 @@ def test_dropped_pasted_and_drawn(watched: Watched, qwen3: str) -> None:
     assert page.locator("#pictures img").last.evaluate("it => it.naturalWidth") == 320
 
 
+def test_a_video_and_the_chunks_of_its_frames(watched: Watched, qwen3: str) -> None:
+    """Twelve seconds at the model's two frames a second: three chunks, each with its stages; a picture beside it."""
+    page = opened(watched, qwen3)
+    clip = Clip(96, Fraction(8), width=224, height=224, seed=5).encode()
+    files = [file("clip.mp4", clip, "video/mp4"), file("one.png", encoded(picture(3, 64, 64)))]
+    page.locator("#files").set_input_files(files)
+    expect(page.get_by_role("status")).to_have_text("2 files to ask about.")
+    expect(page.locator("#pictures video")).to_have_attribute("aria-label", "Video 1: clip.mp4")
+    expect(page.get_by_role("button", name="Remove video 1: clip.mp4")).to_be_visible()
+    assert asked(page, "What happens?"), page.get_by_role("alert").inner_text()
+    rows = rows_of(page.locator("#images-table"))
+    names = [f"1. clip.mp4, frames {frames}" for frames in ("1–8", "9–16", "17–24")]
+    assert [row[0] for row in rows] == [*names, "2. one.png"]
+    assert [row[4] for row in rows] == ["miss"] * 4
+    assert {row[1] for row in rows[:3]} == {rows[0][1]}, "tokens"
+    assert stage_ms(page)["preprocess"] > 0
+    assert violations(page) == []
+    asked(page, "Once more: what happens?")
+    assert [row[4] for row in rows_of(page.locator("#images-table"))] == ["hit"] * 4
+
+
 def test_by_keyboard_alone(watched: Watched, qwen3: str) -> None:
     """Choose, remove, ask, see a long answer come, stop it."""
     page = opened(watched, qwen3)
@@ -178,7 +201,7 @@ def test_by_keyboard_alone(watched: Watched, qwen3: str) -> None:
     page.keyboard.press("Tab")
     expect(page.locator("#key-box summary")).to_be_focused()
     page.keyboard.press("Tab")
-    choose = page.get_by_role("button", name="Choose pictures")
+    choose = page.get_by_role("button", name="Choose files")
     expect(choose).to_be_focused()
     assert choose.evaluate("it => getComputedStyle(it).outlineStyle") == "solid"
     with page.expect_file_chooser() as chooser:
@@ -207,7 +230,7 @@ def test_what_goes_wrong_is_told(watched: Watched, qwen3: str) -> None:
     page = opened(watched, qwen3)
     alert = page.get_by_role("alert")
     page.locator("#files").set_input_files([file("notes.txt", b"text", "text/plain")])
-    expect(page.get_by_role("status")).to_have_text("That is no picture.")
+    expect(page.get_by_role("status")).to_have_text("That is no picture, video or sound.")
     page.locator("#files").set_input_files([file("broken.png", encoded(picture(2, 64, 64))[:90])])
     asked(page, "What is it?")
     expect(alert).to_contain_text(re.compile(r"image 1 of 1 \(messages\[0\]\.content\[\d\]\): "))

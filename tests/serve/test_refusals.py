@@ -57,8 +57,9 @@ def test_a_bad_image_is_named(base_url: str, image_url: str) -> None:
 
 
 def test_a_bad_image_is_named_when_the_answer_would_stream_and_when_tokens_are_counted(qwen3: str) -> None:
-    messages = asked(image(BAD_IMAGES["a truncated jpeg"]), image(GOOD))["messages"]
-    for path, fields in ((CHAT, {"stream": True}), ("/tokenize", {})):
+    """Tokens are counted by an image's header: what is cut off later does not show."""
+    for path, name, fields in ((CHAT, "a truncated jpeg", {"stream": True}), ("/tokenize", "no image at all", {})):
+        messages = asked(image(BAD_IMAGES[name]), image(GOOD))["messages"]
         error = error_of(post(qwen3, path, {"model": MODEL, "messages": messages, **fields}), 400)
         assert "image 1 of 2" in error["message"]
 

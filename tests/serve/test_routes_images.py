@@ -11,13 +11,16 @@ import anthropic
 import openai
 import pytest
 
+from deployments.telemetry.metrics import Counter
 from tests.serve import pictures
-from tests.serve.asking import KEY, ask, post
+from tests.serve.application import ServedApplication
+from tests.serve.asking import KEY, ask, post, settled, until
 from tests.serve.comparison import difference
 from tests.serve.conversations import (
     MODEL,
     WEATHER,
     about,
+    chat,
     image,
     input_image,
     source_image,
@@ -99,14 +102,6 @@ def test_a_response_that_calls_a_tool_and_sees_its_image(client: openai.OpenAI, 
     assert answers[0].output_text == answers[1].output_text
 
 
-def test_stored_responses_are_refused_with_the_reason(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "input": [user(input_image(ONE), WORDS)], "max_output_tokens": 4}
-    made = client.responses.create(store=True, **asked)
-    for fields in ({"previous_response_id": made.id}, {"background": True}):
-        with pytest.raises(openai.BadRequestError, match="responses are not stored: one replica"):
-            client.responses.create(**asked, **fields)
-
-
 def text_of(message: Any) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
@@ -130,6 +125,22 @@ def test_a_message_with_images_streamed_and_whole(claude: anthropic.Anthropic) -
     assert counted.input_tokens == whole.usage.input_tokens + cached
     body = {"model": MODEL, "messages": [user(image(ONE), text("What is it?"), image(TWO))]}
     assert counted.input_tokens == ask(str(claude.base_url).rstrip("/"), body, "/tokenize")["count"]
+
+
+def test_a_count_of_tokens_encodes_no_image(
+    application: ServedApplication, arch: str, base_url: str, claude: anthropic.Anthropic
+) -> None:
+    """The two routes are asked of pictures that nobody has sent; a chat about these has both of them encoded."""
+    shown, words = (pictures.url(330, 97, 61), pictures.url(331, 64, 90)), text("Compare.")
+    encoded_before = settled(lambda: application.exported(arch, "Encoder", Counter.IMAGES_ENCODED))
+    body = chat(user(*map(image, shown), words))
+    count = ask(base_url, {"model": MODEL, "messages": body["messages"]}, "/tokenize")["count"]
+    messages: Any = [user(*map(source_image, shown), words)]
+    assert claude.messages.count_tokens(model=MODEL, messages=messages).input_tokens == count
+    answer = post(base_url, "/v1/chat/completions", body)
+    assert answer.json()["usage"]["prompt_tokens"] == count
+    assert 'cache;desc="0/2"' in answer.headers["server-timing"]
+    until(lambda: application.exported(arch, "Encoder", Counter.IMAGES_ENCODED) == encoded_before + 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -50,14 +50,12 @@ def soaked(
     application = next(found for found in settings["applications"] if found["name"] == "qwen3")
     application["args"]["encoder_replica"]["cache_bytes"] = 4_000_000
     fetch = {"http": True, "allow_private_addresses": True, "timeout_s": 1.0}
-    application["args"]["ingress"] |= {"fetch": fetch, "max_image_bytes": MAX_IMAGE_BYTES}
+    # The directory is full after a minute: with its default size it would fill for an hour, like a leak.
+    ingress = {"fetch": fetch, "max_image_bytes": MAX_IMAGE_BYTES, "embedding_directory_entries": 1000}
+    application["args"]["ingress"] |= ingress
     settings["applications"] = [application]
-    served = ServedApplication(settings, folder=tmp_path_factory.mktemp("soak"), haproxy=True)
-    try:
-        served.wait()
+    with ServedApplication(settings, folder=tmp_path_factory.mktemp("soak"), haproxy=True) as served:
         yield served
-    finally:
-        served.stop()
 
 
 @pytest.fixture

@@ -50,7 +50,8 @@ class VllmAlone:
             command += [f"--{name}", str(value)]
         command += ["--enforce-eager", "--skip-mm-profiling", "--enable-auto-tool-choice", "--trust-request-mm-kwargs"]
         environment = {
-            **os.environ,
+            # Without what an engine in this process has set.
+            **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
             "PYTHONPATH": str(PROJECT_ROOT / "deployments" / "vllm" / "import_shim"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine of the machine sits on the same core

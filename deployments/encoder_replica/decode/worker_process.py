@@ -1,4 +1,4 @@
-"""Worker process that decodes images, and its parent's handle.
+"""Worker process that decodes images and videos, and its parent's handle.
 
 The worker answers with bytes and JSON, never a pickle: a file that takes over its decoder must not reach the parent.
 It writes pixels to shared memory if the task has an allocation there, else to the pipe. It exits when its parent has
@@ -11,10 +11,11 @@ import io
 import json
 import logging
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from PIL import Image
 
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.memory_bound import MemoryLimitError, limit_memory
+from deployments.encoder_replica.decode.video_task import ChunkTask, FrameReader, HeaderTask
 from deployments.transfer.shared_memory import Allocation, ArenaHandle
 from encoder.images.decoded import Decoded, decode
 from encoder.images.size import ImageError, ImageRules, PixelBounds
@@ -31,13 +33,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve")
 
+T = TypeVar("T")
+Receive = Callable[[int], bytes]
+"""Receives another message; the argument limits its bytes."""
+
 START_TIMEOUT_S = 120.0
 """Timeout for a process to start and finish its imports."""
 
 MAX_ANSWER_BYTES = 65_536
 """Limit of the JSON part of an answer."""
 
-DECODER_FAILED = "the image could not be decoded: its decoder process ended"
+NOT_PROCESSED = "the file could not be processed"
+DECODER_FAILED = "the file could not be decoded: its decoder process ended"
 
 _READY, _STARTED = b"ready", b"started"
 
@@ -60,31 +67,58 @@ def serve_tasks(
     connection: Connection, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, resizes: bool
 ) -> None:
     """Answers tasks until the parent's end of the pipe closes. `resizes`: whether to warm up for resizing."""
-    memory = np.frombuffer(arena.open(), np.uint8)
+    memory, video = np.frombuffer(arena.open(), np.uint8), FrameReader(rules)
     _decode(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
+
+    def begin(task: Task | HeaderTask | ChunkTask) -> None:
+        if isinstance(task, ChunkTask) or (isinstance(task, Task) and task.resize):
+            _import_resize()  # imports torch before the image's timeout begins
+
+    def decode_task(task: Task | HeaderTask | ChunkTask) -> list[bytes | memoryview]:
+        if isinstance(task, HeaderTask):
+            return task.run()
+        if isinstance(task, ChunkTask):
+            return video.run(task, memory, _import_resize())
+        values = _decode(task, rules, max_pixels)
+        shared = values.nbytes <= task.num_bytes
+        if shared:
+            memory[task.offset : task.offset + values.nbytes].reshape(values.shape)[...] = values
+        head = json.dumps({"shape": values.shape, "shared": shared}).encode()
+        return [head] if shared else [head, values.reshape(-1).data]
+
+    answer_tasks(connection, memory_bytes, decode_task, begin)
+
+
+def answer_tasks(
+    connection: Connection,
+    memory_bytes: int,
+    work: Callable[[Any], Sequence[bytes | memoryview]],
+    begin: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Sends the messages that `work` returns for each task, or one message with its error.
+
+    `begin` is called before the task's timeout begins.
+    """
     connection.send_bytes(_READY)
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
-        if task.resize:
-            _import_resize()  # imports torch before the image's timeout begins
+        begin(task)
         connection.send_bytes(_STARTED)
         try:
             with limit_memory(memory_bytes):
-                values = _decode(task, rules, max_pixels)
+                messages = work(task)
         except (ImageError, MemoryLimitError) as error:
             over = f"decoding takes more than {memory_bytes} bytes of memory, the limit"
             message = over if isinstance(error, MemoryLimitError) else str(error)
-            connection.send_bytes(json.dumps({"error": message}).encode())
-            continue
-        shared = values.nbytes <= task.num_bytes
-        if shared:
-            memory[task.offset : task.offset + values.nbytes].reshape(values.shape)[...] = values
-        connection.send_bytes(json.dumps({"shape": values.shape, "shared": shared}).encode())
-        if not shared:
-            connection.send_bytes(values.reshape(-1).data)
+            messages = [json.dumps({"error": message}).encode()]
+        except Exception:
+            logger.exception("a file could not be processed")
+            messages = [json.dumps({"error": NOT_PROCESSED}).encode()]
+        for sent in messages:
+            connection.send_bytes(sent)
 
 
 def _warm_up_file() -> bytes:
@@ -112,50 +146,61 @@ def _import_resize() -> Callable[[Decoded, ImageRules], Pixels]:
     return resize
 
 
+def parse_pixels(
+    answer: bytes, receive: Receive, allocation: Allocation | None, memory_bytes: int, ndim: int = 3
+) -> NDArray[np.uint8]:
+    """Returns a task's pixels, in the allocation if they were stored there. `ndim`: 3, or 4 for a video."""
+    fields = json.loads(answer)
+    shape = tuple(int(side) for side in fields["shape"])
+    if len(shape) != ndim or min(shape) < 1:
+        raise ValueError(f"pixels have the shape {shape}")
+    if fields["shared"] and allocation is not None:
+        return allocation.array(shape)
+    return np.frombuffer(bytearray(receive(memory_bytes)), np.uint8).reshape(shape)
+
+
+class DecoderLostError(ImageError):
+    """The process ended while it had the file, which may be why."""
+
+
 class Decoder:
     """Handle on one worker process, which is restarted when it is lost. For one thread at a time."""
 
-    def __init__(
-        self, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, *, resizes: bool
-    ) -> None:
-        """`memory_bytes`: limit of the memory that one image may take."""
-        self._settings = (rules, max_pixels, memory_bytes, arena, resizes)
+    def __init__(self, serve: Callable[..., None], *settings: object, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        """`serve` runs in the process with its end of the pipe and `settings`."""
+        self._serve, self._settings, self._start_timeout_s = serve, settings, start_timeout_s
         self._stopped = False
         self._ready = False
+        self.video = ""
+        """Name of the video whose file the process has."""
         self._start()
 
-    def run(self, task: Task, allocation: Allocation | None, timeout_s: float) -> NDArray[np.uint8]:
-        """Returns the task's pixels, in the allocation if there is one. `timeout_s` counts from the time at which the
-        process receives the task.
+    def run(self, task: object, parse: Callable[[bytes, Receive], T], timeout_s: float, *, stateless: bool = True) -> T:
+        """Returns what `parse` makes of the answer's first message; it may receive another one, of limited bytes.
+        `timeout_s` counts from the time at which the process receives the task. A `stateless` task is given to a new
+        process if this one has ended since its last task; another task needs what that process had.
 
         Raises:
-            ImageError: the file cannot be decoded, took too long, or killed its decoder.
+            DecoderLostError: the process has ended.
+            ImageError: the file cannot be decoded, or took too long.
             WorkerEndedError: no decoder process can be started.
         """
-        self._send_task(task)
+        self._send_task(task, stateless)
         try:
-            answer = json.loads(self._receive(timeout_s, MAX_ANSWER_BYTES))
-            message = answer.get("error")
+            answer = self._receive(timeout_s, MAX_ANSWER_BYTES)
+            message = json.loads(answer).get("error")
             if message is None:
-                return self._parse_pixels(answer, allocation, timeout_s)
+                return parse(answer, partial(self._receive, timeout_s))
         except TimeoutError as error:
             self._restart()
             raise ImageError(f"decoding took longer than {timeout_s:g} s") from error
-        except (EOFError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (EOFError, ConnectionError) as error:
+            self._restart()
+            raise DecoderLostError(DECODER_FAILED) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._restart()
             raise ImageError(DECODER_FAILED) from error
         raise ImageError(str(message))
-
-    def _parse_pixels(
-        self, answer: Mapping[str, Any], allocation: Allocation | None, timeout_s: float
-    ) -> NDArray[np.uint8]:
-        shape = tuple(int(side) for side in answer["shape"])
-        if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(f"pixels have the shape {shape}")
-        if answer["shared"] and allocation is not None:
-            return allocation.array(shape)
-        _, _, memory_bytes, *_ = self._settings
-        return np.frombuffer(bytearray(self._receive(timeout_s, memory_bytes)), np.uint8).reshape(shape)
 
     def _receive(self, timeout_s: float, max_bytes: int) -> bytes:
         if not self._connection.poll(timeout_s):
@@ -163,11 +208,11 @@ class Decoder:
         return self._connection.recv_bytes(max_bytes)
 
     def stop(self) -> None:
-        """Kills the process for good."""
+        """Kills the process for good. A thread that waits for it sees its end, and may still use the connection."""
         self._stopped = True
-        self._kill()
+        self._end_process()
 
-    def _send_task(self, task: Task) -> None:
+    def _send_task(self, task: object, stateless: bool) -> None:
         """Sends the task to the process, or to a new one: an earlier loss of the process is not this image's fault."""
         for _ in range(2):
             try:
@@ -180,11 +225,13 @@ class Decoder:
             except (EOFError, OSError):
                 logger.warning("a decoder process ended and is restarted")
                 self._restart()
+                if not stateless:
+                    raise DecoderLostError(DECODER_FAILED) from None
         raise WorkerEndedError("no decoder process can be started")
 
     def _expect(self, message: bytes) -> None:
         """Waits for `message`. Raises EOFError if another message or none arrives."""
-        if not self._connection.poll(START_TIMEOUT_S) or self._connection.recv_bytes() != message:
+        if not self._connection.poll(self._start_timeout_s) or self._connection.recv_bytes() != message:
             raise EOFError
 
     def _start(self) -> None:
@@ -192,14 +239,14 @@ class Decoder:
         parent_end, child_end = multiprocessing.Pipe()
         # Forking a process that uses CUDA or threads is not safe.
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_tasks, args=(child_end, *self._settings), name="decoder", daemon=True
+            target=self._serve, args=(child_end, *self._settings), name="decoder", daemon=True
         )
         try:
             process.start()
         finally:
             child_end.close()  # or reading would not raise EOFError when the process ends
         self._connection, self._process = parent_end, process
-        self._ready = False
+        self._ready, self.video = False, ""
 
     def _restart(self) -> None:
         """Kills the process and starts another one; if that fails, the next task tries again."""
@@ -211,6 +258,9 @@ class Decoder:
                 logger.warning("a decoder cannot be started: %s", error)
 
     def _kill(self) -> None:
+        self._end_process()
+        self._connection.close()
+
+    def _end_process(self) -> None:
         self._process.kill()
         self._process.join()  # from here on it cannot write to an allocation that is reused
-        self._connection.close()

@@ -11,7 +11,7 @@ from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryErr
 from deployments.encoder_replica.gpu.health import DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
 from encoder.device_errors import is_out_of_memory
-from encoder.staging.pipeline import Launched
+from encoder.interface import LaunchedBatch
 from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger("ray.serve")
@@ -32,7 +32,7 @@ class Completion:
         """Why the device failed permanently, or None."""
         return self._health.fault
 
-    def complete_batch(self, launched: Launched, jobs: Sequence[Job], started: float) -> None:
+    def complete_batch(self, launched: LaunchedBatch, jobs: Sequence[Job], started: float) -> None:
         """Waits for a batch and completes its jobs. `started`: when the batch left the queue, by `time.perf_counter`.
 
         Every step that may fail precedes the first completion, so that each job gets an embedding or an error.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -13,6 +14,11 @@ from deployments.encoder_replica.gpu.health import Fault
 from encoder.images.decoded import Decoded
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
+
+if TYPE_CHECKING:  # a GPU host without the servers' packages runs this module's tests
+    from deployments.vllm.preparer import VllmInputs
+
+Item: TypeAlias = "Pixels | Decoded | VllmInputs"
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class Encoded:
 class Job:
     """One image to encode."""
 
-    pixels: Pixels | Decoded
+    item: Item
+    """Prepared input."""
     num_tokens: int
     queued_at_s: float
     place: float

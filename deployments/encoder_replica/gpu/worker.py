@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from deployments.common.fair_queue import WINDOW, FairQueue
 from deployments.common.replica_errors import DeviceFailedError, QueueFullError, WorkerEndedError
@@ -20,22 +21,19 @@ from deployments.common.throughput import BusySpeed
 from deployments.encoder_replica.gpu.completion import Completion
 from deployments.encoder_replica.gpu.completion_thread import CompletionThread
 from deployments.encoder_replica.gpu.health import Fault
-from deployments.encoder_replica.gpu.jobs import Encoded, Job, Signal, WorkerEvents
-from encoder.encoder import Encoder
-from encoder.images.decoded import Decoded
-from encoder.images.size import num_tokens
-from encoder.pixels.preprocess import Pixels
+from deployments.encoder_replica.gpu.jobs import Encoded, Item, Job, Signal, WorkerEvents
+from encoder.interface import ItemEncoder
 from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger("ray.serve")
 
 
 class GpuWorker:
-    """Owns one Encoder on one thread. `submit` is thread-safe."""
+    """Owns one encoder on one thread. `submit` is thread-safe."""
 
     def __init__(
         self,
-        make_encoder: Callable[[], Encoder],
+        make_encoder: Callable[[], ItemEncoder[Any]],
         *,
         max_queued_tokens: int,
         events: WorkerEvents | None = None,
@@ -57,13 +55,14 @@ class GpuWorker:
         self._speed = BusySpeed()
         self._completion = Completion(self._events, self._inbox.put, allocate)
         self._can_idle = True
-        encoder_future: Future[Encoder] = Future()
+        encoder_future: Future[ItemEncoder[Any]] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(make_encoder, encoder_future), name="gpu-owner", daemon=True
         )
         self._thread.start()
         encoder = encoder_future.result()
         self.identity, self.resizes_on_device = encoder.identity, encoder.resizes_on_device
+        self._count_tokens = encoder.count_tokens
 
     @property
     def is_alive(self) -> bool:
@@ -84,7 +83,7 @@ class GpuWorker:
         """Tokens per second measured in busy time; 0 before the first image."""
         return self._speed.tokens_per_s
 
-    def submit(self, pixels: Pixels | Decoded, place: float | None = None) -> Future[Encoded]:
+    def submit(self, item: Item, place: float | None = None) -> Future[Encoded]:
         """Queues one image. An image that exceeds `max_queued_tokens` alone is accepted if the queue is empty.
 
         `place`: place in the queue, from `fair_queue.virtual_arrival_s` and `time.perf_counter`; None: now.
@@ -93,9 +92,9 @@ class GpuWorker:
             QueueFullError: the queue has no room for the image's tokens.
             WorkerEndedError: the thread has ended, or the device has failed.
         """
-        num_job_tokens = num_tokens(pixels.grid_thw, self.identity.rules.merge_size)
+        num_job_tokens = self._count_tokens(item)
         now = time.perf_counter()
-        job = Job(pixels, num_job_tokens, now, now if place is None else place)
+        job = Job(item, num_job_tokens, now, now if place is None else place)
         if self.fault is not None:
             raise DeviceFailedError(f"the GPU has failed: {self.fault.value}")
         with self._lock:
@@ -126,7 +125,7 @@ class GpuWorker:
             self._speed.end(num_job_tokens if encoded else 0)
             self._events.on_queued_tokens(self._queued_tokens)
 
-    def _run(self, make_encoder: Callable[[], Encoder], encoder_future: Future[Encoder]) -> None:
+    def _run(self, make_encoder: Callable[[], ItemEncoder[Any]], encoder_future: Future[ItemEncoder[Any]]) -> None:
         try:
             encoder = make_encoder()
         except BaseException as error:
@@ -144,12 +143,11 @@ class GpuWorker:
                 self._run_idle_steps(encoder)
             late = self._run_retries(encoder)
             self._events.on_run(encoder.counts)
-            encoder.close()
         finally:
             self._completion_thread.close()
             self._fail_remaining(late)
 
-    def _run_idle_steps(self, encoder: Encoder) -> None:
+    def _run_idle_steps(self, encoder: ItemEncoder[Any]) -> None:
         """Runs the encoder's idle steps while no job is queued or in flight.
 
         A graph capture needs the device to itself. After an idle step that raised, none is tried again.
@@ -169,7 +167,7 @@ class GpuWorker:
             self._completion.diagnose(error, alone=False)
             logger.exception("an idle step of the encoder failed; no further idle step is run")
 
-    def _encode_queued(self, encoder: Encoder) -> None:
+    def _encode_queued(self, encoder: ItemEncoder[Any]) -> None:
         """Blocks until an item arrives, then launches all queued jobs, batch by batch."""
         self._enqueue(self._inbox.get())
         while self._fair_queue:
@@ -177,7 +175,7 @@ class GpuWorker:
             self._drain_inbox()
             self._launch(encoder, self._select_jobs(encoder))
 
-    def _select_jobs(self, encoder: Encoder) -> list[Job]:
+    def _select_jobs(self, encoder: ItemEncoder[Any]) -> list[Job]:
         """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
         first = [job for _, job in self._fair_queue.take(WINDOW)]
         together = first[:1] if first[0].alone else [job for job in first if not job.alone]
@@ -190,7 +188,7 @@ class GpuWorker:
         for job in jobs:
             self._fair_queue.add(job.place, job)
 
-    def _run_retries(self, encoder: Encoder) -> list[Job]:
+    def _run_retries(self, encoder: ItemEncoder[Any]) -> list[Job]:
         """Runs the retries that are queued, and returns the jobs that arrived after the stop signal."""
         self._completion_thread.wait_idle()
         late: list[Job] = []
@@ -226,7 +224,7 @@ class GpuWorker:
         elif item is Signal.STOP:
             self._stopping = True
 
-    def _launch(self, encoder: Encoder, jobs: list[Job]) -> None:
+    def _launch(self, encoder: ItemEncoder[Any], jobs: list[Job]) -> None:
         """Launches the batch with the first job, then the other batches as long as no new job arrives; returns the
         rest to the queue.
 
@@ -241,7 +239,7 @@ class GpuWorker:
         launched_indices: set[int] = set()
         started = time.perf_counter()
         try:
-            for launched in encoder.launch_batches([job.pixels for job in jobs]):
+            for launched in encoder.launch_batches([job.item for job in jobs]):
                 launched_indices.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
                 self._completion_thread.put(partial(self._completion.complete_batch, launched, batch, started))

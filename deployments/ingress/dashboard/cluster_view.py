@@ -57,14 +57,15 @@ class ClusterView:
 
     def __init__(
         self,
-        encoder: Broadcasting,
+        encoder: Broadcasting | None,
         llm: Broadcasting,
         load: Callable[[], IngressLoad],
         *,
         details: Callable[[], Details | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`load` returns this ingress replica's load. `details` may block; by default it asks Serve's controller."""
+        """`encoder`: None if there are no encoders. `load` returns this ingress replica's load. `details` may block; by
+        default it asks Serve's controller."""
         self._handles = {names.ENCODER: encoder, names.LLM: llm}
         self._load = load
         self._details = details or application_details
@@ -89,8 +90,10 @@ class ClusterView:
 
     async def _reports(self, deployment: str) -> list[Report]:
         """Returns the reports of the replicas that answer within REPORT_TIMEOUT_S; empty if no replica is running."""
+        if (handle := self._handles[deployment]) is None:
+            return []
         try:
-            response = self._handles[deployment].broadcast("report")
+            response = handle.broadcast("report")
             answers = await response.results_async(timeout_s=REPORT_TIMEOUT_S, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError):
             logger.debug("%s: no reports", deployment, exc_info=True)

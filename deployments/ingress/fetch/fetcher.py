@@ -1,4 +1,4 @@
-"""Loads images from URLs: decodes `data:` URLs and fetches `http(s)` URLs with an SSRF guard.
+"""Loads files from URLs: decodes `data:` URLs and fetches `http(s)` URLs with an SSRF guard.
 
 httpx parses each URL once, and its parts are passed to the connection without a second parser. `pinned_network.py`
 resolves names and checks addresses, again after each redirect. The client is httpcore, which has no cookies,
@@ -17,7 +17,7 @@ import httpx
 
 from configs.schema import FetchConfig
 from deployments.ingress.fetch.pinned_network import PinnedNetwork, Resolve, system_resolve
-from deployments.ingress.http.data_url import MediaError, MediaTooLargeError, decode_data_url, is_data_url
+from deployments.ingress.http.image_parts import MediaError, MediaTooLargeError, decode_data_url, is_data_url
 
 __all__ = ["MediaBusyError", "MediaError", "MediaFetcher", "MediaTooLargeError", "decode_data_url"]
 
@@ -39,7 +39,7 @@ class MediaBusyError(MediaError):
 
 
 class MediaFetcher:
-    """Fetches images with bounded concurrency. Each ingress replica has one and uses it from one event loop.
+    """Fetches files with bounded concurrency. Each ingress replica has one and uses it from one event loop.
 
     file = await MediaFetcher(config, max_bytes=limit).fetch(url, client="team-a")
     """
@@ -71,10 +71,18 @@ class MediaFetcher:
             network_backend=self._network,
         )
 
-    async def fetch(self, url: str, *, client: str = "", count: Callable[[int], None] = ignore_bytes) -> bytes:
+    async def fetch(
+        self,
+        url: str,
+        *,
+        max_bytes: int | None = None,
+        client: str = "",
+        count: Callable[[int], None] = ignore_bytes,
+    ) -> bytes:
         """Returns the file of a `data:`, `http:` or `https:` URL, fetched in a slot of `client`.
 
-        `count` is called with the size of each received chunk, and its exceptions are passed on.
+        `count` is called with the size of each received chunk, and its exceptions are passed on. `max_bytes` bounds
+        this file in place of the fetcher's bound.
 
         Raises:
             MediaError: the URL is refused, or its server is unreachable, too slow or answers with another status than
@@ -82,22 +90,23 @@ class MediaFetcher:
             MediaTooLargeError: the file has more than `max_bytes`.
             MediaBusyError: no slot became free within `timeout_s`.
         """
+        max_bytes = max_bytes or self._max_bytes
         if is_data_url(url):
-            return decode_data_url(url, max_bytes=self._max_bytes)
+            return decode_data_url(url, max_bytes=max_bytes)
         if url[:5].lower() != "http:" and url[:6].lower() != "https:":
-            raise MediaError("image URLs must start with data:, http: or https:")
+            raise MediaError("URLs must start with data:, http: or https:")
         if not self._config.http:
-            raise MediaError("http(s) image URLs are switched off on this server; send the image as a data: URL")
+            raise MediaError("http(s) URLs are switched off on this server; send the file as a data: URL")
         async with self._slot(client):
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    return await self._fetch_http(url, count)
+                    return await self._fetch_http(url, max_bytes, count)
             except TimeoutError as error:
-                raise MediaError(f"fetching the image took longer than {self._config.timeout_s:g} s") from error
+                raise MediaError(f"fetching the file took longer than {self._config.timeout_s:g} s") from error
             except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
-                raise MediaError("the image could not be fetched") from error
+                raise MediaError("the file could not be fetched") from error
             except (httpcore.UnsupportedProtocol, httpx.InvalidURL, OSError, UnicodeError) as error:
-                raise MediaError("the image could not be fetched") from error
+                raise MediaError("the file could not be fetched") from error
 
     async def close(self) -> None:
         await self._pool.aclose()
@@ -117,13 +126,13 @@ class MediaFetcher:
                         await slots.acquire()
                         held.append(slots)
             except TimeoutError as error:
-                raise MediaBusyError("too many images are being fetched; try again") from error
+                raise MediaBusyError("too many files are being fetched; try again") from error
             yield
         finally:
             for slots in held:
                 slots.release()
 
-    async def _fetch_http(self, url: str, count: Callable[[int], None]) -> bytes:
+    async def _fetch_http(self, url: str, max_bytes: int, count: Callable[[int], None]) -> bytes:
         target = _parse_url(url)
         for _ in range(self._config.max_redirects + 1):
             host, port = self._check_url(target)
@@ -132,8 +141,8 @@ class MediaFetcher:
             )
             headers = [
                 (b"Host", target.netloc),
-                (b"Accept", b"image/*"),
-                # No compression: a few bytes may expand to gigabytes, and images are compressed already.
+                (b"Accept", b"image/*, audio/*, video/*"),
+                # No compression: a few bytes may expand to gigabytes, and media are compressed already.
                 (b"Accept-Encoding", b"identity"),
                 (b"User-Agent", b"vitray"),
             ]
@@ -143,9 +152,9 @@ class MediaFetcher:
                     target = target.join(_parse_url(locations[0]))
                     continue
                 if response.status != 200:
-                    raise MediaError(f"fetching the image gave status {response.status}")
-                return await self._read_body(response, count)
-        raise MediaError(f"the image URL redirects more than {self._config.max_redirects} times")
+                    raise MediaError(f"fetching the file gave status {response.status}")
+                return await self._read_body(response, max_bytes, count)
+        raise MediaError(f"the URL redirects more than {self._config.max_redirects} times")
 
     def _check_url(self, url: httpx.URL) -> tuple[str, int]:
         """Returns host and port of an allowed URL. The host's addresses are checked later, by PinnedNetwork.
@@ -153,39 +162,39 @@ class MediaFetcher:
         Raises MediaError for a URL that is not allowed.
         """
         if url.scheme not in ("http", "https") or not url.host:
-            raise MediaError("images can be fetched from http: and https: addresses only")
+            raise MediaError("files can be fetched from http: and https: addresses only")
         if url.userinfo:
-            raise MediaError("image URLs must not carry credentials")
+            raise MediaError("URLs must not carry credentials")
         host = url.raw_host.decode("ascii").lower().rstrip(".")
         domains = [domain.lower().rstrip(".") for domain in self._config.allowed_domains]
         if domains and not any(host == domain or host.endswith("." + domain) for domain in domains):
-            raise MediaError("the image URL's host is not on this server's list")
+            raise MediaError("the URL's host is not on this server's list")
         port = url.port if url.port is not None else {"http": 80, "https": 443}[url.scheme]
         if not 1 <= port <= 65535:
-            raise MediaError(f"the image URL's port is {port}; it must be from 1 to 65535")
+            raise MediaError(f"the URL's port is {port}; it must be from 1 to 65535")
         return host, port
 
-    async def _read_body(self, response: httpcore.Response, count: Callable[[int], None]) -> bytes:
+    async def _read_body(self, response: httpcore.Response, max_bytes: int, count: Callable[[int], None]) -> bytes:
         if any(value.lower() != "identity" for value in _header_values(response, b"content-encoding")):
-            raise MediaError("the image was sent with a content encoding, which was not asked for")
+            raise MediaError("the file was sent with a content encoding, which was not asked for")
         body, num_pieces = bytearray(), 0
         async for piece in response.aiter_stream():
             count(len(piece))
             body += piece
             num_pieces += 1
-            if len(body) > self._max_bytes:
-                raise MediaTooLargeError(f"the image has more than {self._max_bytes} bytes, the limit")
+            if len(body) > max_bytes:
+                raise MediaTooLargeError(f"the file has more than {max_bytes} bytes, the limit")
             if num_pieces > NUM_FREE_CHUNKS + len(body) // MIN_BYTES_PER_CHUNK:
-                raise MediaError("the image was sent in too small pieces")
+                raise MediaError("the file was sent in too small pieces")
         return bytes(body)
 
 
 def _parse_url(url: str) -> httpx.URL:
     """Parses `url`. Raises httpx.InvalidURL, or MediaError for characters on which parsers disagree."""
     if len(url) > MAX_URL_CHARACTERS:
-        raise MediaError(f"the image URL has {len(url)} characters, the limit is {MAX_URL_CHARACTERS}")
+        raise MediaError(f"the URL has {len(url)} characters, the limit is {MAX_URL_CHARACTERS}")
     if "\\" in url or any(character <= " " or character == "\x7f" for character in url):
-        raise MediaError("the image URL holds a backslash, a space or a control character")
+        raise MediaError("the URL holds a backslash, a space or a control character")
     return httpx.URL(url)
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpcore
 
-from deployments.ingress.http.data_url import MediaError
+from deployments.ingress.http.image_parts import MediaError
 
 MAX_ADDRESSES = 4
 """Addresses of one name that are tried, in order."""
@@ -95,9 +95,9 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
         found = await asyncio.get_running_loop().run_in_executor(self._lookups, self._resolve, host, port)
         addresses = list(dict.fromkeys(map(ipaddress.ip_address, found)))
         if not addresses:
-            raise MediaError("the image URL's host has no address")
+            raise MediaError("the URL's host has no address")
         if not all(self._is_allowed(address) for address in addresses):
-            raise MediaError("the image URL leads to an address that is not public")
+            raise MediaError("the URL leads to an address that is not public")
         return [str(address) for address in addresses[:MAX_ADDRESSES]]
 
     def _is_allowed(self, address: IpAddress) -> bool:

@@ -4,32 +4,33 @@ references replace the images.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import ItemReference
-from deployments.ingress.http.data_url import decode_base64, decode_data_url, is_data_url, raise_as_api_error
-from deployments.ingress.http.image_parts import MEDIA_KEYS, MEDIA_TYPES, BodyFormat, ImagePart, image_parts
+from deployments.common.messages import ItemReference, VideoSampling
+from deployments.ingress.http.image_parts import (
+    MEDIA_KEYS,
+    MEDIA_TYPES,
+    BodyFormat,
+    ImagePart,
+    decode_images,
+    image_parts,
+)
 from deployments.ingress.http.request_body import LARGE_BYTES, Body, parse_body
 from encoder.images.size import PixelBounds
 
+NOT_FOR_PROCESSORS = {
+    "use_audio_in_video": "the sound of a video is not read; send it as a part of its own",
+    "fps": "frames are sampled when a video is read: media_io_kwargs.video.fps",
+    "num_frames": "frames are sampled when a video is read: media_io_kwargs.video.num_frames",
+}
+MAX_FPS = 240.0
 MAX_BOUND_PIXELS = 2**40
 """Far above any image. Sizes are computed in floats, which a larger number might overflow."""
-REFUSED_FIELDS = {
-    "prompt_embeds": "embeddings cannot be sent",
-    "media_io_kwargs": "how media is read cannot be chosen by a request",
-    "return_mm_kwargs": "embeddings are not given out",
-    "kv_transfer_params": "where the engine fetches from cannot be chosen by a request",
-    "ec_transfer_params": "where the engine fetches from cannot be chosen by a request",
-    "previous_response_id": "responses are not stored: one replica would have to keep them; send the earlier input",
-    "background": "responses are not stored: one replica would have to keep them; stream the answer",
-    "previous_input_messages": "send the earlier items in input",
-}
 
 
 @dataclass
@@ -41,11 +42,15 @@ class ChatRequest:
     """
 
     images: list[ImagePart]
-    """Images of all messages, in order."""
+    """Images, sounds and videos of all messages, in order."""
     pixel_bounds: PixelBounds | None
     """Pixel bounds that the request sets for its images."""
+    sampling: VideoSampling
+    """How the request samples its videos."""
     num_bytes: int
     """Approximate bytes in memory: image files, and the body without their base64."""
+    store: bool
+    """Whether the response is to be stored, on the Responses route."""
     _body: Body
 
     @classmethod
@@ -62,23 +67,33 @@ class ChatRequest:
         """
         data = b"".join(chunks)
         chunks.clear()
-        body, images, files = _parse(data, body_format, limits.max_completions_per_request)
-        refuse_fields(body)
+        body, images = _parse(data, body_format, limits)
+        if body_format is None and has_media([body.get("input"), body.get("messages")]):
+            unsupported = "only text is supported on this route; send other media to /v1/chat/completions"
+            raise ApiError(501, unsupported, code="images_not_supported")
         bounds = pop_pixel_bounds(body if images else dict(body))
+        store = body_format is BodyFormat.RESPONSES and take_store(body)
+        sampling = pop_video_sampling(body, limits.video.max_frames)
         if salt is not None:
             set_cache_salt(body, salt)
-        if body_format is None and has_media([body.get("input"), body.get("messages")]):
-            unsupported = "only text is supported on this route; send images to /v1/chat/completions"
-            raise ApiError(501, unsupported, code="images_not_supported")
-        _check_number(images, limits)
-        decoded = [_decode(image, files, limits.max_image_bytes) for image in images]
-        file_bytes = sum(len(image.file) for image in decoded if image.file is not None)
-        return cls(decoded, bounds, max(len(data) - file_bytes // 3, file_bytes), body)
+        file_bytes = sum(len(image.file) for image in images if image.file is not None)
+        return cls(images, bounds, sampling, max(len(data) - file_bytes // 3, file_bytes), store, body)
 
     @property
     def cache_salt(self) -> str | None:
         salt = self._body.get("cache_salt")
         return salt if isinstance(salt, str) else None
+
+    def set_response_id(self, response_id: str) -> None:
+        """Sets the id of vLLM's response."""
+        self._body["request_id"] = response_id
+
+    def own_items(self, first: int) -> list[bytes]:
+        """Returns the items of `input` from index `first` on as JSON, with their images as they came. Called after the
+        last `to_json`, whose references they replace."""
+        for image in self.images:
+            image.restore()
+        return [body_to_json(item) for item in (input_items(self._body.get("input")) or [])[first:]]
 
     def to_json(
         self, references: Sequence[ItemReference] = (), digests: Sequence[str] = ()
@@ -96,34 +111,25 @@ class ChatRequest:
         return body_to_json(self._body, self.num_bytes), key
 
 
-def _check_number(images: Sequence[ImagePart], limits: IngressConfig) -> None:
-    """Raises ApiError 400 for too many new images, or too many earlier ones."""
-    num_new = sum(image.is_new for image in images)
-    if num_new > (most := limits.max_images_per_request):
-        raise ApiError(400, f"the request has {num_new} images, the limit is {most}", param=images[0].param)
-    if (earlier := len(images) - num_new) > (most := limits.max_earlier_images_per_request):
-        raise ApiError(400, f"the earlier turns have {earlier} images, the limit is {most}", param=images[0].param)
+def _parse(data: bytes, body_format: BodyFormat | None, limits: IngressConfig) -> tuple[Body, list[ImagePart]]:
+    """Returns the body and its images, decoded as `decode_images` does.
 
-
-def _parse(
-    data: bytes, body_format: BodyFormat | None, max_answers: int
-) -> tuple[Body, list[ImagePart], Mapping[str, memoryview]]:
-    """Returns the body, its images, and the base64 of those whose URL is a name (`cut_files`).
-
-    The base64 is parsed only if such a name replaces anything but an image, or if an error would quote it.
+    Their base64 is parsed only if a name that stands for it (`cut_files`) replaces anything but an image, or if an
+    error would quote it.
     """
+    max_answers = limits.max_completions_per_request
     body, files = parse_body(data, max_answers=max_answers, cut=body_format is not None)
-    if body_format is None:
-        return body, [], files
-    try:
-        images = image_parts(body, body_format, files)
-        if sum(image.url in files for image in images) == len(files):
-            return body, images, files
-    except ApiError:
-        if not files:
-            raise
-    body, files = parse_body(data, max_answers=max_answers, cut=False)
-    return body, image_parts(body, body_format), files
+    images: list[ImagePart] = []
+    if body_format is not None:
+        try:
+            images = image_parts(body, body_format, files)
+        except ApiError:
+            if not files:
+                raise
+        if sum(image.url in files for image in images) != len(files):
+            body, files = parse_body(data, max_answers=max_answers, cut=False)
+            images = image_parts(body, body_format)
+    return body, decode_images(images, files, limits)
 
 
 def has_media(value: object) -> bool:
@@ -141,13 +147,6 @@ def has_media(value: object) -> bool:
     return False
 
 
-def refuse_fields(body: Body) -> None:
-    """Raises ApiError 400 for fields by which a client could pass embeddings to vLLM or make it fetch something."""
-    for name, reason in REFUSED_FIELDS.items():
-        if body.get(name) not in (None, False):
-            raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_field")
-
-
 def set_cache_salt(body: Body, salt: str) -> None:
     """Sets `cache_salt`, which separates tenants in vLLM's prefix cache. The client's own salt only separates further.
 
@@ -158,6 +157,22 @@ def set_cache_salt(body: Body, salt: str) -> None:
     if own is not None and not (isinstance(own, str) and own):
         raise ApiError(400, "cache_salt must be a text that is not empty", param="cache_salt")
     body["cache_salt"] = hashlib.sha256(json.dumps([salt, own]).encode()).hexdigest()
+
+
+def take_store(body: Body) -> bool:
+    """Returns `store`, by default true as in OpenAI's API, and sets it to false for vLLM. Raises ApiError 400."""
+    store = body.get("store")
+    if not (store is None or isinstance(store, bool)):
+        raise ApiError(400, "store must be true or false", param="store")
+    body["store"] = False
+    return store is not False
+
+
+def input_items(value: object) -> list[Body] | None:
+    """Returns the items of a Responses request's `input`, of which a text is one. None for anything else."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    return value if isinstance(value, list) and all(isinstance(item, dict) for item in value) else None
 
 
 def conversation(body: Body) -> str | None:
@@ -188,6 +203,8 @@ def pop_pixel_bounds(body: Body) -> PixelBounds | None:
     if not isinstance(kwargs, dict):
         raise ApiError(400, "mm_processor_kwargs must be an object", param="mm_processor_kwargs")
     for key, value in kwargs.items():
+        if reason := NOT_FOR_PROCESSORS.get(key):
+            raise ApiError(400, f"mm_processor_kwargs.{key}: {reason}", param="mm_processor_kwargs")
         if key not in ("min_pixels", "max_pixels"):
             raise ApiError(
                 400,
@@ -210,17 +227,27 @@ def pop_pixel_bounds(body: Body) -> PixelBounds | None:
         raise ApiError(400, f"mm_processor_kwargs: {error}", param="mm_processor_kwargs") from error
 
 
-def _decode(image: ImagePart, files: Mapping[str, memoryview], max_bytes: int) -> ImagePart:
-    """Returns the image with the file of its `data:` URL decoded and the URL's text dropped. Other URLs are kept."""
-    with raise_as_api_error(image.label, image.param):
-        if image.url in files:
-            file = decode_base64(files[image.url], max_bytes=max_bytes)
-        elif is_data_url(image.url):
-            file = decode_data_url(image.url, max_bytes=max_bytes)
-        else:
-            return image
-    image.part.clear()  # frees the URL's text; `put_url` fills the part before it is read
-    return dataclasses.replace(image, url="", file=file)
+def pop_video_sampling(body: Body, max_frames: int) -> VideoSampling:
+    """Removes `media_io_kwargs` and returns its settings for videos. vLLM gets no files to apply them to.
+
+    Raises:
+        ApiError: 400 for other media, other keys or invalid values.
+    """
+    name = "media_io_kwargs"
+    kwargs = body.pop(name, None)
+    if kwargs in (None, False):
+        return VideoSampling()
+    video = kwargs.get("video", {}) if isinstance(kwargs, dict) and kwargs.keys() <= {"video"} else None
+    if not isinstance(video, dict) or not video.keys() <= {"fps", "num_frames"}:
+        raise ApiError(400, f"{name}: only video.fps and video.num_frames can be chosen by a request", param=name)
+    fps, num_frames = video.get("fps"), video.get("num_frames")
+    is_number = isinstance(fps, int | float) and not isinstance(fps, bool)
+    if fps is not None and not (is_number and 0 < fps <= MAX_FPS):
+        raise ApiError(400, f"{name}.video.fps must be a number over 0 and up to {MAX_FPS:g}, got {fps!r}", param=name)
+    if num_frames is not None and not (type(num_frames) is int and 1 <= num_frames <= max_frames):
+        wanted = f"must be an integer from 1 to the limit, {max_frames}"
+        raise ApiError(400, f"{name}.video.num_frames {wanted}, got {num_frames!r}", param=name)
+    return VideoSampling(None if fps is None else float(fps), num_frames)
 
 
 def body_to_json(body: Body, num_bytes: int = 0) -> bytes:

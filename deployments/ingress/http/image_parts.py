@@ -1,14 +1,23 @@
-"""Finds the image parts of a request body in the formats of the Chat Completions, Responses and Messages APIs, refuses
-other media and client-supplied embeddings, and replaces images by references in the form that vLLM's route takes.
+"""Finds the images of a request body in the formats of the Chat Completions, Responses and Messages APIs, and sounds
+and videos in the first; refuses other media and embeddings, decodes `data:` URLs, and puts references in their places.
+
+Over 400 lines because one walk over a body applies all formats' rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import binascii
+import dataclasses
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
 
+import pybase64
+
+from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.ingress.http.request_body import Body
 
@@ -31,11 +40,27 @@ MEDIA_KEYS = frozenset(
     | {"input_audio", "audio_embeds", "prompt_embeds", "image", "video", "audio"}
 )
 MEDIA_TYPES = frozenset({*IMAGE_PARTS, *UNSUPPORTED_MEDIA, "image_embeds"})
+CHAT_PARTS = {"audio_url": "audio", "input_audio": "audio", "video_url": "video"}
+"""Modality by type of the parts that only chats have."""
+FRAME_LIST = b"/9j/"
+"""Beginning of a JPEG file in base64. A list of frames, `video/jpeg`, is such files with commas between them."""
+PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
+"""Names of modalities in error messages."""
 MAX_UUID_CHARACTERS = 1024
 TOOL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 MODEL_ITEMS = ("function_call", "custom_tool_call", "reasoning")
 INPUT_ITEMS = ("message", *MODEL_ITEMS, *TOOL_OUTPUTS)
 """Types of the items of `input` that vLLM's Responses route reads."""
+MAX_ESCAPES = 100_000
+"""Percent signs in a `data:` URL. A million block the event loop for seconds; images are usually sent in base64."""
+
+
+class MediaError(ValueError):
+    """A file could not be loaded. The message is safe to show to the client."""
+
+
+class MediaTooLargeError(MediaError):
+    """A file has more bytes than the limit."""
 
 
 class PartTypes(NamedTuple):
@@ -47,12 +72,14 @@ class PartTypes(NamedTuple):
     """Types of image parts, the usual one first."""
     file_keys: tuple[str, ...] = ()
     """Keys besides MEDIA_KEYS that name a file."""
+    others: Mapping[str, str] = {}
+    """Modality by type of the parts with other media."""
 
 
 class BodyFormat(Enum):
     """An API's format of conversations."""
 
-    CHAT = PartTypes(("text", "input_text", "output_text", "refusal", "thinking", "reasoning"))
+    CHAT = PartTypes(("text", "input_text", "output_text", "refusal", "thinking", "reasoning"), others=CHAT_PARTS)
     RESPONSES = PartTypes(
         ("input_text", "output_text", "text", "refusal", "reasoning_text"),
         ("input_image", "image_url"),
@@ -78,25 +105,26 @@ TOOL_RESULT_PARTS = BodyFormat.MESSAGES.value._replace(text=("text", "tool_refer
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image part of a request body."""
+    """An image, a sound or a video in a request body."""
 
     part: Body
     """The part's JSON object, which `put_url` changes in place."""
     url: str
     """Its URL; empty once a `data:` URL is decoded."""
     detail: str
-    """One of DETAILS."""
+    """One of DETAILS; "auto" for other media."""
     label: str
     """Name in error messages, such as "image 2 of 3 (messages[0].content[1])"."""
     file: bytes | None = None
-    """The image file; None until its URL is decoded or fetched."""
+    """The file; None until its URL is decoded or fetched."""
     body_format: BodyFormat = BodyFormat.CHAT
+    modality: str = "image"
     is_new: bool = True
     """Whether it is after the model's last answer. vLLM's prefix cache may cover the images before it."""
 
     @property
     def param(self) -> str:
-        """The field of the body that holds the image, for errors."""
+        """The field of the body that holds the item, for errors."""
         return self.body_format.field
 
     def put_url(self, url: str) -> None:
@@ -107,7 +135,14 @@ class ImagePart:
         elif self.body_format is BodyFormat.MESSAGES:
             self.part.update(type="image", source={"type": "url", "url": url})
         else:
-            self.part.update(type="image_url", image_url={"url": url})
+            kind = f"{self.modality}_url"
+            self.part.update({"type": kind, kind: {"url": url}})
+
+    def restore(self) -> None:
+        """Replaces the part of a Responses request by one as the client may have sent it."""
+        url = self.url or f"data:;base64,{pybase64.b64encode(self.file or b'').decode()}"
+        self.put_url(url)
+        self.part["detail"] = self.detail
 
 
 class _Found(NamedTuple):
@@ -115,21 +150,25 @@ class _Found(NamedTuple):
     url: str
     detail: str
     path: str
+    modality: str
 
 
 def image_parts(body: Body, body_format: BodyFormat = BodyFormat.CHAT, files: Container[str] = ()) -> list[ImagePart]:
-    """Returns the images of a request, in order. `files`: names that stand for base64 in `body` (`cut_files`).
+    """Returns the media of a request, in order. `files`: names that stand for base64 in `body`, by
+    `cut_files`.
 
     Raises:
         ApiError: 400 for unsupported media or a malformed part; it names the part, such as `input[2].content[1]`.
     """
     found = list(_walk(body, body_format, files))
-    labels = [f"image {number} of {len(found)} ({image.path})" for number, (_, image) in enumerate(found, 1)]
-    last_answer = _last_answer(body, body_format)
-    return [
-        ImagePart(image.part, image.url, image.detail, label, None, body_format, is_new=message > last_answer)
-        for (message, image), label in zip(found, labels, strict=True)
-    ]
+    totals, seen = Counter(item.modality for _, item in found), Counter[str]()
+    last_answer, parts = _last_answer(body, body_format), []
+    for message, item in found:
+        kind, is_new = item.modality, message > last_answer
+        seen[kind] += 1
+        label = f"{kind} {seen[kind]} of {totals[kind]} ({item.path})"
+        parts.append(ImagePart(item.part, item.url, item.detail, label, None, body_format, kind, is_new=is_new))
+    return parts
 
 
 def _last_answer(body: Body, body_format: BodyFormat) -> int:
@@ -144,7 +183,7 @@ def _last_answer(body: Body, body_format: BodyFormat) -> int:
 
 
 def _walk(body: Body, body_format: BodyFormat, files: Container[str]) -> Iterator[tuple[int, _Found]]:
-    """Yields the images of all messages, or of all items of `input`, each with its message's index."""
+    """Yields the media of all messages, or of all items of `input`, each with its message's index."""
     types = body_format.value
     if body_format is BodyFormat.MESSAGES:
         refused = "the system prompt takes no images"
@@ -187,11 +226,13 @@ def _walk_parts(
         kind = _check_part(part, where, types)
         if kind == TOOL_RESULT:
             yield from _walk_parts(part.get("content"), f"{where}.content", TOOL_RESULT_PARTS, files, refusal)
+        elif kind in types.others:
+            yield _Found(part, _item_url(part, kind, where, files), "auto", where, types.others[kind])
         elif kind in types.images:
             if refusal is not None:
                 raise _refused(where, f": {refusal}", "unsupported_media")
             source = _base64_or_url(part, where, files) if "source" in types.file_keys else _image_url(part, where)
-            yield _Found(part, *source, where)
+            yield _Found(part, *source, where, "image")
 
 
 def _check_part(part: Body, where: str, types: PartTypes) -> str:
@@ -200,12 +241,13 @@ def _check_part(part: Body, where: str, types: PartTypes) -> str:
     known = f"known types: text, {types.images[0]}"
     if not isinstance(kind, str):
         raise _refused(where, f".type is missing; {known}")
-    if kind in UNSUPPORTED_MEDIA:
-        message = f": {UNSUPPORTED_MEDIA[kind]} is not supported yet; send text and images"
-        raise _refused(where, message, "unsupported_media")
-    if kind not in types.text and kind not in types.images:
+    if kind in UNSUPPORTED_MEDIA and kind not in types.others:
+        remedy = "send it to /v1/chat/completions" if kind in CHAT_PARTS else "send text and images"
+        raise _refused(where, f": {UNSUPPORTED_MEDIA[kind]} is not supported here; {remedy}", "unsupported_media")
+    if kind not in types.text and kind not in types.images and kind not in types.others:
         raise _refused(where, f": unknown part type {kind!r}; {known}")
-    own = () if kind in types.text else ("image_url", kind) if kind in IMAGE_PARTS else ("source",)
+    own = () if kind in types.text else (kind,) if kind in types.others else ("image_url", kind)
+    own = ("source",) if kind in types.images and "source" in types.file_keys else own
     for key, value in part.items():
         if key not in own and (key in MEDIA_KEYS or (key in types.file_keys and value is not None)):
             raise _refused(where, f": a part of type {kind!r} cannot hold {key!r}")
@@ -230,6 +272,15 @@ def _image_url(part: Body, where: str) -> tuple[str, str]:
     return url, detail
 
 
+def _item_url(part: Body, kind: str, where: str, files: Container[str]) -> str:
+    """Returns the URL of a sound or video; base64 becomes a `data:` URL. The content determines its format."""
+    value, key = part.get(kind), "data" if kind == "input_audio" else "url"
+    url = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(url, str) or not url:
+        raise _refused(where, f": {kind}.{key} must be {'base64' if key == 'data' else 'a data: or http(s) URL'}")
+    return url if key == "url" or url in files else f"data:;base64,{url}"
+
+
 def _base64_or_url(part: Body, where: str, files: Container[str]) -> tuple[str, str]:
     """Returns URL and detail of an image part in Anthropic's format; base64 becomes a `data:` URL."""
     source = part.get("source")
@@ -244,3 +295,111 @@ def _base64_or_url(part: Body, where: str, files: Container[str]) -> tuple[str, 
 
 def _refused(where: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, where + message, param=where.partition("[")[0], code=code)
+
+
+def decode_images(
+    images: Sequence[ImagePart], files: Mapping[str, memoryview], limits: IngressConfig
+) -> list[ImagePart]:
+    """Returns the media with the files of `data:` URLs decoded and these URLs dropped. Other URLs are kept.
+
+    `files`: base64 by the names that `image_parts` knows. Raises ApiError 400 for too many new or earlier ones, 400 or
+    413 for one that cannot be decoded.
+    """
+    new = Counter(image.modality for image in images if image.is_new)
+    for kind, number in new.items():
+        if number > (most := limits.max_new_items(kind)):
+            raise ApiError(400, f"the request has {number} {PLURALS[kind]}, the limit is {most}", param=images[0].param)
+    if (earlier := len(images) - new.total()) > (most := limits.max_earlier_images_per_request):
+        raise ApiError(400, f"the earlier turns have {earlier} images, the limit is {most}", param=images[0].param)
+    return [_decode(image, files, limits.max_file_bytes(image.modality)) for image in images]
+
+
+def _decode(image: ImagePart, files: Mapping[str, memoryview], max_bytes: int) -> ImagePart:
+    """Returns the image with the file of its `data:` URL decoded and the URL's text dropped. Other URLs are kept."""
+    try:
+        if (frames := _frame_list(image, files)) is not None:
+            file = _check_size(frames, max_bytes)
+        elif image.url in files:
+            file = decode_base64(files[image.url], max_bytes=max_bytes)
+        elif is_data_url(image.url):
+            file = decode_data_url(image.url, max_bytes=max_bytes)
+        else:
+            return image
+    except MediaError as error:
+        raise media_error(image, error) from error
+    image.part.clear()  # frees the URL's text; `put_url` fills the part before it is read
+    return dataclasses.replace(image, url="", file=file)
+
+
+def _frame_list(item: ImagePart, files: Mapping[str, memoryview]) -> bytes | None:
+    """Returns the text of a video's list of frames; None if it is none."""
+    if item.modality != "video":
+        return None
+    if item.url in files:
+        text = files[item.url]
+        return bytes(text) if text[: len(FRAME_LIST)] == FRAME_LIST else None
+    head, _, rest = item.url.partition(",")
+    is_list = is_data_url(head) and head.lower().endswith(";base64") and rest.startswith(FRAME_LIST.decode())
+    return rest.encode("ascii", "replace") if is_list else None
+
+
+def media_error(part: ImagePart, error: MediaError) -> ApiError:
+    """Returns the client's error, which names the part: 413 for MediaTooLargeError, else 400."""
+    if isinstance(error, MediaTooLargeError):
+        return ApiError(413, f"{part.label}: {error}", param=part.param, code=f"{part.modality}_too_large")
+    return ApiError(400, f"{part.label}: {error}", param=part.param, code=f"invalid_{part.modality}_url")
+
+
+def is_data_url(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def decode_data_url(url: str, *, max_bytes: int) -> bytes:
+    """Returns the bytes of a `data:` URL (RFC 2397), in base64 with or without padding, or percent-encoded.
+
+    Raises:
+        MediaError: the URL is malformed.
+        MediaTooLargeError: it has more than `max_bytes`, estimated before decoding.
+    """
+    comma = url.find(",")
+    if comma < 0:
+        raise MediaError("the data: URL has no comma before its data")
+    in_base64 = url[len("data:") : comma].rpartition(";")[2].strip().lower() == "base64"
+    try:
+        payload = url[comma + 1 :].encode()
+    except UnicodeError as error:
+        raise MediaError("the data: URL is not valid Unicode") from error
+    num_escapes = payload.count(b"%") if b"%" in payload else 0  # the search for one is many times faster
+    if num_escapes > MAX_ESCAPES:
+        raise MediaTooLargeError(f"the data: URL has {num_escapes} percent signs, the limit is {MAX_ESCAPES}")
+    num_bytes = len(payload) - 2 * num_escapes  # a percent sign and two digits are one byte
+    if in_base64:
+        num_bytes = num_bytes * 3 // 4 - 2  # padding takes at most 2
+    if num_bytes > max_bytes:
+        raise MediaTooLargeError(f"the file has {num_bytes} bytes or more, the limit is {max_bytes}")
+    data = unquote_to_bytes(payload) if num_escapes else payload
+    if in_base64:
+        return decode_base64(data, max_bytes=max_bytes)
+    return _check_size(data, max_bytes)
+
+
+def decode_base64(payload: bytes | memoryview, *, max_bytes: int) -> bytes:
+    """Decodes the part after the comma, with or without padding. Raises as `decode_data_url` does."""
+    num_bytes = len(payload) * 3 // 4 - 2  # padding takes at most 2
+    if num_bytes > max_bytes:
+        raise MediaTooLargeError(f"the file has {num_bytes} bytes or more, the limit is {max_bytes}")
+    missing = -len(payload) % 4
+    try:
+        data = pybase64.b64decode(bytes(payload) + b"=" * missing if missing else payload, validate=True)
+    except binascii.Error as error:
+        raise MediaError("the data: URL is not valid base64") from error
+    return _check_size(data, max_bytes)
+
+
+def _check_size(data: bytes, max_bytes: int) -> bytes:
+    """Returns `data`. Raises MediaError if it is empty, MediaTooLargeError over `max_bytes`."""
+    if len(data) > max_bytes:
+        raise MediaTooLargeError(f"the file has {len(data)} bytes, the limit is {max_bytes}")
+    if not data:
+        raise MediaError("the data: URL is empty")
+    return data

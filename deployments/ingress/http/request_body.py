@@ -56,6 +56,15 @@ MAX_ITEMS: Mapping[str, int] = {
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config")
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Length as JSON of a schema, a regular expression or a grammar; 100,000 characters take seconds to compile."""
+REFUSED_FIELDS = {
+    "prompt_embeds": "embeddings cannot be sent",
+    "return_mm_kwargs": "embeddings are not given out",
+    "kv_transfer_params": "where the engine fetches from cannot be chosen by a request",
+    "ec_transfer_params": "where the engine fetches from cannot be chosen by a request",
+    "previous_response_id": "responses are not stored here; send the earlier items in input",
+    "background": "an answer ends with its request; stream it",
+    "previous_input_messages": "send the earlier items in input",
+}
 
 
 class OffLoop:
@@ -103,10 +112,11 @@ async def read_body(request: Request, *, max_bytes: int, held: Held) -> list[byt
 def parse_body(data: bytes, *, max_answers: int, cut: bool) -> tuple[Body, dict[str, memoryview]]:
     """Returns the parsed and checked body, and the base64 of its files by name as `cut_files` does, if `cut` is set.
 
-    Raises ApiError as `json_object` and `check_limits` do.
+    Raises ApiError as `json_object`, `refuse_fields` and `check_limits` do.
     """
     rest, files = cut_files(data) if cut else (data, {})
     body = json_object(rest)
+    refuse_fields(body)
     check_limits(body, max_answers=max_answers)
     return body, files
 
@@ -169,6 +179,13 @@ def _integer(text: str) -> int:
 def _number(text: str) -> float:
     """See `_integer`."""
     return float(text)
+
+
+def refuse_fields(body: Body) -> None:
+    """Raises ApiError 400 for fields by which a client could pass embeddings to vLLM or make it fetch something."""
+    for name, reason in REFUSED_FIELDS.items():
+        if body.get(name) not in (None, False):
+            raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_field")
 
 
 def check_limits(body: Mapping[str, Any], *, max_answers: int) -> None:

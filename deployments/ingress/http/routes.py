@@ -21,6 +21,7 @@ class Service(Enum):
     TEXT = "served, text only"
     PAGE = "the page"
     HEALTH = "answered by the ingress"
+    STORED = "stored responses"
     MANAGEMENT = "for the operator"
     CLOSED = "404"
 
@@ -42,7 +43,7 @@ PAGE_FILES = {
     "/page/style.css": "style.css",
     "/page/main.js": "main.js",
     "/page/asking.js": "asking.js",
-    "/page/pictures.js": "pictures.js",
+    "/page/files.js": "files.js",
     "/page/timing.js": "timing.js",
     "/page/cluster.js": "cluster.js",
     "/page/drawing.js": "drawing.js",
@@ -51,6 +52,8 @@ PAGE_FILES = {
 """URL paths of the page's files, and their names in `deployments/ingress/dashboard/page`."""
 
 CLUSTER = "/cluster"
+COUNTING = ("/tokenize", "/v1/messages/count_tokens")
+"""Routes that run no model and need no embeddings, only the headers of images."""
 
 ROUTES: tuple[Route, ...] = (
     Route(("GET",), "/", Service.PAGE, "for browsers; `ingress.web_ui`"),
@@ -61,9 +64,11 @@ ROUTES: tuple[Route, ...] = (
         ("POST",),
         "/v1/responses",
         Service.IMAGES,
-        "streamed and whole; images in messages and tool outputs; responses are not stored",
+        "streamed and whole; images in messages and tool outputs; responses are stored for `previous_response_id`",
         BodyFormat.RESPONSES,
     ),
+    Route(("GET", "DELETE"), "/v1/responses/{id}", Service.STORED, "of the same key; `ingress.stored_responses_bytes`"),
+    Route(("GET",), "/v1/responses/{id}/input_items", Service.STORED, "those of earlier turns included"),
     Route(
         ("POST",),
         "/v1/messages",
@@ -100,8 +105,7 @@ ROUTES: tuple[Route, ...] = (
     Route(("POST",), "/classify", Service.CLOSED, "no pooling models"),
     Route(("POST",), "/v1/audio/transcriptions", Service.CLOSED, "no audio"),
     Route(("POST",), "/v1/audio/translations", Service.CLOSED, "no audio"),
-    Route(("GET",), "/v1/responses/{id}", Service.CLOSED, "responses are not stored"),
-    Route(("POST",), "/v1/responses/{id}/cancel", Service.CLOSED, "responses are not stored"),
+    Route(("POST",), "/v1/responses/{id}/cancel", Service.CLOSED, "no background mode"),
     Route(("POST",), "/invocations", Service.CLOSED, "vLLM would fetch its images by itself"),
     Route(("POST",), "/scale_elastic_ep", Service.CLOSED, "administration"),
     Route(("POST",), "/is_scaling_elastic_ep", Service.CLOSED, "administration"),
@@ -141,9 +145,3 @@ def _matches(pattern: str, path: str) -> bool:
     return len(parts) == len(values) and all(
         (part.startswith("{") and value != "") or part == value for part, value in zip(parts, values, strict=True)
     )
-
-
-def table() -> str:
-    """Returns the routes as a Markdown table."""
-    rows = [f"| {' '.join(r.methods)} | `{r.path}` | {r.service.value} | {r.note} |" for r in ROUTES]
-    return "\n".join(["| | route | | |", "|---|---|---|---|", *rows])

@@ -130,7 +130,7 @@ class EngineConnection:
         send_if_connected(self._replica, message)
 
     def close(self) -> None:
-        unix_socket.close(self._connection)
+        self._replica.close()
 
     def _listen(self, decoder: Decoder[T], handle: Callable[[T, int | None], None]) -> None:
         try:
@@ -139,6 +139,7 @@ class EngineConnection:
             )
         finally:
             self.close()
+            self._connection.close()
 
 
 def send_if_connected(sender: Sender, message: Struct) -> None:

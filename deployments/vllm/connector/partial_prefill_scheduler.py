@@ -43,8 +43,10 @@ def with_partial_prefill(base: type[Any]) -> type[Any]:
             found: Sequence[Any] = super()._try_schedule_encoder_inputs(
                 request, num_computed_tokens, num_new_tokens, *args, **kwargs
             )
-            if found[0] and isinstance(connector, SharedMemoryConnector):
-                raise RuntimeError("the engine scheduled items for its own tower, which has no weights")
+            if isinstance(connector, SharedMemoryConnector):
+                if found[0]:
+                    raise RuntimeError("the engine scheduled items for its own tower, which has no weights")
+                connector.load_further_chunks(request, num_computed_tokens, found[1])
             return found
 
     return PartialPrefillScheduler

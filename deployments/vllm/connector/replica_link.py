@@ -143,6 +143,7 @@ class ReplicaLink:
                 connection, ENGINE_DECODER, partial(self._handle, process), on_error=self._on_error
             )
         finally:
+            process.close()
             with self._lock:
                 if process is self._scheduler:
                     self._scheduler = None

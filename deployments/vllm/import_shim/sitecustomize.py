@@ -56,7 +56,10 @@ class _TolerantLoader(Loader):
                 raise
             if module.__name__ == "torchcodec":  # optional for its importers, which catch ImportError
                 raise ImportError(str(error)) from error
-            # torchaudio has no operators then: transformers imports it unguarded, and audio is not served.
+            # transformers imports torchaudio unguarded. What needs no compiled operators, such as resampling, works.
+            if (utils := sys.modules.get("torchaudio._extension.utils")) is not None:
+                setattr(utils, "_load_lib", lambda _: False)  # noqa: B010
+                self._wrapped.exec_module(module)
 
 
 class _Finder(MetaPathFinder):

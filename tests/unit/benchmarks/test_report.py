@@ -215,16 +215,6 @@ def test_ladders_without_turns_are_replaced(alone: Path) -> None:
     assert "vLLM ran afterwards" not in report.markdown(report.results())
 
 
-def test_withheld_times_of_the_peer_are_not_shown(alone: Path) -> None:
-    """Neither its rows nor a ratio over them."""
-    result = json.loads((alone / "alone.json").read_text())
-    record = result["archs"]["a"] | {"withheld": "vLLM's times are withheld."}
-    text = encoder_text(result, record)
-    assert text.endswith("vLLM's times are withheld.")
-    assert "| vLLM | 5.00" not in text
-    assert "1.25×" not in text
-
-
 def test_times_of_answers_that_are_not_finite_are_not_shown(alone: Path) -> None:
     result = json.loads((alone / "alone.json").read_text())
     record = result["archs"]["a"]

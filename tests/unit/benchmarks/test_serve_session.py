@@ -71,13 +71,12 @@ def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatc
         "eager",
         "fusion",
         "fusion-llm-eager",
-        "fusion-object-store",
         "fusion-asking",
         "vllm",
         "vllm-graphs",
         "vllm-4api",
     ]
-    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True, True]
+    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True]
     assert len({one.label for one in served}) == len(served)
     assert skipped == [{"name": "compile", "reason": "the encoder has no switch warp_drive"}]
     without, _ = list_servers(("eager",), gpu=False, peers=False)
@@ -102,7 +101,7 @@ def test_the_configuration_is_one_that_the_application_takes(tmp_path: Path, gpu
         if gpu:
             share = found.llm.engine_args["gpu_memory_utilization"]
             assert share == pytest.approx(0.95 * serving_plan.LLM_SHARE)
-        for key, value in rungs.switches_of(re.sub("-(llm-eager|object-store|asking)$", "", name)).items():
+        for key, value in rungs.switches_of(re.sub("-(llm-eager|asking)$", "", name)).items():
             assert getattr(found.encoder, key) == value
         # The first image starts an encoder, alone on the GPU then.
         scaling = next(d for d in application["deployments"] if d["name"] == "Encoder")["autoscaling_config"]

@@ -13,6 +13,7 @@ from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.http.image_parts import ImagePart
 from deployments.ingress.image_jobs import RequestImages, build_encoder_jobs, fetch_images
 from encoder.checkpoint.vision_config import VisionConfig
+from encoder.images.generic_identity import Identity
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageRules, PixelBounds
 
@@ -56,7 +57,7 @@ def png(width: int = 56, height: int = 56, colour: tuple[int, int, int] = (200, 
 async def request_images(
     parts: Sequence[ImagePart],
     bounds: PixelBounds | None,
-    identity: EncoderIdentity,
+    identity: Identity,
     fetcher: MediaFetcher,
     limits: IngressConfig,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from configs.schema import AppConfig
 from deployments.common.messages import Accepted, HttpRequest, ImageJob, ItemReference, ResponseHead
-from deployments.ingress.attempt import MAX_ATTEMPTS
 from deployments.ingress.deployment import Ingress
+from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata
-from encoder.images.identity import EncoderIdentity
+from encoder.images.generic_identity import Identity
 from encoder.item_header import ItemHeader
 from tests.unit.deployments.samples import IDENTITY, png
 
@@ -31,6 +32,10 @@ IMAGE = {
     "image_url": {"url": "data:image/png;base64," + base64.b64encode(png()).decode()},
 }
 RETRY_AFTER_S = 7
+HOST = "this-host"
+"""Of the language model that is chosen, and of the first replica."""
+CHOSEN = "chosen"
+"""The language model that is chosen for every request."""
 
 
 class Pieces:
@@ -95,6 +100,14 @@ class Method:
         self._labels.append(session_id)
         return self
 
+    @asynccontextmanager
+    async def choose_replica(self, *, _reserve: bool) -> AsyncIterator[SimpleNamespace]:
+        """The label of a choice is none of a call."""
+        assert not _reserve
+        assert self._labels is not None
+        assert Call.from_session_id(self._labels.pop()).only_choose
+        yield SimpleNamespace(replica_id=CHOSEN, replica_metadata={"host": HOST})
+
 
 class StandIns:
     """Both deployments' handles. `answers` and `encodings` are given one after the other, then empty ones."""
@@ -104,21 +117,25 @@ class StandIns:
         self._encodings = list(encodings)
         self.requests: list[HttpRequest] = []
         self.references: list[list[ItemReference]] = []
-        self.headers: list[list[ItemHeader]] = []
+        self.headers: list[list[Any]] = []
+        """An ItemHeader each, or None."""
         self.encodings: list[Pieces] = []
         self.given: list[list[object]] = []
         """To the language model, of each request: references, or where embeddings lie."""
-        self.labels: dict[str, list[str]] = {"encode": [], "handle": []}
+        self.labels: dict[str, list[str]] = {"encode": [], "handle": [], "plan": []}
         self.reports: list[Pieces] = []
         """Calls to any encoder."""
         self.failed: list[str] = []
         """Replicas that get no more calls."""
         self.deployment_id = DeploymentID("Encoder", "app")
-        self.run(IDENTITY)
+        self.run(IDENTITY, IDENTITY)
 
-    def run(self, *encoders: EncoderIdentity, available: bool = True) -> None:
+    def run(self, *encoders: Identity, available: bool = True) -> None:
         """The running replicas from now on, and whether there can be any."""
-        replicas = {str(at): SimpleNamespace(replica_metadata=encoder_metadata(one)) for at, one in enumerate(encoders)}
+        replicas = {
+            str(at): SimpleNamespace(replica_metadata=encoder_metadata(one, f"host-{at}" if at else HOST))
+            for at, one in enumerate(encoders)
+        }
         routers = SimpleNamespace(curr_replicas=replicas, exclude=self.failed.append)
         loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
         asyncio_router = SimpleNamespace(_request_router=routers, _deployment_available=available, _event_loop=loop)
@@ -132,9 +149,14 @@ class StandIns:
         self.encodings.append(self._encodings.pop(0) if self._encodings else Pieces(job))
         return self.encodings[-1]
 
+    def _plan(self, job: object, file: object) -> Pieces:
+        raise AssertionError("there is no video")
+
     def options(self, *, method_name: str = "", session_id: str | None = None, **_: object) -> Any:
         if method_name == "encode":
             return Method(self._encode, self.labels["encode"])
+        if method_name == "plan":
+            return Method(self._plan, self.labels["plan"])
         if method_name == "report":
             return Method(self._report, [])
         return Method(self._handle, self.labels["handle"]) if method_name == "handle" else self
@@ -143,7 +165,7 @@ class StandIns:
         self,
         request: HttpRequest,
         references: list[ItemReference],
-        headers: list[ItemHeader],
+        headers: list[ItemHeader | None],
         given: list[object],
         call: Call,
     ) -> Pieces:
@@ -175,7 +197,7 @@ class Accepting(StandIns):
         self,
         request: HttpRequest,
         references: list[ItemReference],
-        headers: list[ItemHeader],
+        headers: list[ItemHeader | None],
         given: list[object],
         call: Call,
     ) -> Pieces:
@@ -185,13 +207,14 @@ class Accepting(StandIns):
         return answer
 
 
-def ingress_of(stand_ins: StandIns, **limits: Any) -> Ingress:
+def ingress_of(stand_ins: StandIns, *, store: Any = None, **limits: Any) -> Ingress:
+    """`store`: the handle of the store of responses."""
     auth = {"mode": "none", "management_routes": "open"}
     llm = limits.pop("llm", {})
     ingress = {"retry_after_s": RETRY_AFTER_S, "auth": auth, **limits}
     config = AppConfig.model_validate({"ingress": ingress, "llm": llm})
     handle = cast(DeploymentHandle[Any], stand_ins)
-    return Ingress(config, handle, handle)
+    return Ingress(config, handle, handle, store)
 
 
 def asked(

@@ -35,12 +35,25 @@ def bound(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], *, has_gpu: boo
     return found
 
 
-def test_three_deployments_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = bound(monkeypatch, {})
+def test_four_deployments_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bound(monkeypatch, {"ingress": {"stored_responses_bytes": 7, "stored_responses_ttl_s": 8}})
+    store = found.pop("ResponseStore")
+    assert store.init_args == (7, 8.0)
+    assert store._deployment_config.num_replicas == 1
     assert found.keys() == {"Ingress", "Encoder", "LLM"}
     for deployment in found.values():
         (config,) = [argument for argument in deployment.init_args if isinstance(argument, AppConfig)]
         assert config.model == load_preset("laptop").model, "resolved, and the same for all"
+
+
+def test_without_encoders_two_deployments_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    args: dict[str, Any] = {"encoder": {"implementation": "none"}}
+    args["llm"] = {"engine_args": {"mm_processor_cache_gb": 1}}
+    args["ingress"] = {"stored_responses_bytes": 0}
+    found = bound(monkeypatch, args, has_gpu=True)
+    assert found.keys() == {"Ingress", "LLM"}
+    config = found["LLM"].init_args[0]
+    assert (config.encoder_replica.num_gpus, config.llm.num_gpus) == (0, 1)
 
 
 def test_an_update_cuts_no_answer_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,11 @@ from PIL import Image
 import encoder as package
 from configs.encoder_config import Dtype, EncoderConfig
 from encoder import Embedding, Encoder
+from encoder.images.decoded import Decoded
 from encoder.images.size import ImageError, PixelBounds, num_tokens
+from encoder.pixels.preprocess import Pixels, resize
 from encoder.runner import TowerRunner
+from encoder.video.size import plan_chunks
 from training.checkpoints import make_checkpoint
 
 ARCHITECTURES = ("qwen3_vl", "qwen2_5_vl")
@@ -51,9 +54,11 @@ def test_what_is_worth_a_launch_is_launched_unless_much_waits(enough: int | None
     assert encoder.num_to_launch([50, 50, 50, 50], waiting) == expected
 
 
-def test_nothing_is_held_back_where_nothing_was_measured(checkpoint: Path) -> None:
+def test_a_cpu_launches_as_many_as_it_gains_from(checkpoint: Path) -> None:
+    """So that the first chunk of a video's frames is not held back by the others."""
     encoder = Encoder.from_checkpoint(checkpoint, SMALL_BATCHES)
-    assert encoder.num_to_launch([30, 30, 30], 1) == 3
+    assert encoder.num_to_launch([100, 100, 100], 1) == 2
+    assert encoder.num_to_launch([784, 784], 1) == 1
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -303,3 +308,31 @@ def test_the_batch_with_the_first_image_runs_first(checkpoints: dict[str, Path])
     assert 0 not in planned[0], "else this tests nothing"
     assert sorted(ran) == sorted(planned)
     assert [min(indices) for indices in ran] == sorted(min(indices) for indices in ran)
+
+
+def test_videos_are_packed_together_with_images(checkpoint: Path) -> None:
+    """A video of seven frames, whole and in chunks, among images: the same rows as alone."""
+    encoder = Encoder.from_checkpoint(checkpoint, SMALL_BATCHES, device="cpu")
+    rules = encoder.identity.rules
+    frames = np.random.default_rng(5).integers(0, 256, (7, 40, 60, 3), dtype=np.uint8)
+    whole = Decoded(frames, (4, 2 * rules.merge_size, 3 * rules.merge_size))
+    chunks = [
+        Decoded(frames[chunk.first_frame :][: chunk.num_frames], chunk.grid_thw)
+        for chunk in plan_chunks(whole.grid_thw, len(frames), 2, rules)
+    ]
+    items = [encoder.prepare(picture(64, 64)), resize(whole, rules), *(resize(chunk, rules) for chunk in chunks), whole]
+
+    def encoded(*batch: Pixels | Decoded) -> dict[int, torch.Tensor]:
+        return {
+            index: tokens
+            for launched, outputs in encoder.encode_batches(batch)
+            for index, tokens in zip(launched.indices, outputs, strict=True)
+        }
+
+    together = encoded(*items)
+    [alone] = encoded(items[1]).values()
+    assert alone.shape[0] == 24
+    assert_close(together[1], alone)
+    assert_close(together[4], alone)
+    assert_close(torch.cat([together[2], together[3]]), alone)
+    assert torch.dist(alone[:6], alone[6:12]) > 0.1 * torch.linalg.norm(alone[:6])

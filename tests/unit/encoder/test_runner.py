@@ -66,7 +66,7 @@ def make(
     graphs = FakeGraphs(forward, tables, max(budgets), config.encoder_cudagraph_max_images_per_batch)
     graphs.bad |= set(bad)
     capturing = GraphCapturer(cast(EncoderGraphs, graphs), config, tower.config, tally, activation_bytes=1000)
-    capturing.start(progress=False)
+    capturing.start()
     return TowerRunner(forward, config, tables=tables, capturer=capturing, counts=tally), graphs
 
 
@@ -180,7 +180,7 @@ def test_a_graph_slower_than_eager_is_not_used(tower: VisionTower) -> None:
     tables = GridTables(tower.config, CPU, 2**20)
     graphs = FakeGraphs(forward, tables, 64, 4, ms=lambda budget: 9.0, eager=lambda tokens: 1.0 + tokens / 1000)
     capturing = GraphCapturer(cast(EncoderGraphs, graphs), CONFIG, tower.config, tally, activation_bytes=1000)
-    capturing.start(progress=False)
+    capturing.start()
     runner = TowerRunner(forward, CONFIG, tables=tables, capturer=capturing, counts=tally)
     assert [batch.budget for batch in runner.plan_batches([(1, 8, 8)])] == [None]
 
@@ -217,7 +217,7 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
 ) -> None:
     monkeypatch.undo()
     config = EncoderConfig(fused_kernels="auto", cudagraph_mm_encoder="auto")
-    runner = TowerRunner.build(choose_forward(tower, config), config, progress=False)
+    runner = TowerRunner.build(choose_forward(tower, config), config)
     grids: list[Grid] = [(1, 8, 8), (1, 4, 4)]
     (batch,) = runner.plan_batches(grids)
     assert (batch.indices, batch.budget) == ((1, 0), 2048)
@@ -225,7 +225,6 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
     assert torch.equal(runner.run(patches, grids, 2048), expected_of(tower, patches, grids))
     assert runner.counts.eager_runs == {Reason.NO_GPU: 1}
     assert not runner.idle_step()
-    runner.close()
     assert (runner.graph_bytes, runner.budgets) == (0, (2048, 4096, 8192, 13824))
 
 
@@ -300,7 +299,7 @@ def test_without_fused_kernels_the_plain_tower_runs(
     monkeypatch.setattr("encoder.forwards._fused_unsupported_reason", lambda tower: unsupported)
     monkeypatch.setattr("encoder.forwards._fused", broken)
     monkeypatch.setattr("encoder.forwards.logger.warning", lambda text, *values: told.append(text % values))
-    runner = TowerRunner.build(choose_forward(tower, EncoderConfig()), EncoderConfig(), progress=False)
+    runner = TowerRunner.build(choose_forward(tower, EncoderConfig()), EncoderConfig())
     assert (runner.forward.name, runner.counts.fusion_fallback) == ("eager", reason)
     assert told == ["no fused kernels: no such instruction"]
 

@@ -19,13 +19,14 @@ SOURCES = {
     ),
     "vllm/multimodal/processing/__init__.py": (
         "class BaseMultiModalProcessor:\n    def _apply_hf_processor(self): ...\n"
-        "    def _cached_apply_hf_processor(self): ...\n"
+        "    def _cached_apply_hf_processor(self): ...\n    def _get_prompt_updates(self): ...\n"
     ),
     "vllm/multimodal/cache.py": (
         "class BaseMultiModalProcessorCache:\n    def is_cached_item(self): ...\n"
         "    def get_and_update_item(self): ...\n"
         "    def touch_sender_cache_item(self): ...\n    def clear_cache(self): ...\n    def make_stats(self): ...\n"
     ),
+    "vllm/v1/core/sched/output.py": "class SchedulerOutput:\n    free_encoder_mm_hashes: list[str]\n",
     "vllm/model_executor/models/interfaces.py": "class SupportsMultiModal:\n    def _mark_tower_model(self): ...\n",
 }
 

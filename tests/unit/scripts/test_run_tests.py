@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,7 +31,7 @@ def runs(share: Sequence[str], file: Path) -> bool:
 
 def test_every_file_of_tests_is_in_one_share() -> None:
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    shares = (run_tests.PARTS, run_tests.OTHERS, run_tests.SERVERS, run_tests.CLUSTERS)
+    shares = (run_tests.OTHERS, run_tests.SERVERS, run_tests.CLUSTERS)
     assert len(files) > 100
     assert {str(file): sum(runs(share, file) for share in shares) for file in files} == {str(file): 1 for file in files}
 
@@ -48,13 +49,13 @@ def test_what_runs_may_keep_what_it_compiles(
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     program = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode, flush=True)"]
-    assert run_tests.run(program, program, background=[program]) == 0
+    assert run_tests.run(program, program, background=program) == 0
     assert capfd.readouterr().out.split() == ["False"] * 3
 
 
 def test_clusters_go_before_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     program = [sys.executable, "-c", "import os; print(os.nice(0), os.environ['RAY_worker_niceness'], flush=True)"]
-    assert run_tests.run(program, background=[program]) == 0
+    assert run_tests.run(program, background=program) == 0
     own, worker, other, _ = map(int, capfd.readouterr().out.split())
     assert own < own + worker < other
 
@@ -68,7 +69,7 @@ def test_all_run_in_any_case_and_one_that_fails_is_told(
     statuses: tuple[int, int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     commands = [saying(name, status) for name, status in zip(("first", "second", "third"), statuses, strict=True)]
-    assert run_tests.run(*commands[:2], background=commands[2:]) == max(
+    assert run_tests.run(*commands[:2], background=commands[2]) == max(
         statuses, key=lambda status: (status > 0, -status)
     )
     assert capfd.readouterr().out.split() == ["first", "second", "third"]
@@ -86,12 +87,13 @@ def test_who_stops_it_stops_what_runs_beside(monkeypatch: pytest.MonkeyPatch, tm
 
     def interrupted(*_: object, **__: object) -> None:
         while not begun.exists():
-            pass
+            time.sleep(0.01)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "run", interrupted)
+    monkeypatch.setattr(run_tests, "STOP_GRACE_S", 120.0)
     with pytest.raises(KeyboardInterrupt):
-        run_tests.run([], [sys.executable, "-c", program, str(begun), str(ended)])
+        run_tests.run([], background=[sys.executable, "-c", program, str(begun), str(ended)])
     assert ended.exists()
 
 

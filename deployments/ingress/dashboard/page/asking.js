@@ -50,8 +50,8 @@ export async function firstModel() {
   return String(models.data[0].id);
 }
 
-export function chatBody(model, question, urls) {
-  const content = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+export function chatBody(model, question, files) {
+  const content = files.map(({ kind, data }) => ({ type: `${kind}_url`, [`${kind}_url`]: { url: data } }));
   content.push({ type: "text", text: question });
   return { model, messages: [{ role: "user", content }], stream: true, stream_options: { include_usage: true } };
 }

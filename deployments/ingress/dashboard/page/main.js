@@ -3,8 +3,8 @@
 import { AskError, ask, chatBody, firstModel, key, setKey } from "./asking.js";
 import { ClusterView } from "./cluster.js";
 import { drawnPicture } from "./drawing.js";
-import { Pictures, dataUrl } from "./pictures.js";
-import { TimeBar, durations, parsed, showImages } from "./timing.js";
+import { Files, dataUrl } from "./files.js";
+import { TimeBar, durations, parsed, showItems } from "./timing.js";
 
 const part = (id) => document.getElementById(id);
 const answer = part("answer");
@@ -12,7 +12,7 @@ const question = part("question");
 const drop = part("drop");
 
 const say = (text) => { part("status").textContent = text; };
-const pictures = new Pictures(part("pictures"), (number) => say(number ? `${number} picture${number === 1 ? "" : "s"} to ask about.` : "No pictures."));
+const files = new Files(part("pictures"), (number) => say(number ? `${number} file${number === 1 ? "" : "s"} to ask about.` : "No files."));
 const bar = new TimeBar(part("bar"), part("stages"), part("total"));
 const cluster = new ClusterView({ state: part("cluster-state"), figures: part("figures"), deployments: part("deployments") });
 
@@ -40,10 +40,10 @@ async function findModel() {
   }
 }
 
-// --- pictures -----------------------------------------------------------------------------------------------------
+// --- files --------------------------------------------------------------------------------------------------------
 
-function addFiles(files) {
-  if (files.length && !pictures.add(files)) say("That is no picture.");
+function addFiles(chosen) {
+  if (chosen.length && !files.add(chosen)) say("That is no picture, video or sound.");
 }
 
 part("choose").addEventListener("click", () => part("files").click());
@@ -111,15 +111,15 @@ async function askNow() {
   try {
     if (model === null) await findModel();
     if (model === null) return;
-    const asked = await Promise.all(pictures.items.map(async ({ name, file }) => ({ name, data: await dataUrl(file) })));
+    const asked = await Promise.all(files.items.map(async ({ name, kind, file }) => ({ name, kind, data: await dataUrl(file) })));
     started = performance.now();
     tick();
-    const told = await ask(chatBody(model, question.value, asked.map((picture) => picture.data)), {
+    const told = await ask(chatBody(model, question.value, asked), {
       signal: running.signal,
       head: (header) => {
         headMs = now();
         metrics = parsed(header);
-        showImages(part("images"), asked, metrics);
+        showItems(part("images"), asked, metrics);
         part("images-table").hidden = part("images-none").hidden = asked.length > 0;
         part("images-table").hidden = asked.length === 0;
       },

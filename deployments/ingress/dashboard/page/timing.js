@@ -2,7 +2,7 @@
 
 const STAGES = [
   ["page", "Around it", "browser, network, proxy, and what no stage counts"],
-  ["fetch", "Fetch", "reading and measuring the pictures"],
+  ["fetch", "Fetch", "reading and measuring the files"],
   ["admission", "Admission", "waiting for its turn"],
   ["preprocess", "Preprocess", "decoding and resizing"],
   ["queue", "Queue", "waiting for the encoder"],
@@ -77,7 +77,7 @@ export class TimeBar {
   }
 }
 
-// Parses `tokens=140 replica=x8 graph=512 batch=420/3 cached` to {tokens, replica, graph, eager, batch, cached}.
+// Parses `tokens=140 replica=x8 graph=512 batch=420/3 cached` to {tokens, frames, replica, graph, eager, batch, cached}.
 export function imageFacts(desc) {
   return Object.fromEntries(desc.split(" ").filter(Boolean).map((part) => {
     const [name, value] = part.split(/=(.*)/s);
@@ -105,23 +105,39 @@ export function ranAs(facts) {
   return "not told";
 }
 
-// One row per picture, in the order of the request. Pictures with equal bytes are one image to the server.
-export function showImages(rows, pictures, metrics) {
-  const unique = [...new Set(pictures.map((picture) => picture.data))];
-  rows.replaceChildren(...pictures.map((picture, place) => {
-    const metric = metrics.get(`image-${unique.indexOf(picture.data) + 1}`);
-    const facts = metric ? imageFacts(metric.desc) : {};
-    const row = document.createElement("tr");
-    const head = row.appendChild(document.createElement("th"));
-    head.scope = "row";
-    head.textContent = `${place + 1}. ${picture.name}`;
-    row.appendChild(document.createElement("td")).textContent = facts.tokens ?? "–";
-    row.lastChild.className = "number";
-    row.appendChild(document.createElement("td")).appendChild(document.createElement("code")).textContent = facts.replica ?? "–";
-    row.appendChild(document.createElement("td")).textContent = metric ? ranAs(facts) : "not told";
-    const tag = row.appendChild(document.createElement("td")).appendChild(document.createElement("span"));
-    tag.className = facts.cached ? "tag hit" : "tag miss";
-    tag.textContent = !metric ? "not told" : facts.cached ? "hit" : "miss";
-    return row;
+// Returns the metrics of each distinct file, in the order of the request: a video has one for each chunk of its frames.
+function metricsOf(files, metrics) {
+  const told = [...metrics].filter(([name]) => /^(image|audio|video)-\d+$/.test(name)).map(([, { desc }]) => imageFacts(desc));
+  return new Map([...new Set(files.map(({ data }) => data))].map((data) => {
+    const parts = told.splice(0, 1);
+    while (parts[0]?.frames && told[0]?.frames && !told[0].frames.startsWith("1-")) parts.push(told.shift());
+    return [data, parts];
   }));
+}
+
+// One row per file or chunk of a video's frames. Files with equal bytes are one item to the server.
+export function showItems(rows, files, metrics) {
+  const found = metricsOf(files, metrics);
+  rows.replaceChildren(...files.flatMap(({ name, data }, place) => {
+    const parts = found.get(data);
+    return (parts.length ? parts : [null]).map((facts) => {
+      const frames = facts?.frames ? `, frames ${facts.frames.replace("-", "–")}` : "";
+      return rowOf(`${place + 1}. ${name}${frames}`, facts);
+    });
+  }));
+}
+
+function rowOf(title, facts) {
+  const row = document.createElement("tr");
+  const head = row.appendChild(document.createElement("th"));
+  head.scope = "row";
+  head.textContent = title;
+  row.appendChild(document.createElement("td")).textContent = facts?.tokens ?? "–";
+  row.lastChild.className = "number";
+  row.appendChild(document.createElement("td")).appendChild(document.createElement("code")).textContent = facts?.replica ?? "–";
+  row.appendChild(document.createElement("td")).textContent = facts ? ranAs(facts) : "not told";
+  const tag = row.appendChild(document.createElement("td")).appendChild(document.createElement("span"));
+  tag.className = facts?.cached ? "tag hit" : "tag miss";
+  tag.textContent = !facts ? "not told" : facts.cached ? "hit" : "miss";
+  return row;
 }

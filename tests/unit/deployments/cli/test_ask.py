@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
@@ -21,7 +21,7 @@ from PIL import Image
 
 from deployments.cli import main as cli
 from deployments.cli.ask import timing_lines
-from deployments.cli.chat_client import Answer, AskError, ChatClient, event_data, picture_url
+from deployments.cli.chat_client import Answer, AskError, ChatClient, chat_body, event_data, medium, picture_url
 from tests.threaded import serving
 
 ROOT = Path(__file__).parents[4]
@@ -144,15 +144,6 @@ def test_without_options_nothing_is_sent_but_the_question(server: Server, monkey
     result = CliRunner().invoke(cli.main, ["ask", "Why?", "--url", f"{server.url}/v1/", "--model", "other"])
     assert result.exit_code == 0
     assert server.asked.pop() == ({**sent, "model": "other"}, "Bearer from-environment")
-
-
-def test_a_whole_answer(server: Server) -> None:
-    choice = {"message": {"role": "assistant", "content": "all of it"}, "finish_reason": "stop"}
-    server.answer = lambda handler: handler.json(200, {"choices": [choice]}, server_timing=TIMING)
-    result = ask(server, "Why?", "--no-stream", "--timing")
-    assert (result.exit_code, result.stdout) == (0, "all of it\n")
-    assert server.asked[0][0]["stream"] is False
-    assert "74.2 ms" in result.stderr
 
 
 def test_pieces_are_printed_as_they_arrive(server: Server) -> None:
@@ -308,3 +299,25 @@ def test_a_server_cannot_send_commands_to_the_terminal(server: Server) -> None:
     os.close(terminal)
     assert (done.returncode, os.read(ours, 100)) == (0, b"a[2Jb\r\n")
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("data:image/png;base64,AAAA", "image"),
+        ("data:audio/mpeg;base64,AAAA", "audio"),
+        ("data:video/mp4;base64,AAAA", "video"),
+        ("https://a.example/clip.mp4?x=1", "video"),
+        ("https://a.example/speech.wav", "audio"),
+        ("https://a.example/page", "image"),
+    ],
+)
+def test_the_medium_of_a_url(url: str, kind: str) -> None:
+    assert medium(url) == kind
+
+
+def test_sounds_and_videos_are_parts_of_their_own_without_detail() -> None:
+    body = chat_body("?", ["data:audio/wav;base64,A", "data:video/mp4;base64,A"], model="m", detail="low", max_tokens=1)
+    [message] = cast(list[dict[str, Any]], body["messages"])
+    assert [part["type"] for part in message["content"]] == ["audio_url", "video_url", "text"]
+    assert message["content"][0]["audio_url"] == {"url": "data:audio/wav;base64,A"}

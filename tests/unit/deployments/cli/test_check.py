@@ -16,8 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
-import huggingface_hub.errors
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -29,7 +27,6 @@ from deployments.cli.readiness import SUPPORTED, Facts, Gpu, Line, ModelFact, li
 from deployments.vllm import compat
 from encoder.metadata.segments import AttentionBackend
 from encoder.towers.backends import BackendUnavailableError
-from training.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[4]
 H200 = Gpu("NVIDIA H200", 139 * GIB, (9, 0))
@@ -46,7 +43,6 @@ LAPTOP = Facts(
 )
 TWO_GPUS = dataclasses.replace(
     LAPTOP,
-    driver="580.10",
     gpus=(H200, H200),
     torch="2.11.0+cu130",
     torch_cuda="13.0",
@@ -173,19 +169,19 @@ def test_memory_counts_what_is_taken_and_what_may_be() -> None:
 
 
 def test_gpus_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = "NVIDIA H200, 143771, 580.10\nNVIDIA GB10, [N/A], 580.10\n"
+    printed = "NVIDIA H200, 143771\nNVIDIA GB10, [N/A]\n"
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=printed))
     gpus = [Gpu("NVIDIA H200", 143771 * 1024**2, None), Gpu("NVIDIA GB10", 0, None)]
-    assert looked.driver_gpus() == (gpus, "580.10")
+    assert looked.driver_gpus() == gpus
 
     def fails(*_: object, **__: object) -> None:
         raise subprocess.CalledProcessError(9, "nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", fails)
-    assert looked.driver_gpus() == ([], None)
+    assert looked.driver_gpus() == []
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert looked.driver_gpus() == ([], None)
+    assert looked.driver_gpus() == []
 
 
 def test_memory_is_the_containers_where_that_is_less(tmp_path: Path) -> None:
@@ -215,76 +211,6 @@ def test_backends_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_of_the_system_is_looked_for() -> None:
     assert looked.missing_library("libc.so.6") is None
     assert looked.missing_library("libnone.so.1") == "libnone.so.1"
-
-
-def test_a_model_in_a_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = make_checkpoint("qwen2_5_vl", tmp_path / "small")
-    whole = looked.model_fact("small")
-    assert whole.there
-    assert "qwen2_5_vl, float32" in whole.found
-    assert looked.model_fact("models/scenes-8m").there  # beside the project
-    (folder / "model.safetensors").rename(folder / "other.safetensors")
-    assert "lacks model.safetensors" in looked.model_fact(str(folder)).found
-    index = {"weight_map": {"visual.a": "one.safetensors", "b": "two.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks one.safetensors, two.safetensors" in looked.model_fact(str(folder)).found
-    (folder / "preprocessor_config.json").unlink()
-    assert "has no preprocessor_config.json" in looked.model_fact(str(folder)).found
-    (folder / "config.json").write_text('{"model_type": "llava"}')
-    assert not looked.model_fact(str(folder)).there
-    for name in ("./nowhere", "/nowhere", "nowhere"):
-        assert looked.model_fact(name).found == "no such checkpoint folder"
-
-
-class Hub:
-    """Stands in for the hub's client."""
-
-    error: Exception | None = None
-
-    def model_info(self, model: str, timeout: float) -> object:
-        assert timeout > 0
-        if self.error:
-            raise self.error
-        return object()
-
-
-def hub_error(name: str, status: int) -> Exception:
-    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
-    error: Exception = getattr(huggingface_hub.errors, name)("https://secret.example/path", response=response)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "there", "found"),
-    [
-        (None, True, "replicas download it"),
-        (hub_error("GatedRepoError", 403), False, "gated"),
-        (hub_error("RepositoryNotFoundError", 404), False, "nor on the hub"),
-        (hub_error("HfHubHTTPError", 500), False, "status 500"),
-        (ConnectionError("https://secret.example/path"), False, "cannot be asked (ConnectionError)"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_hub_model_is_asked_for_and_not_downloaded(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, there: bool, found: str
-) -> None:
-    monkeypatch.setattr(Hub, "error", error)
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
-    fact = looked.model_fact("owner/name")
-    assert (fact.there, found in fact.found, bool(fact.fix)) == (there, True, not there)
-    assert "secret" not in fact.found + fact.fix
-
-
-def test_a_cached_hub_model_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint("qwen3_vl", tmp_path / "cached")
-    monkeypatch.setattr(Hub, "error", ConnectionError())
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(folder / "config.json"))
-    assert looked.model_fact("owner/name").there
-    (folder / "model.safetensors").unlink()
-    assert not looked.model_fact("owner/name").there
 
 
 def test_keys_that_cannot_be_read(tmp_path: Path) -> None:
@@ -345,7 +271,7 @@ def test_vllms_names_are_looked_at_where_vllm_is(tmp_path: Path, monkeypatch: py
     def misspell(config: dict[str, Any]) -> None:
         config["applications"][0]["args"]["llm"]["engine_args"] = {"max_modle_len": 1}
 
-    def refuse(engine_args: object, server_args: object) -> None:
+    def refuse(engine_args: object, server_args: object, *, own_tower: bool) -> None:
         raise ValueError("llm.engine_args: unknown key 'max_modle_len'")
 
     path = written(tmp_path / "config.yaml", misspell)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,22 @@ from configs.schema import AppConfig
 from deployments.cli import config_check
 from deployments.cli import main as cli
 from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.video_rules import VideoRules
+from encoder.video.bounds import VideoBounds
+from encoder.video.header import VideoHeader, read_header
+from encoder.video.plan import VideoPlan
 from planner import configuration
 from planner.model import Layout, Placement
 from planner.recorded_costs import read_costs, read_vllm_costs
 from planner.traces import TraceError, read_requests
+from tests.video_files import Clip
 
 ROOT = Path(__file__).parents[4]
 RESULTS = ROOT / "benchmarks" / "results"
 RULES = ImageRules(patch_size=16, min_pixels=65_536, max_pixels=16_777_216)
+SCENES = ROOT / "models" / "scenes-8m"
+SCENES_RULES = ImageRules.from_checkpoint(SCENES)
+VIDEO_RULES = VideoRules.from_checkpoint(SCENES, "qwen3_vl", SCENES_RULES)
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
 SPEEDS = ("--prefill-tokens-per-s", "20000", "--decode-tokens-per-s", "3000")
 
@@ -56,7 +65,10 @@ def plan(file: Path, *more: str, speeds: Sequence[str] = SPEEDS) -> Result:
 
 def test_few_small_pictures_are_not_split(small: Path) -> None:
     result = plan(small)
-    assert (result.exit_code, result.stdout) == (0, f"vllm serve {MODEL}\n")
+    assert result.exit_code == 0, result.output
+    (application,) = yaml.safe_load(result.stdout)["applications"]
+    assert application["args"]["encoder"] == {"implementation": "none"}
+    assert [deployment["name"] for deployment in application["deployments"]] == ["Ingress", "LLM"]
     assert "Do not split" in result.stderr
     for word in ("measured: our encoder: encoder_h200_qwen3_vl.json", "given: prefill 20000", "assumed: hop of 14 ms"):
         assert word in result.stderr
@@ -91,7 +103,12 @@ def test_encoders_pay_where_another_language_model_would_cost_more(pages: Path) 
 
 @pytest.mark.parametrize(
     ("layout", "llm_gpus"),
-    [(Layout(Placement.SHARED, 3, 3), 1), (Layout(Placement.SPLIT, 2, 5), 1), (Layout(Placement.SPLIT, 1, 2), 4)],
+    [
+        (Layout(Placement.SHARED, 3, 3), 1),
+        (Layout(Placement.SPLIT, 2, 5), 1),
+        (Layout(Placement.SPLIT, 1, 2), 4),
+        (Layout(Placement.AGGREGATED, 0, 2, 5), 2),
+    ],
 )
 def test_every_configuration_is_one(layout: Layout, llm_gpus: int, tmp_path: Path) -> None:
     file = tmp_path / "printed.yaml"
@@ -101,27 +118,15 @@ def test_every_configuration_is_one(layout: Layout, llm_gpus: int, tmp_path: Pat
     ((_, application),) = config_check.our_applications(read)
     args = AppConfig.model_validate(application["args"])
     assert args.llm.engine_args.get("tensor_parallel_size", 1) == llm_gpus
+    if layout.placement is Placement.AGGREGATED:
+        assert (args.encoder.implementation, args.encoder_replica.decode_workers) == ("none", 3)
+        return
     assert (args.encoder_replica.num_gpus, args.llm.num_gpus) == (
         (0.2, 0.8) if layout.placement is Placement.SHARED else (1, llm_gpus)
     )
 
 
-def test_vllms_own_tower_has_a_command_and_no_configuration() -> None:
-    layout = Layout(Placement.AGGREGATED, 0, 3)
-    assert configuration.vllm_command("my model", layout, llm_gpus=2) == (
-        "vllm serve 'my model' --tensor-parallel-size 2 --data-parallel-size 3"
-    )
-    with pytest.raises(ValueError, match="no configuration"):
-        configuration.serve_config(MODEL, layout, llm_gpus=1)
-
-
 def test_processes_that_read_requests_are_printed() -> None:
-    """Of vLLM's there is one for each replica by itself."""
-    more = Layout(Placement.AGGREGATED, 0, 3, cpu_processes=5)
-    assert configuration.vllm_command(MODEL, more, llm_gpus=1).endswith("--data-parallel-size 3 --api-server-count 5")
-    assert "--api-server-count" not in configuration.vllm_command(
-        MODEL, Layout(Placement.AGGREGATED, 0, 5, 5), llm_gpus=1
-    )
     printed = yaml.safe_load(
         configuration.serve_config(MODEL, Layout(Placement.SPLIT, 1, 2, cpu_processes=4), llm_gpus=1)
     )
@@ -185,6 +190,63 @@ def test_a_picture_seen_before_is_encoded_once(tmp_path: Path) -> None:
     first, second = read_requests(file, RULES)
     assert (len(first.images), len(second.images)) == (2, 1)
     assert first.num_tokens == second.num_tokens == 10 + 2 * 196
+
+
+def test_a_video_costs_what_serving_it_costs(tmp_path: Path) -> None:
+    """The chunks that are planned from its header, once for equal `id`s; all of its tokens are in every prompt."""
+    file = Clip(50, Fraction(25), 320, 240).encode()
+    header = read_header(file)
+    planned = VideoPlan.make(header, VIDEO_RULES, VideoBounds())
+    video = {"id": 1, "w": 320, "h": 240, "frames": header.num_frames, "seconds": header.duration_s}
+    lines = [
+        {"t": at, "images": [{"id": 1, "w": 448, "h": 448}], "videos": [video], "prompt_tokens": 10, "output_tokens": 1}
+        for at in (5, 9)
+    ]
+    trace_file = tmp_path / "t.jsonl"
+    trace_file.write_text("\n".join(map(json.dumps, lines)))
+    first, second = read_requests(trace_file, SCENES_RULES, VIDEO_RULES)
+    image, *chunks = first.images
+    assert [chunk.num_tokens for chunk in chunks] == [chunk.num_tokens for chunk in planned.chunks]
+    assert second.images == ()
+    assert first.num_tokens == second.num_tokens == 10 + image.num_tokens + planned.num_tokens
+
+
+def test_videos_are_planned_by_the_models_own_rules(tmp_path: Path) -> None:
+    file, batches = tmp_path / "t.jsonl", tmp_path / "costs.json"
+    video = {"w": 1280, "h": 720, "frames": 300, "seconds": 10}
+    line = {"images": [], "videos": [video], "prompt_tokens": 10, "output_tokens": 10}
+    file.write_text("\n".join(json.dumps(line | {"t": at}) for at in range(20)))
+    times = [{"tokens": n, "work": n / 100, "replay_ms": n / 50, "eager_ms": n / 40} for n in (64, 256, 1024, 4096)]
+    batches.write_text(json.dumps({"archs": {"qwen3_vl": times}}))
+    command = ["plan", "--trace", str(file), "--model", str(SCENES), "--slo", "2", *SPEEDS]
+    own = [*command, "--costs", str(batches), "--vllm-costs", str(batches)]
+    result = CliRunner().invoke(cli.main, own)
+    assert result.exit_code == 0, result.output
+    chunks = len(
+        VideoPlan.make(VideoHeader("mp4", "", 1280, 720, 300, 300, 30.0, 10.0), VIDEO_RULES, VideoBounds()).chunks
+    )
+    assert f"{20 * chunks} pictures and chunks of videos" in result.stderr
+    refused = CliRunner().invoke(cli.main, [*own, "--arch", "qwen3_vl"])
+    assert refused.exit_code == 1
+    assert "leave --arch out" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"frames": 0}, "0 frames"),
+        ({"seconds": 0}, "0.0 seconds"),
+        ({"seconds": 601}, "601"),
+        ({"w": 4000, "h": 4000}, "the limit is 2304000"),
+        ({"w": None}, "line 1"),
+    ],
+)
+def test_a_video_that_serving_would_refuse_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tmp_path / "t.jsonl"
+    video = {"w": 1280, "h": 720, "frames": 300, "seconds": 10} | change
+    file.write_text(json.dumps({"t": 1, "images": [], "videos": [video], "prompt_tokens": 1, "output_tokens": 1}))
+    with pytest.raises(TraceError, match=message):
+        read_requests(file, SCENES_RULES, VIDEO_RULES)
 
 
 @pytest.mark.parametrize(

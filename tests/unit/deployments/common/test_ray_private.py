@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray import serve
 from ray._private.state import GlobalState
+from ray.experimental import internal_kv
 from ray.serve import context, handle
-from ray.serve._private import client, common, replica_result, router, tracing_utils
+from ray.serve._private import client, common, replica, replica_result, router, tracing_utils
 from ray.serve._private.request_router import replica_wrapper, request_router
 from ray.serve.config import HTTPOptions
 
@@ -24,10 +29,14 @@ CALLS = {
     context._set_request_context: ["route", "request_id", "_internal_request_id", "app_name", "multiplexed_model_id"],
     client.ServeControllerClient.get_serve_details: ["self"],
     handle.DeploymentResponse._to_object_ref: ["self"],
+    handle.DeploymentHandle.choose_replica: ["self", "args", "kwargs"],
+    internal_kv._internal_kv_put: ["key", "value", "overwrite", "namespace"],
+    internal_kv._internal_kv_get: ["key", "namespace"],
     tracing_utils.is_tracing_enabled: [],
     replica_result.ReplicaResult.add_done_callback: ["self", "callback"],
     replica_result.ReplicaResult.get_rejection_response: ["self"],
     replica_result.ReplicaResult.cancel: ["self"],
+    replica.Replica._can_accept_request: ["self", "request_metadata"],
     request_router.RequestRouter._choose_replica_for_request: ["self", "pending_request", "is_retry"],
     request_router.RequestRouter._fulfill_next_pending_request: ["self", "replica", "request_metadata"],
     request_router.RequestRouter._get_pending_request_matching_internal_request_id: ["self", "request_metadata"],
@@ -46,6 +55,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     router.CurrentLoopRouter: ("_asyncio_router",),
     router.AsyncioRouter: ("_deployment_available", "_request_router", "_event_loop"),
     replica_wrapper.RunningReplica: ("_actor_handle",),
+    replica_wrapper.ReplicaSelection: ("replica_id", "replica_metadata"),
     ray.ObjectRef: ("_ready",),
     common.RequestMetadata: ("_by_reference", "internal_request_id", "session_id"),
     common.RunningReplicaInfo: ("replica_metadata", "routing_stats"),
@@ -83,6 +93,61 @@ def test_every_private_name_of_the_module_is_checked() -> None:
         | {name for names in ATTRIBUTES.values() for name in names}
     )
     assert private <= checked
+
+
+def test_a_replica_is_chosen_without_a_reservation() -> None:
+    """Serve's router is driven with a request router alone: there is no replica on which it could reserve a slot."""
+    chosen = SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id="a"),
+        _replica_info=SimpleNamespace(node_ip="127.0.0.1", port=1),
+        node_id="node",
+        availability_zone=None,
+        replica_metadata={"host": "h"},
+    )
+
+    async def ranks(pending: object) -> AsyncIterator[list[object]]:
+        yield [chosen]
+
+    async def choose() -> tuple[str, dict[str, str]]:
+        ready = asyncio.Event()
+        ready.set()
+
+        async def resolved(pending: object) -> None: ...
+
+        stand_in = SimpleNamespace(
+            _deployment_available=True,
+            _request_router_initialized=ready,
+            _metrics_manager=SimpleNamespace(wrap_request_assignment=lambda metadata: nullcontext()),
+            _resolve_args_with_metrics=resolved,
+            _active_request_router=SimpleNamespace(_choose_replicas_with_backoff=ranks),
+        )
+
+        class Handle:
+            def options(self, *, session_id: str) -> Handle:
+                self.session_id = session_id
+                return self
+
+            def choose_replica(self, **arguments: Any) -> Any:
+                metadata = common.RequestMetadata("1", "1", session_id=self.session_id)
+                return router.AsyncioRouter.choose_replica(stand_in, metadata, **arguments)  # type: ignore[arg-type]
+
+        return await ray_private.choose_replica(Handle(), "session")  # type: ignore[arg-type]
+
+    assert asyncio.run(choose()) == ("a", {"host": "h"}), f"ray {ray.__version__}"
+
+
+def test_a_call_is_refused_by_its_session_id_only_where_serve_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside Serve nothing is replaced. `tests/cluster/test_served_busy.py` has a replica that refuses."""
+    before = replica.Replica._can_accept_request
+    ray_private.refuse_calls(lambda _: True)
+    assert replica.Replica._can_accept_request is before
+    monkeypatch.setattr(serve, "get_replica_context", lambda: None)
+    monkeypatch.setattr(replica.Replica, "_can_accept_request", lambda self, metadata: self.has_slots)
+    ray_private.refuse_calls(lambda session_id: session_id == "busy")
+    for has_slots, session_id, accepted in ((True, "", True), (True, "busy", False), (False, "", False)):
+        stand_in: Any = SimpleNamespace(has_slots=has_slots)
+        metadata = common.RequestMetadata("1", "1", session_id=session_id)
+        assert replica.Replica._can_accept_request(stand_in, metadata) is accepted
 
 
 def test_the_cluster_state_is_where_it_was() -> None:

@@ -26,6 +26,15 @@ def test_work_is_under_way_until_it_ends_or_fails() -> None:
     assert work.tokens == 0
 
 
+def test_tokens_before_a_place_in_the_queue() -> None:
+    work = InFlightTokens(Clock())
+    with work.job(100, 2.0), work.job(100, 2.0):
+        with work.job(30, 1.0):
+            assert [work.tokens_before(place) for place in (0.5, 1.0, 1.5, 2.0)] == [0, 30, 30, 230]
+        assert work.tokens_before(1.5) == 0
+    assert work.tokens_before(9.0) == 0
+
+
 def test_arrivals_of_a_steady_stream() -> None:
     """One job of 50 tokens every 20 ms is 2500 tokens a second; a few seconds after the last there are next to none."""
     clock = Clock()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -14,26 +17,28 @@ import pytest
 import torch
 
 from configs.schema import AppConfig
-from deployments.common.messages import EncodedImage, ImageJob, SharedEmbedding
-from deployments.common.replica_errors import OtherIdentityError
+from deployments.common.messages import NOT_STORED, ImageJob, SharedEmbedding
+from deployments.common.replica_errors import OtherIdentityError, QueueFullError
 from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.deployment import EncoderReplica
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
 from deployments.encoder_replica.gpu.jobs import Encoded
 from deployments.encoder_replica.single_flight import SingleFlight
+from deployments.routing.affinity import Call
 from deployments.telemetry.metrics import Counter, Tier
 from deployments.transfer import remote_sender, shared_store, unix_socket
 from deployments.transfer.header import HEADER_BYTES, Header
+from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import Lease, ShmClient
 from deployments.transfer.shared_memory import PAGE_BYTES
+from deployments.transfer.tcp_client import TcpClients
 from deployments.transfer.unix_socket import ListenerError
 from encoder.pixels.preprocess import Pixels
 from tests.unit.deployments.samples import IDENTITY, png
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
-from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, WIDTH, barrier, digest, encoded, eventually
+from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, WIDTH, barrier, digest, encoded, eventually
 
-HERE = "the one host"
 GRID = (1, 4, 6)
 
 
@@ -58,10 +63,12 @@ class Replica(EncoderReplica):
         self._cache = EmbeddingCache(cache_bytes)
         self.forget = lambda: setattr(self, "_cache", EmbeddingCache(cache_bytes))
         settings = {"model": "none", "encoder_replica": {"embedding_shm_bytes": shared_bytes}}
-        self.store = self._make_store(AppConfig.model_validate(settings))
+        config = AppConfig.model_validate(settings)
+        self.store = self._make_store(config)
         self._server = self.server = self._make_server(self.store)
+        self._tcp = self.tcp = self._make_tcp_server(self.store, config)
         self._remote: Any = None
-        self._host, self._name = HERE, "a"
+        self._name = "a"
         self._single_flight, self._in_flight = SingleFlight(), InFlightTokens()
         self._times: Any = SimpleNamespace(observe=lambda *_: None)
         self._worker: Any = SimpleNamespace(
@@ -76,18 +83,20 @@ class Replica(EncoderReplica):
     async def _hand_off(self, _: object) -> asyncio.Future[Encoded]:
         self.num_encoded += 1
         tokens = self._allocate(self.store, 6, WIDTH, torch.float32)
-        assert tokens is not None
+        if tokens is None:
+            tokens = torch.empty(6, WIDTH)
         encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
         encoded.set_result(Encoded(tokens.fill_(self.num_encoded), 0.0, 0.0))
         return encoded
 
     def close(self) -> None:
         self.server.close()
+        self.tcp.close()
         if self._remote is not None:
             self._remote.close()
 
-    def answer(self, number: int = 1, *, reader_hosts: str = HERE, identity: str = IDENTITY.fingerprint) -> Any:
-        job = ImageJob(png(), None, digest(number), identity, (4, 4), 6, reader_hosts=(reader_hosts,))
+    def answer(self, number: int = 1, *, identity: str = IDENTITY.fingerprint) -> Any:
+        job = ImageJob(png(), None, digest(number), identity, (4, 4), 6)
         return asyncio.run(self.encode(job))
 
 
@@ -143,16 +152,31 @@ def test_offers_that_make_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
         assert replica.store.is_offered(digest(3)), "it is kept for as long as its request may take"
 
 
-def test_what_lies_there_is_sent_through_the_object_store_too(replica: Replica) -> None:
-    with closing(ShmClient(replica.server.address)) as client:
-        acquire(client, replica.answer())
-        replica.forget()
-        image = replica.answer(reader_hosts="elsewhere")
-        assert isinstance(image, EncodedImage)
-        assert image.timings.cached
-        assert (image.bits == 1.0).all()
-        assert replica.num_encoded == 1
-        assert digest(1) in replica._cache, "it is asked for again"
+def test_every_answer_says_where_any_reader_finds_it(replica: Replica) -> None:
+    ticket = replica.answer()
+    assert (ticket.server, ticket.tcp, ticket.remote) == (replica.server.address, replica.tcp.address, None)
+    publishes_remotely(replica, FakeMemory(FakeNetwork()))
+    ticket = replica.answer()
+    assert (ticket.server, ticket.tcp) == (replica.server.address, replica.tcp.address)
+    assert ticket.remote is not None
+    assert not replica.counts.added[Counter.EMBEDDING_SHM_FALLBACKS, None]
+
+
+def test_without_room_in_shared_memory_embeddings_are_read_by_tcp_and_bounded() -> None:
+    shared_bytes = HEADER_BYTES + PAGE_BYTES
+    with closing(Replica(cache_bytes=0, shared_bytes=shared_bytes)) as replica:
+        replica.answer(1)
+        tickets = [replica.answer(number) for number in range(2, 2 + shared_bytes // (6 * WIDTH * 4))]
+        assert {ticket.server for ticket in tickets} == {NOT_STORED}
+        assert {ticket.tcp for ticket in tickets} == {replica.tcp.address}
+        assert replica.counts.added[Counter.EMBEDDING_SHM_FALLBACKS, None] == len(tickets)
+        with pytest.raises(QueueFullError, match="unread embeddings"):
+            replica.answer(100)
+        clients = TcpClients(replica.tcp._secret, ReceiveBuffer(2**20))
+        found = clients.fetch(tickets[0].tcp, Header.of(tickets[0])).result(PATIENCE_S)
+        assert (found.tensor() == 2.0).all()
+        clients.close()
+        assert replica.answer(100).server == NOT_STORED
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -166,6 +190,19 @@ def test_a_dead_lending_thread_is_told_by_the_health_check(monkeypatch: pytest.M
     with closing(Replica()) as replica:
         replica.server._listener._thread.join(PATIENCE_S)
         with pytest.raises(RuntimeError, match="serves embeddings to this host has died"):
+            asyncio.run(replica.check_health())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(socket.socket, "accept", die)
+    monkeypatch.setattr(unix_socket, "accept", lambda _: time.sleep(PATIENCE_S))
+    with closing(Replica()) as replica:
+        replica.tcp._listener._thread.join(PATIENCE_S)
+        with pytest.raises(RuntimeError, match="serves embeddings to other hosts has died"):
             asyncio.run(replica.check_health())
 
 
@@ -199,11 +236,10 @@ def test_the_thread_for_other_hosts_survives_an_error(replica: Replica, monkeypa
     monkeypatch.setattr(remote_sender, "ERROR_PAUSE_S", 0.0)
     memory = FailingMemory(RuntimeError("of the network"))
     sender = publishes_remotely(replica, memory)
-    image = sender.publish(encoded(replica.store))
-    assert image is not None
-    assert image.remote is not None
+    location = sender.publish(encoded(replica.store))
+    assert location is not None
     eventually(lambda: replica.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1)
-    memory.network.notified[memory.name].append(image.remote.lease)
+    memory.network.notified[memory.name].append(location.lease)
     eventually(lambda: len(sender) == 0)
     asyncio.run(replica.check_health())
 
@@ -215,3 +251,31 @@ def test_its_death_is_told_by_the_health_check(replica: Replica) -> None:
     sender._thread.join(PATIENCE_S)
     with pytest.raises(RuntimeError, match="serves embeddings to other hosts has died"):
         asyncio.run(replica.check_health())
+
+
+def test_calls_are_refused_where_too_much_work_is_before_them() -> None:
+    """`test_busy.py` has the rule. A cached image and one that is being encoded are never refused, nor is a call that
+    says so."""
+    with closing(Replica()) as replica:
+        replica._worker.tokens_per_s = 1000.0
+        replica.answer(1)
+        call = Call(digest(2), 10, cost=10, refusable=True)
+
+        async def scenario() -> None:
+            with replica._in_flight.job(61):
+                assert replica._is_too_busy(call.to_session_id())
+                for other in (
+                    dataclasses.replace(call, refusable=False),
+                    dataclasses.replace(call, key=digest(1)),
+                    dataclasses.replace(call, key=digest(3)),
+                ):
+                    never: Any = asyncio.Event().wait
+                    encoding = asyncio.ensure_future(replica._single_flight.run(digest(3), never))
+                    await asyncio.sleep(0)
+                    assert not replica._is_too_busy(other.to_session_id())
+                    encoding.cancel()
+            with replica._in_flight.job(60):
+                assert not replica._is_too_busy(call.to_session_id())
+            assert not replica._is_too_busy("")
+
+        asyncio.run(scenario())

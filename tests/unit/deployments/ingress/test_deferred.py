@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -22,14 +23,17 @@ from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded
 from deployments.ingress import attempt
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, image_parts
+from encoder.images.generic_identity import GenericIdentity
 from encoder.images.size import read_header
-from tests.unit.deployments.ingress.test_embedding_directory import HOST, seen
+from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
+from tests.unit.deployments.ingress.test_embedding_directory import seen
 from tests.unit.deployments.samples import png
-from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
+from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, StandIns, asked, ingress_of
 
 ANSWER: dict[str, object] = {"role": "assistant", "content": "Done."}
 TOKENS = 4
 """Of one picture."""
+GENERIC = GenericIdentity("checkpoint", "settings", ((TOKENS,) * 4,) * 4)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +141,7 @@ class Reads(Accepting):
     def accepted(self) -> Accepted:
         digests = [header.digest for header in self.headers[-1]]
         read = [not isinstance(one, Deferred) for one in self.given[-1]]
-        return Accepted(HOST, tuple(seen(key) if known else None for key, known in zip(digests, read, strict=True)))
+        return Accepted(tuple(seen(key) if known else None for key, known in zip(digests, read, strict=True)))
 
 
 def test_where_it_was_last_seen_goes_along_until_it_is_not_there() -> None:
@@ -173,6 +177,45 @@ def test_more_than_may_be_in_flight_is_refused_once_it_is_asked_for() -> None:
     assert (first.status_code, second.status_code) == (200, 400)
     assert b"20 visual tokens must be encoded, the limit is 12" in second.body
     assert all(encoding.cancelled for encoding in stand_ins.encodings[1:])
+
+
+def test_a_refusal_names_the_field_of_its_route() -> None:
+    """It named `messages` on `/v1/responses`, whose images are in `input`."""
+    shown = [{"type": "input_image", "image_url": picture(number)["image_url"]["url"]} for number in range(3)]  # type: ignore[index]
+    body = {"input": [user(shown[0]), ANSWER, user(shown[1]), ANSWER, user(shown[2])]}
+    limits = {"max_visual_tokens_per_request": 2 * TOKENS, "max_visual_tokens_in_flight": 2 * TOKENS}
+    refused = asked(StandIns(Pieces(NotEncoded((0, 1)))), "POST", "/v1/responses", json=body, limits=limits)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert "12 visual tokens must be encoded" in refused.json()["error"]["message"]
+
+
+def counted(stand_ins: StandIns, path: str, **limits: Any) -> int:
+    """Status of a request whose tokens are counted: two turns with a picture each."""
+    files = [base64.b64encode(png(colour=(number, 0, 1))).decode() for number in range(2)]
+    shown: list[dict[str, object]] = (
+        [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}} for file in files]
+        if path == "/tokenize"
+        else [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": f}} for f in files]
+    )
+    body = {"messages": [user(shown[0]), ANSWER, user(shown[1])]}
+    return asked(stand_ins, "POST", path, json=body, limits=limits).status_code
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_a_count_of_tokens_encodes_nothing(path: str) -> None:
+    """The headers of the images tell their tokens. Nothing is charged, but each image is checked."""
+    stand_ins = Encodes()
+    assert counted(stand_ins, path, rate_limit={"visual_tokens_per_minute": 1}) == 200
+    assert (sent(stand_ins), stand_ins.jobs) == ([[Deferred] * 2], [])
+    assert all(header is not None for header in stand_ins.headers[0])
+    assert counted(Encodes(), path, max_visual_tokens_per_image=TOKENS - 1) == 400
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_only_an_encoder_with_vllms_processor_can_count_tokens(path: str) -> None:
+    stand_ins = Describes()
+    assert counted(stand_ins, path) == 200
+    assert (sent(stand_ins), len(stand_ins.jobs)) == ([[Pieces] * 2], 2)
 
 
 @pytest.mark.parametrize(("earlier", "new", "refusal"), [(5, 1, None), (6, 1, "the earlier turns"), (5, 3, "the req")])
@@ -240,3 +283,49 @@ def test_an_image_seen_before_is_only_hashed(monkeypatch: pytest.MonkeyPatch) ->
     assert len(read) == len(set(read)) == 5
     jobs = [job for encoding in stand_ins.encodings for job in encoding._pieces if isinstance(job, ImageJob)]
     assert {job.num_tokens for job in jobs} == {TOKENS}
+
+
+class Describes(Encodes):
+    """Encoders with vLLM's processor, which alone knows headers, and language models that read from their memory."""
+
+    def __init__(self, *answers: Pieces) -> None:
+        super().__init__(*answers)
+        self.run(GENERIC)
+
+    def accepted(self) -> Accepted:
+        coming = iter(self.jobs[-sum(isinstance(one, Pieces) for one in self.given[-1]) :])
+        return Accepted(tuple(described(next(coming)) if isinstance(one, Pieces) else None for one in self.given[-1]))
+
+
+def described(job: ImageJob) -> SharedEmbedding:
+    update = PromptUpdate("replace", (7,), (PromptRun(7, 6, True),))
+    return dataclasses.replace(seen(job.digest), header=ItemHeader(job.digest, "image", 6, (update,), (1, 4, 6)))
+
+
+def test_without_its_header_no_image_is_deferred() -> None:
+    """vLLM could not get the request. Where an encoder has described one of an earlier turn, its header goes along."""
+    stand_ins = Describes()
+    assert statuses(stand_ins, turn(3), turn(4)) == [200] * 2
+    assert sent(stand_ins) == [[Pieces] * 3, [Deferred] * 3 + [Pieces]]
+    assert stand_ins.headers == [[None] * 3, [None] * 4]
+    digests = [job.digest for job in stand_ins.jobs]
+    for one in stand_ins.given[1][:3]:
+        assert isinstance(one, Deferred)
+        assert one.location is not None
+        assert one.location.header is not None
+        assert one.location.header.digest == one.location.digest
+        digests.remove(one.location.digest)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("most", "status"), [(2, 429), (3, 200)])
+def test_what_cannot_be_deferred_counts_for_the_quota(most: int, status: int) -> None:
+    stand_ins = Describes()
+    assert statuses(stand_ins, turn(3), rate_limit={"visual_tokens_per_minute": most * TOKENS}) == [status]
+    assert len(stand_ins.jobs) == (3 if status == 200 else 0)
+
+
+def test_a_described_image_that_is_nowhere_any_more_is_encoded_again() -> None:
+    stand_ins = Describes(Pieces(JSON_HEAD, b"{}"), Pieces(NotEncoded((0,))))
+    assert statuses(stand_ins, turn(1), turn(2)) == [200] * 2
+    assert sent(stand_ins) == [[Pieces], [Deferred, Pieces], [Pieces, Pieces]]

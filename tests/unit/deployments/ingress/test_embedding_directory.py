@@ -13,44 +13,59 @@ import torch
 from ray.exceptions import RayActorError
 from starlette.requests import Request
 
+from deployments.common import ray_private
 from deployments.common.messages import Accepted, NotEncoded, SharedEmbedding
+from deployments.common.replica_errors import TransferFailedError
 from deployments.ingress.embedding_directory import EmbeddingDirectory
 from deployments.llm.received import SlotState
+from deployments.routing.affinity import Call
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.same_host import EmbeddingUnavailableError, ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
-from tests.unit.deployments.llm.test_embedding_receiver import eventually, received_by, run, setting
-from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
-from tests.unit.deployments.transfer.test_same_host import TIMINGS, digest, encoded, header
+from tests.unit.deployments.llm.receivers import eventually, received_by, run, setting
+from tests.unit.deployments.samples import IDENTITY
+from tests.unit.deployments.stand_ins import HOST, IMAGE, JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
+from tests.unit.deployments.transfer.stored_embeddings import TIMINGS, digest, encoded, header, tokens_of
 
-HOST = "this-host"
 
-
-def seen(name: str, *, server: str = "somewhere") -> SharedEmbedding:
-    return SharedEmbedding(name, "float32", (6, 8), TIMINGS, server)
+def seen(name: str, *, host: str = HOST) -> SharedEmbedding:
+    return SharedEmbedding(name, "float32", (6, 8), TIMINGS, f"{host}/somewhere")
 
 
 def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
     where = EmbeddingDirectory(2, clock=lambda: 123.0)
     for name in ("a", "b"):
-        where.put(name, seen(name))
-    found = where.get("a")
+        where.put(seen(name))
+    found = where.get(HOST, "a")
     assert found is not None
     assert (found.timings.cached, found.timings.ready_at_s) == (True, 123.0)
-    assert (found.digest, found.server) == ("a", "somewhere")
-    where.put("c", seen("c"))
-    assert (where.get("b"), len(where)) == (None, 2)
-    where.discard("a")
-    where.discard("never there")
-    assert (where.get("a"), len(where)) == (None, 1)
-    where.clear()
-    assert len(where) == 0
+    assert (found.digest, found.server) == ("a", f"{HOST}/somewhere")
+    where.put(seen("c"))
+    assert (where.get(HOST, "b"), len(where)) == (None, 2)
+    where.discard(seen("a"))
+    where.discard(seen("never there"))
+    assert (where.get(HOST, "a"), len(where)) == (None, 1)
+
+
+def test_each_host_has_its_own() -> None:
+    """Memory of one host cannot be read on another."""
+    where = EmbeddingDirectory(8)
+    here, there = seen("a"), seen("a", host="another")
+    where.put(here)
+    assert where.get("another", "a") is None
+    where.put(there)
+    for host in (HOST, "another"):
+        found = where.get(host, "a")
+        assert found is not None
+        assert found.server == f"{host}/somewhere"
+    where.discard(there)
+    assert (where.get(HOST, "a") is None, where.get("another", "a") is None) == (False, True)
 
 
 def test_with_no_room_nothing_is_remembered() -> None:
     where = EmbeddingDirectory(0)
-    where.put("a", seen("a"))
-    assert where.get("a") is None
+    where.put(seen("a"))
+    assert where.get(HOST, "a") is None
 
 
 def in_turn(stand_ins: StandIns, times: int, **limits: Any) -> list[int]:
@@ -72,21 +87,20 @@ def in_turn(stand_ins: StandIns, times: int, **limits: Any) -> list[int]:
 class Reads(Accepting):
     """Language models that read the embedding where an encoder on their host has it, and say so."""
 
-    def __init__(self, *answers: Pieces, hosts: tuple[str, ...] = (HOST,)) -> None:
-        super().__init__(*answers)
-        self._hosts = hosts
-
     def accepted(self) -> Accepted:
-        host, job = self._hosts[(len(self.requests) - 1) % len(self._hosts)], self.jobs[-1]
-        return Accepted(host, (seen(job.digest) if job.reader_hosts == (host,) else None,))
+        return Accepted((seen(self.jobs[-1].digest),))
+
+
+def hosts_of(reads: Reads) -> list[str]:
+    """Where encoders were called."""
+    return [Call.from_session_id(label).host for label in reads.labels["encode"]]
 
 
 def test_no_encoder_is_asked_for_what_a_language_model_has_read_before() -> None:
-    """The first answer tells where language models are, the second where the embedding is, and then that is enough."""
     reads = Reads()
-    assert in_turn(reads, 5) == [200] * 5
-    assert [job.reader_hosts for job in reads.jobs] == [(), (HOST,)]
-    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, *[SharedEmbedding] * 3]
+    assert in_turn(reads, 4) == [200] * 4
+    assert hosts_of(reads) == [HOST]
+    assert [type(given) for (given,) in reads.given] == [Pieces, *[SharedEmbedding] * 3]
     known = reads.given[-1][0]
     assert isinstance(known, SharedEmbedding)
     assert (known.digest, known.timings.cached) == (reads.jobs[0].digest, True)
@@ -100,25 +114,45 @@ def test_switched_off_encoders_are_asked_always() -> None:
 
 def test_an_embedding_that_has_gone_is_asked_for_at_once() -> None:
     """The client sees nothing of it, and no replica counts as lost."""
-    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(NotEncoded((0,))))
-    assert in_turn(reads, 4) == [200] * 4
-    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces, SharedEmbedding]
-    assert len(reads.jobs) == 3
+    reads = Reads(Pieces(JSON_HEAD, b"{}"), Pieces(NotEncoded((0,))))
+    assert in_turn(reads, 3) == [200] * 3
+    assert [type(given) for (given,) in reads.given] == [Pieces, SharedEmbedding, Pieces, SharedEmbedding]
+    assert len(reads.jobs) == 2
     assert not any(encoding.cancelled for encoding in reads.encodings)
 
 
-def test_a_replica_that_is_lost_is_tried_again_through_encoders() -> None:
-    reads = Reads(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)), Pieces(RayActorError()))
-    assert in_turn(reads, 3) == [200] * 3
-    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, Pieces]
-    assert reads.jobs[-1].reader_hosts == ("this-host",), "the encoder lives"
+def test_the_next_language_model_reads_what_the_lost_one_was_to_read() -> None:
+    reads = Reads(Pieces(JSON_HEAD, b"{}"), Pieces(RayActorError()))
+    assert in_turn(reads, 2) == [200] * 2
+    assert [type(given) for (given,) in reads.given] == [Pieces, SharedEmbedding, SharedEmbedding]
 
 
-def test_on_several_hosts_encoders_are_asked() -> None:
-    """Memory of one host cannot be read on another."""
-    reads = Reads(hosts=(HOST, HOST, "another"))
-    assert in_turn(reads, 6) == [200] * 6
-    assert [type(given) for (given,) in reads.given] == [Pieces, Pieces, SharedEmbedding, *[Pieces] * 3]
+def test_what_was_lost_is_encoded_once_more_and_not_sought_where_it_was() -> None:
+    reads = Reads(Pieces(JSON_HEAD, b"{}"), Pieces(TransferFailedError("no bytes")), Pieces(JSON_HEAD, b"{}"))
+    assert in_turn(reads, 2) == [200, 200]
+    assert [type(given) for (given,) in reads.given] == [Pieces, SharedEmbedding, Pieces]
+    encodes = [Call.from_session_id(label) for label in reads.labels["encode"]]
+    assert [call.attempt for call in encodes] == [0, 1]
+    assert {call.host for call in encodes} == {HOST}
+
+
+def test_on_one_host_no_language_model_is_chosen_before_its_call() -> None:
+    """It would not change where images are encoded, and costs a part of a millisecond."""
+    reads = Reads()
+    reads.run(IDENTITY)
+    assert in_turn(reads, 2) == [200] * 2
+    assert hosts_of(reads) == [HOST]
+    assert {Call.from_session_id(label).replica for label in reads.labels["handle"]} == {""}
+
+
+def test_where_no_language_model_runs_encoders_begin_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve starts none for a choice: images waited for one, and one for a call."""
+    monkeypatch.setattr(ray_private, "running_replicas", lambda handle: [])
+    reads = Reads()
+    assert in_turn(reads, 1) == [200]
+    (call,) = (Call.from_session_id(label) for label in reads.labels["handle"])
+    assert (call.replica, call.host) == ("", "")
+    assert hosts_of(reads) == [""]
 
 
 def test_a_language_model_takes_what_it_is_told_to_lie_somewhere() -> None:
@@ -130,7 +164,7 @@ def test_a_language_model_takes_what_it_is_told_to_lie_somewhere() -> None:
             again = await received_by(given.receiver, image)  # no offer is open now, and the first holds it
             given.receiver.close(first)
             await eventually(lambda: len(given.scheduler.table) == 1)
-            expected = encoded(EmbeddingStore(2**20)).unpack().float()
+            expected = tokens_of(encoded(EmbeddingStore(2**20))).float()
             assert torch.equal(given.loaded(image)[0], expected)
             given.receiver.close(again)
             assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, "engine_loads"] == 2

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
 
-from deployments.common.api_error import ApiError
+from deployments.common.api_error import ApiError, OverloadedError
 from deployments.common.messages import Accepted, NotEncoded, TooEarly
 from deployments.common.replica_errors import (
     EngineDeadError,
@@ -23,7 +23,7 @@ from deployments.common.replica_errors import (
     WorkerEndedError,
 )
 from deployments.ingress import attempt
-from deployments.ingress.attempt import MAX_ATTEMPTS
+from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.routing.affinity import Call
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import (
@@ -48,7 +48,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", [RayActorError(), ActorDiedError()])
 def test_a_request_at_which_replicas_end_is_given_to_two_of_them(error: Exception) -> None:
-    stand_ins = StandIns(*always(Accepted(None), error))
+    stand_ins = StandIns(*always(Accepted(), error))
     assert told(chat(stand_ins, "text"), 503)["code"] == "replica_lost"
     assert len(stand_ins.requests) == 2
 
@@ -56,31 +56,32 @@ def test_a_request_at_which_replicas_end_is_given_to_two_of_them(error: Exceptio
 @pytest.mark.parametrize(("ended", "status", "tries"), [(1, 200, 2), (2, 503, 2)])
 def test_a_request_at_which_engines_end_is_given_to_two_of_them(ended: int, status: int, tries: int) -> None:
     """It was answered with the first one's error; what ends engines would otherwise end five."""
-    stand_ins = StandIns(*(Pieces(Accepted(None), EngineDeadError(name, True)) for name in "ab"[:ended]))
+    stand_ins = StandIns(*(Pieces(Accepted(), EngineDeadError(name, True)) for name in "ab"[:ended]))
     assert chat(stand_ins, "text").status_code == status
     assert (len(stand_ins.requests), stand_ins.failed) == (tries, ["a", "b"][:ended])
 
 
 @pytest.mark.parametrize(
-    ("answer", "encoding", "encoder_attempt", "llm_attempt"),
+    ("answer", "encoding", "encoder_attempts", "llm_attempt"),
     [
-        (Pieces(Accepted(None), RayActorError()), None, 0, 1),
-        (Pieces(Accepted(None), EngineDeadError("a", True)), None, 0, 1),
-        (Pieces(RayActorError()), None, 0, 1),
-        (Pieces(NotEncoded((0,))), Pieces(RayActorError()), 1, 0),
-        (Pieces(TransferFailedError("gone")), None, 1, 1),
+        (Pieces(Accepted(), RayActorError()), None, [0, 0], 1),
+        (Pieces(Accepted(), EngineDeadError("a", True)), None, [0, 0], 1),
+        (Pieces(RayActorError()), None, [0], 1),
+        (Pieces(NotEncoded((0,))), Pieces(RayActorError()), [0, 1], 0),
+        (Pieces(TransferFailedError("gone")), None, [0, 1], 1),
     ],
 )
 def test_only_what_was_lost_is_avoided(
-    answer: Pieces, encoding: Pieces | None, encoder_attempt: int, llm_attempt: int
+    answer: Pieces, encoding: Pieces | None, encoder_attempts: list[int], llm_attempt: int
 ) -> None:
-    """After the loss of a language model, the encoder that had the embedding was avoided, and another one encoded."""
+    """After the loss of a language model, the encoder that had the embedding was avoided, and another one encoded. What
+    the lost one had not accepted is passed on."""
     stand_ins = StandIns(answer, encodings=[encoding] if encoding else [])
     assert chat(stand_ins, IMAGE).status_code == 200
     attempts = {
         name: [Call.from_session_id(label).attempt for label in found] for name, found in stand_ins.labels.items()
     }
-    assert attempts == {"encode": [0, encoder_attempt], "handle": [0, llm_attempt]}
+    assert attempts == {"encode": encoder_attempts, "plan": [], "handle": [0, llm_attempt]}
 
 
 def test_what_a_dead_engine_has_not_had_goes_on_to_the_next() -> None:
@@ -100,6 +101,7 @@ def test_what_a_dead_engine_has_not_had_goes_on_to_the_next() -> None:
         (RuntimeError("secret: /path 0x7f"), 500, "internal_error"),
         (TimeoutError(), 504, "timeout"),
         (ApiError(418, "short and stout", code="teapot"), 418, "teapot"),
+        (OverloadedError("the queue is full", retry_after_s=RETRY_AFTER_S), 503, "overloaded"),
     ],
 )
 def test_what_clients_are_told_when_a_replica_fails(error: Exception, status: int, code: str) -> None:
@@ -127,22 +129,24 @@ def test_a_request_that_takes_too_long_is_a_504_and_is_cancelled() -> None:
 
 
 def test_what_a_lost_replica_worked_on_is_done_again() -> None:
-    """The encoders that have the images are asked again, and another language model is called with all of it."""
+    """The encoder goes on for the second try, the one that has the image is asked again for the third, and another
+    language model is called with all of it."""
     stand_ins = StandIns(Pieces(RayActorError()), Pieces(JSON_HEAD, b'{"half":', RayActorError()))
     response = chat(stand_ins, {"type": "text", "text": "x"}, IMAGE)
     assert (response.status_code, response.json()) == (200, {})
     first, second, third = stand_ins.requests
     assert first == second == third
-    assert [Call.from_session_id(label).attempt for label in stand_ins.labels["encode"]] == [0, 0, 0]
+    assert [Call.from_session_id(label).attempt for label in stand_ins.labels["encode"]] == [0, 0]
     assert [Call.from_session_id(label).attempt for label in stand_ins.labels["handle"]] == [0, 1, 2]
     assert len({Call.from_session_id(label).key for label in stand_ins.labels["encode"]}) == 1
-    assert [encoding.cancelled for encoding in stand_ins.encodings] == [True, False, False], "had come in the second"
+    assert not any(encoding.cancelled for encoding in stand_ins.encodings)
 
 
 def test_a_request_that_ends_replicas_does_not_end_them_all() -> None:
     stand_ins = StandIns(*always(RayActorError()), *always(RayActorError()))
     assert told(chat(stand_ins, IMAGE), 503)["code"] == "replica_lost"
-    assert len(stand_ins.requests) == len(stand_ins.encodings) == MAX_ATTEMPTS
+    assert (len(stand_ins.requests), len(stand_ins.encodings)) == (MAX_ATTEMPTS, 1)
+    assert stand_ins.encodings[0].cancelled
 
 
 def test_a_stream_that_has_begun_is_not_begun_again() -> None:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from configs.schema import FetchConfig, IngressConfig
+from configs.schema import AudioConfig, FetchConfig, IngressConfig
 from deployments.common.api_error import ApiError
+from deployments.common.messages import HttpRequest, VideoSampling
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, ImagePart
-from deployments.ingress.image_jobs import RequestImages
+from deployments.ingress.image_jobs import RequestImages, build_encoder_jobs, build_engine_request, measure_image
+from encoder.checkpoint.video_rules import VideoRules
+from encoder.images.generic_identity import GenericIdentity, Identity
+from encoder.images.identity import EncoderIdentity
 from encoder.images.size import PixelBounds
-from tests.unit.deployments.samples import IDENTITY, png, request_images
+from tests.serve.pictures import data_url
+from tests.sounds import tone
+from tests.unit.deployments.samples import IDENTITY, RULES, png, request_images
 
 RED, BLUE = png(), png(colour=(0, 0, 255))
 
@@ -216,3 +223,116 @@ def test_images_are_fetched_side_by_side() -> None:
         assert found.job_of_part == [0, 0]
 
     asyncio.run(scenario())
+
+
+GENERIC = GenericIdentity("checkpoint", "settings", ((100,) * 4,) * 4)
+
+
+def generic_jobs(images: Sequence[ImagePart], fetcher: Files, bounds: PixelBounds | None = None, **limits: Any) -> Any:
+    return asyncio.run(request_images(images, bounds, GENERIC, fetcher, IngressConfig(**limits)))
+
+
+def test_without_image_rules_the_cost_is_estimated_and_the_encoder_sends_the_header() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(RED)}}]}]}
+    chat = ChatRequest.parse([json.dumps(body).encode()], IngressConfig(), body_format=BodyFormat.CHAT, salt=None)
+    http = HttpRequest("POST", "/v1/chat/completions", b"", [], b"")
+    request = build_engine_request(chat, http, GENERIC, IngressConfig(), None, measure_image)
+    assert request.headers == [None]
+    assert (request.visual_tokens, request.tower) == (100, GENERIC.tower)
+    assert (request.jobs[0].identity, request.jobs[0].size) == (GENERIC.fingerprint, (56, 56))
+
+
+def test_of_an_image_no_more_than_its_size_is_remembered() -> None:
+    """Remembered headers took kilobytes an image; they are computed again, with vLLM's encoder as well."""
+    limits, image = IngressConfig(), ImagePart({}, "", "auto", "image 1 of 1", RED)
+    size = measure_image("digest", RED, limits)
+    assert size == (56, 56)
+    for identity in (IDENTITY, GENERIC):
+        remembered = build_encoder_jobs([image], None, identity, limits, None, lambda *_: size)
+        assert remembered == build_encoder_jobs([image], None, identity, limits)
+        assert (remembered.headers[0] is None) == (identity is GENERIC)
+
+
+def test_estimated_tokens_are_bounded() -> None:
+    with pytest.raises(ApiError, match="image 1 of 1 comes to 100 visual tokens, the limit is 99"):
+        generic_jobs(parts("red"), Files(red=RED), max_visual_tokens_per_image=99)
+
+
+def test_without_image_rules_a_request_cannot_bound_pixels_and_detail_changes_nothing() -> None:
+    """Ignored bounds would let a client believe in them; vLLM alone ignores `detail`."""
+    with pytest.raises(ApiError, match="images of this model have no pixel bounds") as refused:
+        generic_jobs(parts("red"), Files(red=RED), PixelBounds(None, 10_000))
+    assert (refused.value.status, refused.value.param) == (400, "mm_processor_kwargs")
+    low, high = (generic_jobs(parts("red", detail=each), Files(red=RED)).jobs for each in ("low", "high"))
+    assert low == high
+
+
+HEARS = GenericIdentity("checkpoint", "settings", ((64,) * 4,) * 4, audio_tokens=(25, 250, 1500))
+
+
+def sound(file: bytes, modality: str = "audio") -> ImagePart:
+    return ImagePart({}, "", "auto", f"{modality} 1 of 1", file, modality=modality)
+
+
+def test_a_sound_costs_what_its_header_states() -> None:
+    found = build_encoder_jobs([sound(tone(seconds=4)), sound(RED, "image")], None, HEARS, IngressConfig())
+    assert [(job.modality, job.num_tokens, job.tokens_before) for job in found.jobs] == [
+        ("audio", 100, 0),
+        ("image", 64, 100),
+    ]
+    assert found.headers == [None, None]
+    assert found.jobs[0].digest != HEARS.digest(found.jobs[0].data, None), "media have digests of their own"
+
+
+@pytest.mark.parametrize(
+    ("identity", "file", "limits", "code", "message"),
+    [
+        (HEARS, tone(seconds=4), {"max_seconds": 3}, "invalid_audio", "the sound has 4.0 s, the limit is 3"),
+        (
+            HEARS,
+            tone(seconds=1),
+            {"max_samples": 100},
+            "invalid_audio",
+            "the sound has 16000 samples, the limit is 100",
+        ),
+        (HEARS, RED, {}, "invalid_audio", "not an audio file of a supported format: WAV, FLAC, MP3, OGG"),
+        (IDENTITY, tone(), {}, "unsupported_media", "the model takes no sounds here, only text and images"),
+        (replace(HEARS, audio_tokens=()), tone(), {}, "unsupported_media", "the model takes no sounds here, "),
+    ],
+)
+def test_sounds_that_are_refused(
+    identity: Identity, file: bytes, limits: dict[str, Any], code: str, message: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        build_encoder_jobs([sound(file)], None, identity, IngressConfig(audio=AudioConfig(**limits)))
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, "messages")
+    assert refused.value.message.startswith(f"audio 1 of 1: {message}")
+
+
+def test_a_video_is_named_by_its_file_and_its_sampling() -> None:
+    """Decode workers parse its container: here even its format is unknown, and its tokens are estimated."""
+    sees, digests = replace(HEARS, video_tokens=512), set()
+    for sampling in (VideoSampling(), VideoSampling(fps=1), VideoSampling(num_frames=1)):
+        jobs = build_encoder_jobs([sound(b"file", "video")], None, sees, IngressConfig(), sampling=sampling).jobs
+        assert [(job.modality, job.sampling, job.num_tokens) for job in jobs] == [("video", sampling, 512)]
+        digests.add(jobs[0].digest)
+    assert len(digests) == 3
+    with pytest.raises(ApiError, match="the model takes no videos here"):
+        build_encoder_jobs([sound(b"file", "video")], None, HEARS, IngressConfig())
+
+
+def test_one_of_our_towers_takes_videos() -> None:
+    """By the checkpoint's rules; a request's bounds on pixels are those of its images."""
+    sees = replace(IDENTITY, videos=VideoRules("qwen2_vl", RULES, 2.0, 4, 768))
+    assert sees.fingerprint != IDENTITY.fingerprint
+    assert EncoderIdentity.from_json(sees.to_json()) == sees
+    [job] = build_encoder_jobs([sound(b"file", "video")], None, sees, IngressConfig()).jobs
+    assert (job.modality, job.num_tokens, job.identity) == ("video", 0, sees.fingerprint)
+    with pytest.raises(ApiError, match="cannot bound the pixels of videos"):
+        build_encoder_jobs([sound(b"file", "video")], PixelBounds(None, 100), sees, IngressConfig())
+
+
+def test_a_model_without_images_refuses_them() -> None:
+    only_hears = replace(HEARS, token_counts=())
+    with pytest.raises(ApiError, match="the model takes no images here, only text and sounds"):
+        build_encoder_jobs([sound(RED, "image")], None, only_hears, IngressConfig())

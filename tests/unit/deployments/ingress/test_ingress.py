@@ -15,15 +15,17 @@ from ray.exceptions import RayActorError
 from starlette.requests import Request
 
 from deployments.common.api_error import ApiError, error_head_and_body
-from deployments.common.messages import ImageJob, ResponseHead
+from deployments.common.messages import ResponseHead
 from deployments.ingress import replica_client
 from deployments.ingress.http.request_body import MAX_JSON_VALUES
 from deployments.routing.affinity import Call
 from tests.unit.deployments.samples import png
 from tests.unit.deployments.stand_ins import (
+    HOST,
     IMAGE,
     JSON_HEAD,
     SSE_HEAD,
+    Accepting,
     Pieces,
     StandIns,
     asked,
@@ -73,7 +75,7 @@ def test_a_body_that_is_nested_deeply_is_an_answer(depth: int) -> None:
         ({"mm_processor_kwargs": {"max_pixels": "x"}}, "mm_processor_kwargs"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"prompt_embeds": ["AAAA"]}, "prompt_embeds"),
-        ({"media_io_kwargs": {}}, "media_io_kwargs"),
+        ({"media_io_kwargs": {"image": {}}}, "media_io_kwargs"),
         ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
         ({"ec_transfer_params": {"remote_host": "x"}}, "ec_transfer_params"),
         ({"return_mm_kwargs": True}, "return_mm_kwargs"),
@@ -221,12 +223,14 @@ def test_embeddings_cannot_be_sent_on_any_route(path: str) -> None:
 
 
 def test_an_encoder_is_called_by_digest_and_by_what_the_image_costs() -> None:
-    stand_ins = StandIns()
-    chat(stand_ins, IMAGE)
-    (job,) = stand_ins.encodings[0]._pieces
-    assert isinstance(job, ImageJob)
+    """Its cost includes the images before it, behind which the encoder would queue it."""
+    stand_ins = Accepting()
+    url = "data:image/png;base64," + base64.b64encode(png(64, 32)).decode()
+    chat(stand_ins, IMAGE, {"type": "image_url", "image_url": {"url": url}})
+    first, second = stand_ins.jobs
     assert [Call.from_session_id(label) for label in stand_ins.labels["encode"]] == [
-        Call(job.digest, 4, identity=job.identity)
+        Call(first.digest, 4, cost=4, identity=first.identity, host=HOST),
+        Call(second.digest, second.num_tokens, cost=4 + second.num_tokens, identity=first.identity, host=HOST),
     ]
 
 

@@ -199,6 +199,26 @@ def test_cancelling_the_reader_is_a_disconnect_too() -> None:
     run(scenario)
 
 
+def test_an_exception_after_a_complete_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Starlette answers an exception with status 500 and raises it again."""
+
+    async def scenario() -> None:
+        messages: list[Message] = [
+            {"type": "http.response.start", "status": 500, "headers": []},
+            {"type": "http.response.body", "body": b"failed", "more_body": False},
+        ]
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            for message in messages:
+                await send(message)
+            raise LookupError("broken")
+
+        assert [message async for message in asgi_client.call(app, REQUEST)] == messages
+
+    run(scenario)
+    assert "failed, and was answered" in caplog.text
+
+
 @pytest.mark.parametrize("sent_before", [0, 1, 2])
 def test_the_applications_exception_reaches_the_reader_after_what_it_sent(sent_before: int) -> None:
     async def scenario() -> None:

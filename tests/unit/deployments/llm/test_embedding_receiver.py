@@ -1,146 +1,43 @@
-"""Embeddings on their way into an engine whose scheduler and workers are the application's own, without vLLM's."""
+"""Embeddings on their way into an engine whose scheduler and workers are the application's own, without vLLM's.
+
+One file, since every test follows an embedding through the same receiver and engine (`receivers.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from deployments.common.messages import NOT_STORED, EncodedImage, ImageRefused, SharedEmbedding
+from deployments.common.messages import ImageRefused
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.embedding_receiver import EmbeddingReceiver
-from deployments.llm.received import EmbeddingMismatchError, ReceivedEmbeddings, SlotState, TransferPath
+from deployments.llm.received import EmbeddingMismatchError, SlotState, TransferPath
 from deployments.telemetry.clocks import MAX_DURATION_S, ClockDifference
-from deployments.telemetry.metrics import Counter, Counters, Histogram, Histograms
+from deployments.telemetry.metrics import Counter, Histogram
 from deployments.transfer import unix_socket
 from deployments.transfer.header import HEADER_BYTES
 from deployments.transfer.receive_buffer import ReceiveBuffer
-from deployments.transfer.same_host import ShmServer
+from deployments.transfer.same_host import ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from deployments.transfer.tcp import TcpError
 from deployments.transfer.unix_socket import ListenerError
 from deployments.vllm.connector.link import Loaded
 from deployments.vllm.connector.replica_link import LinkLostError
-from deployments.vllm.connector.scheduler_link import SchedulerLink
-from deployments.vllm.connector.worker_link import WorkerLink
 from deployments.vllm.connector.worker_memory import WorkerMemory
+from tests.unit.deployments.llm.receivers import (
+    MIB,
+    RaysCounts,
+    eventually,
+    received_by,
+    run,
+    setting,
+)
 from tests.unit.deployments.samples import at_once
-from tests.unit.deployments.telemetry.test_metrics import Added
-from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded
-
-PATIENCE_S = 60.0
-MIB = 2**20
-
-
-class FreeAdded(Added):
-    """Any number, with or without a label; and what was observed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.observed: dict[Histogram, list[float]] = {}
-
-    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
-        self.added[counter, next(iter(labels.values()), None)] += number
-
-    def observe(self, histogram: Histogram, seconds: float) -> None:
-        self.observed.setdefault(histogram, []).append(seconds)
-
-
-def receiver_for(
-    counts: FreeAdded, *, receive_buffer: ReceiveBuffer | None = None, **settings: Any
-) -> EmbeddingReceiver:
-    """Its counters and its histograms are `counts`."""
-    buffer = receive_buffer or ReceiveBuffer(None, MIB)
-    return EmbeddingReceiver(counts, cast(Histograms, counts), receive_buffer=buffer, **settings)
-
-
-async def received_by(receiver: EmbeddingReceiver, *encodings: Any) -> ReceivedEmbeddings:
-    """All of `encodings`, of six tokens each."""
-    received = receiver.new_batch()
-    await receiver.receive(encodings, [(6, WIDTH)] * len(encodings), received)
-    return received
-
-
-async def eventually(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - threads and other processes change what is looked at
-            await asyncio.sleep(0.01)
-
-
-@dataclass
-class Setting:
-    receiver: EmbeddingReceiver
-    counts: FreeAdded
-    store: EmbeddingStore
-    server: ShmServer
-    scheduler: SchedulerLink
-    workers: list[WorkerLink]
-    memories: list[WorkerMemory]
-
-    def offered(self, number: int = 1) -> SharedEmbedding:
-        image = encoded(self.store, number)
-        assert self.store.offer(image)
-        return image.to_shared(self.server.address)
-
-    def loaded(self, *images: EncodedImage | SharedEmbedding) -> list[torch.Tensor]:
-        """What a step of an engine loads, which then has ended the request."""
-        table, found = self.scheduler.table, []
-        assert table.reserve("request", [image.digest for image in images]) == len(images)
-        for image in images:
-            lease = table.plan_load(image.digest)
-            for memory, worker in zip(self.memories, self.workers, strict=True):
-                found.append(memory.load(lease, torch.float32))
-                worker.report_loaded(Loaded(lease.name, found[-1].nbytes, 0.0))
-        self.scheduler.finish_request("request")
-        return found
-
-    @property
-    def nothing_is_lent(self) -> bool:
-        gc.collect()
-        arenas = self.store.arena, self.receiver._receive_buffer.arena
-        return all(arena.free_bytes == arena.num_bytes for arena in arenas)
-
-
-class RaysCounts(FreeAdded):
-    """Ray's counters too, which refuse numbers that are not over 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rays = Counters()
-
-    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
-        self._rays.add(counter, number, **labels)
-        super().add(counter, number, **labels)
-
-
-@asynccontextmanager
-async def setting(
-    *, num_workers: int = 1, counts: FreeAdded | None = None, receive_buffer: ReceiveBuffer | None = None
-) -> AsyncIterator[Setting]:
-    counts = counts or FreeAdded()
-    receiver = receiver_for(counts, num_workers=num_workers, receive_buffer=receive_buffer)
-    store = EmbeddingStore(2**20)
-    memories = [WorkerMemory(torch.device("cpu")) for _ in range(num_workers)]
-    scheduler = SchedulerLink(receiver.link.address)
-    workers = [WorkerLink(receiver.link.address, memory) for memory in memories]
-    assert receiver.link.wait_for_engine(timeout_s=PATIENCE_S)
-    server = ShmServer(store)
-    try:
-        yield Setting(receiver, counts, store, server, scheduler, workers, memories)
-    finally:
-        receiver.shut_down()
-        server.close()
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 2 * PATIENCE_S))
+from tests.unit.deployments.transfer.stored_embeddings import WIDTH, digest, encoded, tokens_of
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -156,7 +53,7 @@ def test_the_engine_loads_by_itself(num_workers: int) -> None:
                 lease = table.plan_load(image.digest)
                 for memory, worker in zip(given.memories, given.workers, strict=True):
                     loaded = memory.load(lease, torch.float32)
-                    assert torch.equal(loaded, expected.unpack().float())
+                    assert torch.equal(loaded, tokens_of(expected).float())
                     worker.report_loaded(Loaded(lease.name, loaded.nbytes, 0.005))
             given.receiver.close(arrived)
             await eventually(lambda: given.receiver.num_loaded == 2 * num_workers)
@@ -226,37 +123,70 @@ def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead
     run(scenario())
 
 
-def test_what_comes_by_value_is_copied_and_loaded_like_the_others() -> None:
+def test_what_comes_from_another_host_is_loaded_like_the_others() -> None:
     """Embeddings of one request come by any path; one refused image does not hold up the others."""
 
     async def scenario() -> None:
         async with setting() as given:
-            shared = given.offered()
-            other = EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS)
-            arrived = await received_by(given.receiver, *at_once(shared, other, ImageRefused("truncated")))
+            shared, far = given.offered(1), given.offered(2, far=True)
+            arrived = await received_by(given.receiver, *at_once(shared, far, ImageRefused("truncated")))
             assert [slot.state for slot in arrived.slots] == [SlotState.GRANTED] * 2 + [SlotState.REJECTED]
             await eventually(lambda: len(given.scheduler.table) == 2)
-            first, second = given.loaded(shared, other)
-            assert torch.equal(first, encoded(EmbeddingStore(MIB)).unpack().float())
-            assert torch.equal(second, torch.ones(6, WIDTH))
+            for number, found in enumerate(given.loaded(shared, far), 1):
+                assert torch.equal(found, tokens_of(encoded(EmbeddingStore(MIB), number)).float())
+            assert arrived.locations == (shared, far, None), "the next one on its host need not call an encoder"
             given.receiver.close(arrived)
             await eventually(lambda: len(given.receiver) == 0 and given.nothing_is_lent)
             assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.ENGINE.value] == 1
-            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.OBJECT_STORE.value] == 1
-            by_value = given.counts.added[Counter.EMBEDDING_BYTES_RECEIVED, TransferPath.OBJECT_STORE.value]
-            assert by_value == other.num_bytes
-            assert arrived.path is TransferPath.ENGINE
+            assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.TCP.value] == 1
+            assert given.counts.added[Counter.EMBEDDING_BYTES_RECEIVED, TransferPath.TCP.value] == far.num_bytes
+            assert arrived.path is TransferPath.TCP
 
     run(scenario())
 
 
-def test_what_comes_by_value_waits_for_room() -> None:
+def test_an_embedding_of_another_host_is_granted_before_the_others_are_encoded() -> None:
+    """The engine begins with it: early prefill."""
+
+    async def scenario() -> None:
+        async with setting() as given:
+            far, coming = given.offered(1, far=True), asyncio.get_running_loop().create_future()
+            received = given.receiver.new_batch()
+            receiving = asyncio.create_task(given.receiver.receive([*at_once(far), coming], [(6, WIDTH)] * 2, received))
+            table = given.scheduler.table
+            await eventually(lambda: table.reserve("request", [far.digest, digest(2)]) == 1)
+            assert not receiving.done()
+            coming.set_result(given.offered(2, far=True))
+            await receiving
+            await eventually(lambda: table.reserve("request", [far.digest, digest(2)]) == 2)
+            given.receiver.close(received)
+
+    run(scenario())
+
+
+def test_what_is_known_to_be_on_another_host_is_read_from_there() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            far = given.offered(far=True)
+            arrived = await received_by(given.receiver, far)
+            assert arrived.path is TransferPath.TCP
+            assert given.store.is_offered(far.digest), "the offer is another reader's"
+            given.receiver.close(arrived)
+            given.store._offers.clear()
+            await eventually(lambda: given.nothing_is_lent)
+            skipped = await received_by(given.receiver, far)
+            assert [slot.state for slot in skipped.slots] == [SlotState.SKIPPED]
+
+    run(scenario())
+
+
+def test_what_comes_from_another_host_waits_for_room() -> None:
     """A request with more embeddings than the buffer holds at once, and one with an embedding that never fits."""
 
     async def scenario() -> None:
-        buffer = ReceiveBuffer(None, 2 * HEADER_BYTES)
+        buffer = ReceiveBuffer(2 * HEADER_BYTES)
         async with setting(receive_buffer=buffer) as given:
-            one, two = (EncodedImage.pack(torch.full((6, WIDTH), n), digest(int(n)), TIMINGS) for n in (1.0, 2.0))
+            one, two = given.offered(1, far=True), given.offered(2, far=True)
             first = await received_by(given.receiver, *at_once(one))
             second = asyncio.create_task(received_by(given.receiver, *at_once(two)))
             await asyncio.sleep(0.05)
@@ -264,27 +194,38 @@ def test_what_comes_by_value_waits_for_room() -> None:
             given.receiver.close(first)
             await eventually(lambda: len(given.scheduler.table) == 1 and given.scheduler.table.has(two.digest))
             (found,) = given.loaded(two)
-            assert torch.equal(found, torch.full((6, WIDTH), 2.0))
+            assert torch.equal(found, tokens_of(encoded(EmbeddingStore(MIB), 2)).float())
             given.receiver.close(await second)
-            large = EncodedImage.pack(torch.ones(HEADER_BYTES, 4), digest(3), TIMINGS)
+            large = dataclasses.replace(given.offered(3, far=True), shape=(HEADER_BYTES, 4))
             received = given.receiver.new_batch()
             with pytest.raises(TransferFailedError, match="does not fit the buffer"):
                 await given.receiver.receive(at_once(large), [(HEADER_BYTES, 4)], received)
-            await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
 
 
 def test_a_buffer_that_stays_full_fails_the_request() -> None:
     async def scenario() -> None:
-        buffer = ReceiveBuffer(None, 2 * HEADER_BYTES, timeout_s=1.0)
+        buffer = ReceiveBuffer(2 * HEADER_BYTES, timeout_s=1.0)
         async with setting(receive_buffer=buffer) as given:
-            one, two = (EncodedImage.pack(torch.ones(6, WIDTH), digest(n), TIMINGS) for n in (1, 2))
+            one, two = given.offered(1, far=True), given.offered(2, far=True)
             first = await received_by(given.receiver, *at_once(one))
             with pytest.raises(TransferFailedError, match="no room"):
                 await received_by(given.receiver, *at_once(two))
             given.receiver.close(first)
             given.receiver.close(await received_by(given.receiver, *at_once(two)))
+
+    run(scenario())
+
+
+def test_errors_of_tcp_are_counted_and_fail_the_request() -> None:
+    async def scenario() -> None:
+        async with setting() as given:
+            far = given.offered(far=True)
+            given.tcp.close()
+            with pytest.raises(TransferFailedError, match="no embedding from the encoder at"):
+                await received_by(given.receiver, *at_once(far))
+            assert given.counts.added[Counter.TCP_ERRORS, TcpError.CONNECTION.value] == 1
 
     run(scenario())
 
@@ -309,7 +250,7 @@ def test_a_bad_message_of_an_encoder_is_counted_and_ends_nothing() -> None:
             (connection,) = given.server._listener._connections
             unix_socket.send(connection, {"lease": "of nobody", "start": 0})
             arrived = await received_by(given.receiver, *at_once(given.offered(2)))
-            assert [slot.is_leased for slot in arrived.slots] == [True]
+            assert [slot.lease is not None for slot in arrived.slots] == [True]
             assert given.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1
 
     run(scenario())
@@ -321,6 +262,7 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
             image = given.offered()
             arrived = await received_by(given.receiver, *at_once(image))
             given.server.close()
+            given.tcp.close()
             given.receiver.unmap_dead_peers()
             assert given.memories[0]._mapped, "a lease is open"
             given.receiver.close(arrived)
@@ -333,7 +275,7 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
                 return not given.memories[0]._mapped
 
             await eventually(forgotten)
-            with pytest.raises(TransferFailedError, match="cannot connect"):
+            with pytest.raises(TransferFailedError, match="Connection refused"):
                 await received_by(given.receiver, *at_once(image))
 
     run(scenario())
@@ -354,16 +296,18 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             arriving = asyncio.create_task(
                 given.receiver.receive([*at_once(first), second_is_encoded], [(6, WIDTH)] * 2, arrived)
             )
-            await eventually(lambda: [slot.is_leased for slot in arrived.slots] == [True, False])
+            await eventually(lambda: [slot.lease is not None for slot in arrived.slots] == [True, False])
             given.server.close()
-            await eventually(lambda: not given.receiver._peers[first.server].result().client.is_alive)
+            client = given.receiver._peers[first.server].result().client
+            assert isinstance(client, ShmClient)
+            await eventually(lambda: not client.is_alive)
             given.receiver.unmap_dead_peers()
             second_is_encoded.set_result(second.to_shared(other_server.address))
             await arriving  # the worker maps the second server's memory after it has forgotten the first server's
             table = given.scheduler.table
             await eventually(lambda: table.reserve("request", [first.digest, second.digest]) == 2)
             loaded = given.memories[0].load(table.plan_load(first.digest), torch.float32)
-            expected = encoded(EmbeddingStore(2**20), 1).unpack().float()
+            expected = tokens_of(encoded(EmbeddingStore(2**20), 1)).float()
             assert torch.equal(loaded, expected)
             given.receiver.close(arrived)
             other_server.close()
@@ -393,7 +337,7 @@ def refuse(*_: object, **__: object) -> None:
     raise RuntimeError("CUDA refused to pin it")
 
 
-def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_copied() -> None:
+def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_read_by_tcp() -> None:
     """The others kept it mapped, and pinned, for as long as the engine lived."""
 
     async def scenario() -> None:
@@ -403,12 +347,12 @@ def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_copied(
             worker.map = lambda server, *rest: (map_memory if server == buffer.address else refuse)(server, *rest)  # type: ignore[method-assign]
             image = given.offered()
             arrived = await received_by(given.receiver, *at_once(image))
-            assert arrived.path is TransferPath.COPIED
+            assert arrived.path is TransferPath.TCP
             assert arrived.locations == (image,)
             await eventually(lambda: list(given.memories[0]._mapped) == [buffer.address])
             await eventually(lambda: len(given.scheduler.table) == 1)
             for found in given.loaded(image):
-                assert torch.equal(found, encoded(EmbeddingStore(MIB)).unpack().float())
+                assert torch.equal(found, tokens_of(encoded(EmbeddingStore(MIB))).float())
             given.receiver.close(arrived)
             await eventually(lambda: given.nothing_is_lent)
 
@@ -418,12 +362,11 @@ def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_copied(
 def test_a_receive_buffer_that_could_not_be_mapped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with setting() as given:
-            image = EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS)
             with monkeypatch.context() as patched:
                 patched.setattr(WorkerMemory, "map", refuse)
                 with pytest.raises(TransferFailedError, match="cannot map the receive buffer"):
-                    await received_by(given.receiver, *at_once(image))
-            given.receiver.close(await received_by(given.receiver, *at_once(image)))
+                    await received_by(given.receiver, *at_once(given.offered(far=True)))
+            given.receiver.close(await received_by(given.receiver, *at_once(given.offered(far=True))))
             await eventually(lambda: given.nothing_is_lent)
 
     run(scenario())
@@ -447,7 +390,7 @@ def test_who_leaves_while_it_is_borrowed_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, WIDTH + 1), (5, WIDTH)])
-@pytest.mark.parametrize("by", ["a location", "an encoder", "value"])
+@pytest.mark.parametrize("by", ["a location", "an encoder"])
 def test_what_does_not_fit_the_model_is_never_granted(by: str, shape: tuple[int, int]) -> None:
     async def scenario() -> None:
         async with setting() as given:
@@ -455,28 +398,9 @@ def test_what_does_not_fit_the_model_is_never_granted(by: str, shape: tuple[int,
             encoding: Any = image
             if by == "an encoder":
                 (encoding,) = at_once(image)
-            elif by == "value":
-                (encoding,) = at_once(EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS))
             with pytest.raises(EmbeddingMismatchError, match="is not the expected") as error:
                 await given.receiver.receive([encoding], [shape], given.receiver.new_batch())
             assert error.value.image == 0
             assert len(given.receiver) == len(given.scheduler.table) == 0
-
-    run(scenario())
-
-
-def test_what_came_by_value_is_not_kept_in_the_object_store() -> None:
-    """Its memory is freed once the bytes are copied, and not at the end of the answer."""
-
-    async def scenario() -> None:
-        async with setting() as given:
-            arrived = await received_by(
-                given.receiver, *at_once(EncodedImage.pack(torch.ones(6, WIDTH), digest(2), TIMINGS))
-            )
-            (image,) = arrived.images
-            assert isinstance(image, SharedEmbedding)
-            assert image.server == NOT_STORED
-            assert arrived.locations == (None,), "it is stored nowhere"
-            given.receiver.close(arrived)
 
     run(scenario())

@@ -4,108 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
-import pickle
-from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
-from types import SimpleNamespace
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, cast
 from unittest import mock
 
 import pytest
-import torch
 from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayActorError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from configs.schema import AppConfig
 from deployments.common.messages import (
     Accepted,
-    EncodedImage,
-    EncodeTimings,
-    HttpRequest,
     ImageRefused,
     ItemReference,
     NotEncoded,
     ResponseHead,
+    SharedEmbedding,
     TooEarly,
-    new_key,
 )
-from deployments.common.replica_errors import EngineDeadError, TransferFailedError
+from deployments.common.replica_errors import TransferFailedError
 from deployments.llm import asgi_client
-from deployments.llm import deployment as llm_module
 from deployments.llm.dropped_images import find_dropped_images
-from deployments.llm.startup_requests import EngineLoadError
-from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
-from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
 from deployments.vllm import compat
 from deployments.vllm.compat import AsgiApp
-from deployments.vllm.connector.replica_link import LinkLostError
-from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
-from tests.cluster.controlled import StandInLLM
+from encoder.item_header import ItemHeader
+from tests.cluster.stand_in_llm import StandInLLM
+from tests.unit.deployments.llm.stand_in_replica import (
+    HEADERS,
+    WIDTH,
+    answered,
+    encoded,
+    header,
+    place,
+    replica,
+    request,
+    run,
+)
 from tests.unit.deployments.samples import at_once
-
-WIDTH = 6
-TIMINGS = EncodeTimings(1.0, 2.0, 3.0, 4.0, cached=False)
-
-
-def replica() -> StandInLLM:
-    return StandInLLM(AppConfig(), WIDTH)
-
-
-def digest(value: float) -> str:
-    return hashlib.sha256(str(value).encode()).hexdigest()
-
-
-def encoded(value: float = 1.0, width: int = WIDTH, rows: int = 6) -> EncodedImage:
-    return EncodedImage.pack(torch.full((rows, width), value), digest(value), TIMINGS)
-
-
-def header(value: float = 1.0, grid: tuple[int, int, int] = (1, 4, 6)) -> ItemHeader:
-    """Of `encoded`."""
-    update = PromptUpdate("replace", (7,), (PromptRun(7, 6, True),))
-    return ItemHeader(digest(value), "image", 6, (update,), grid)
-
-
-HEADERS = [header()]
-
-
-def place(item: int, label: str = "image 1 of 1") -> ItemReference:
-    return ItemReference(new_key(), item, label)
-
-
-def request(*places: ItemReference, roles: Sequence[str] = (), joined: bool = False, **fields: object) -> HttpRequest:
-    """All images in one message of a user, or each in one of its role."""
-    parts = [{"type": "image_url", "image_url": {"url": place.key}} for place in places]
-    messages = [{"role": role, "content": [part]} for role, part in zip(roles, parts, strict=bool(roles))]
-    body = {"messages": messages or [{"role": "user", "content": parts}], **fields}
-    headers = [(b"content-type", b"application/json")]
-    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode(), body_in_head=joined)
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
-
-
-def answered(
-    llm: StandInLLM,
-    places: list[ItemReference],
-    images: list[Any],
-    headers: Sequence[ItemHeader] | None = None,
-    **asked: Any,
-) -> tuple[ResponseHead, Any]:
-    """`headers`: by default those of embeddings of 1.0, 2.0 and so on."""
-    headers = headers or [header(float(1 + number)) for number in range(len(images))]
-
-    async def ask() -> list[Any]:
-        return [piece async for piece in llm.handle(request(*places, **asked), places, headers, at_once(*images))]
-
-    accepted, head, *chunks = asyncio.run(ask())
-    assert isinstance(accepted, Accepted)
-    return head, json.loads(b"".join([head.body, *chunks]))
 
 
 def test_embeddings_are_there_under_their_keys_and_gone_afterwards() -> None:
@@ -119,7 +57,7 @@ def test_embeddings_are_there_under_their_keys_and_gone_afterwards() -> None:
 
 
 @pytest.mark.parametrize("image", [encoded(2.0, width=WIDTH - 1), encoded(2.0, rows=5), encoded(2.0, rows=7)])
-def test_an_embedding_that_does_not_fit_never_reaches_the_engine(image: EncodedImage) -> None:
+def test_an_embedding_that_does_not_fit_never_reaches_the_engine(image: SharedEmbedding) -> None:
     """It would kill the engine. The client is told which image, and nothing of the inside."""
     llm = replica()
     granted: list[str] = []
@@ -139,6 +77,17 @@ def test_a_refused_image_is_a_400_that_names_it() -> None:
     assert (head.status, body["error"]["message"]) == (400, "image 2 of 2: truncated")
     assert body["error"]["type"] == "invalid_request_error"
     assert llm.state()["keys"] == 0
+
+
+@pytest.mark.parametrize(("path", "param"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+def test_a_refused_image_is_in_the_field_of_its_route(path: str, param: str) -> None:
+    async def scenario() -> None:
+        asked = dataclasses.replace(request(place(0)), path=path)
+        pieces = replica().handle(asked, [place(0)], [header()], at_once(ImageRefused("truncated")))
+        body = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
+        assert json.loads(body)["error"]["param"] == param
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("error", [RayActorError(), ActorUnavailableError("the node has gone", None)])
@@ -185,12 +134,6 @@ def test_requests_that_wait_for_encoders_leave_places_to_others() -> None:
     run(scenario())
 
 
-def test_half_of_the_slots_are_kept_for_requests_that_do_not_wait_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_module, "max_ongoing_requests", lambda: 10)
-    llm, _ = started(monkeypatch, AppConfig(model="/somewhere"))
-    assert llm._requests._max_early_requests == 5
-
-
 def test_an_embedding_that_was_lost_on_the_way_is_told_from_one_that_was_not_made() -> None:
     with pytest.raises(TransferFailedError):
         answered(replica(), [place(0)], [OwnerDiedError("1" * 56, None, "")])
@@ -229,7 +172,9 @@ def test_a_dropped_image_of_a_response_is_named_by_its_item() -> None:
     error = asyncio.run(find_dropped_images(with_references(llm, references), sent))
     assert error is not None
     assert (error.status, error.param) == (400, "input")
-    assert error.message.startswith("input[2]: the model's chat template takes no images from messages of role 'tool'")
+    assert error.message.startswith(
+        "input[2]: the model's chat template takes no such media from messages of role 'tool'"
+    )
 
 
 def with_references(llm: StandInLLM, references: Sequence[ItemReference]) -> AsgiApp:
@@ -393,230 +338,53 @@ def test_requests_at_the_same_time_do_not_see_each_others_embeddings() -> None:
     run(scenario())
 
 
-def test_a_replica_whose_link_to_the_engine_is_lost_fails_its_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went on as a replica whose leases never end and that maps no encoder's memory."""
-
-    async def healthy() -> None: ...
-
-    llm = replica()
-    monkeypatch.setattr(llm, "_engine", SimpleNamespace(check_health=healthy, shutdown=lambda: None))
-    asyncio.run(llm_module.LLM.check_health(llm))
-    monkeypatch.setattr(llm._receiver.link._listener._thread, "is_alive", lambda: False)
-    with pytest.raises(LinkLostError):
-        asyncio.run(llm_module.LLM.check_health(llm))
+def with_header(image: SharedEmbedding, sent: ItemHeader | None) -> SharedEmbedding:
+    return dataclasses.replace(image, header=sent)
 
 
-async def no_application(*_: object) -> None:
-    raise AssertionError("the engine is asked")
-
-
-def failing(status: int, content_type: bytes, llm: StandInLLM) -> AsgiApp:
-    """What vLLM makes of an engine that ends while it has a request."""
-
-    async def app(scope: object, receive: object, send: Any) -> None:
-        llm.engine.errored = True
-        head = {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type)]}
-        await send(head)
-        await send(
-            {"type": "http.response.body", "body": b'{"error": {"message": "EngineCore encountered an issue."}}'}
-        )
-
-    return cast(AsgiApp, app)
-
-
-@pytest.mark.parametrize(("status", "content_type"), [(500, b"application/json"), (200, b"text/event-stream")])
-def test_an_error_of_a_dead_engine_is_no_answer(status: int, content_type: bytes) -> None:
-    """It was passed on as one, and the replica took more requests until its health checks had failed."""
-
-    async def scenario() -> None:
-        llm, places = replica(), [place(0)]
-        llm._frontend.app = failing(status, content_type, llm)
-        pieces = llm.handle(request(*places), places, HEADERS, at_once(encoded()))
-        assert isinstance(await anext(pieces), Accepted)
-        with pytest.raises(EngineDeadError) as ended:
-            await anext(pieces)
-        assert pickle.loads(pickle.dumps(ended.value)).had_request
-        llm._frontend.app = cast(AsgiApp, no_application)
-        with pytest.raises(EngineDeadError) as refused:
-            await anext(llm.handle(request(), []))
-        assert not refused.value.had_request
-        with pytest.raises(EngineDeadError):
-            llm.record_routing_stats()
-        assert llm.state()["keys"] == 0
-
-    run(scenario())
-
-
-def test_an_answer_that_was_whole_when_the_engine_ended_is_told() -> None:
-    llm = replica()
-    head, _ = answered(llm, [], [])
-
-    async def answer(scope: object, receive: object, send: Any) -> None:
-        clock = compat.first_token_clock.get()
-        assert clock is not None
-        clock.tick()
-        await failing(200, b"application/json", llm)(cast(Any, scope), cast(Any, receive), send)
-
-    llm._frontend.app = cast(AsgiApp, answer)
-    head, _ = answered(llm, [], [])
+def test_a_header_that_comes_with_its_embedding_is_that_of_the_prompt() -> None:
+    """Only an encoder with vLLM's processor knows it. Others of the request may be known before."""
+    llm, places = replica(), [place(1, "image 1 of 2"), place(0, "image 2 of 2")]
+    sent = with_header(encoded(1.0), header(1.0, (1, 2, 12)))
+    head, body = answered(llm, places, [sent, encoded(2.0)], [None, header(2.0)])
     assert head.status == 200
+    assert [image["grid"] for image in body["images"]] == [[1, 4, 6], [1, 2, 12]]
+    assert llm.state()["keys"] == 0
 
 
-def test_a_failure_that_comes_of_a_lost_engine_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link to the engine may break before vLLM knows that it has ended. A request was then tried five times."""
-
-    async def fail(*_: object) -> None:
-        monkeypatch.setattr(llm._receiver.link._listener._thread, "is_alive", lambda: False)
-        raise TransferFailedError("the engine has gone")
-
-    llm = replica()
-    llm._frontend.app = cast(AsgiApp, fail)
-    with pytest.raises(EngineDeadError):
-        answered(llm, [], [])
-
-
-def started(
-    monkeypatch: pytest.MonkeyPatch, config: AppConfig, *, hybrid: bool = False
-) -> tuple[llm_module.LLM, list[dict[str, Any]]]:
-    """A replica without an engine, and the bodies of its warm-up requests."""
-    asked: list[dict[str, Any]] = []
-
-    async def chat(given: Request) -> Response:
-        asked.append(await given.json())
-        return JSONResponse({}, 400 if "response_format" in asked[-1] else 200)  # a refusal does not end the start
-
-    async def application(*_: object) -> Starlette:
-        return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
-
-    async def loads(*_: object) -> None:
-        return None
-
-    engine = Namespace(model_config=Namespace(is_hybrid=hybrid))
-    monkeypatch.setattr(compat, "start_engine", lambda *_, **__: (engine, Namespace(model="scenes")))
-    monkeypatch.setattr(compat, "build_application", application)
-    monkeypatch.setattr(compat, "embedding_width", lambda _: WIDTH)
-    monkeypatch.setattr(compat, "one_token_header", lambda *_: header())
-    monkeypatch.setattr(compat, "has_prefix_cache", lambda _: True)
-    monkeypatch.setattr(llm_module, "guard_children", lambda: None)
-    monkeypatch.setattr(llm_module, "local_model", lambda model: model)
-    monkeypatch.setattr(llm_module, "resolve_checkpoint", lambda model: model)
-    monkeypatch.setattr(llm_module, "tower_identity", lambda folder: "")
-    monkeypatch.setattr(llm_module, "probe_engine_loads", loads)
-
-    async def start() -> llm_module.LLM:
-        llm = llm_module.LLM.__new__(llm_module.LLM)
-        await llm.__init__(config)  # type: ignore[misc]
-        llm._engine = None  # type: ignore[assignment] # nothing to shut down
-        return llm
-
-    return asyncio.run(start()), asked
-
-
-def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `served_model_name` set, vLLM knows the model by that name alone: any other is a 404 and warms nothing."""
-    _, asked = started(monkeypatch, AppConfig(model="/somewhere", transfer="object_store"))
-    assert {body["model"] for body in asked} == {"scenes"}
-    assert [body for body in asked if "logprobs" in body], "vLLM compiles their ranking at the first request for them"
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_prompts_of_a_hybrid_model_are_not_prefilled_early(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hybrid: bool
-) -> None:
-    """The connector decides it: tests/unit/deployments/vllm/connector."""
-    started(monkeypatch, AppConfig(model="/somewhere"), hybrid=hybrid)
-    assert ("early prefill is disabled: some layers keep a recurrent state" in caplog.text) is hybrid
-
-
-def test_an_engine_that_cannot_load_embeddings_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no other way for an image into it."""
-    config = AppConfig.model_validate({"model": "/somewhere", "llm": {"engine_args": {"pipeline_parallel_size": 2}}})
-    with pytest.raises(EngineLoadError, match="only the first stage of a pipeline"):
-        started(monkeypatch, config)
-
-
-def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
-    """The wait for its encoders included; what is refused is not remembered."""
-    llm, call = replica(), Call("ab" * 32, cost=5000)
-    held = bytes.fromhex("ab" * 4)
-
+def test_vllm_gets_a_request_once_all_headers_have_come() -> None:
     async def scenario() -> None:
-        coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(place(0)), [place(0)], HEADERS, [coming], call))
-        accepted = asyncio.ensure_future(anext(pieces))
-        await asyncio.sleep(0)
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
-        coming.set_result(ImageRefused("truncated"))
-        await accepted
-        assert (await anext(pieces)).status == 400
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
-        await pieces.aclose()
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: b""}
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(stream=True), [], [], [], call))
-        assert isinstance(await anext(pieces), Accepted)
-        assert (await anext(pieces)).status == 200
-        assert llm.record_routing_stats() == {PENDING_TOKENS: RUNNING_TOKENS, PUBLISHED_DIGESTS: held}
-        await pieces.aclose()
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: held}
+        llm, coming = replica(), asyncio.get_running_loop().create_future()
+        places = [place(0)]
+        called = asyncio.Event()
+        application = llm._frontend.app
 
-    run(scenario())
-
-
-def test_a_prompt_is_read_at_its_first_token_though_its_answer_is_not_streamed() -> None:
-    """The head of such an answer comes at its end: a long answer's prompt counted as unread all the while."""
-
-    async def scenario() -> None:
-        llm, call = replica(), Call("ab" * 32, cost=5000)
-        first_token, end = asyncio.Event(), asyncio.Event()
-
-        async def app(scope: object, receive: object, send: Any) -> None:
-            await first_token.wait()
-            clock = compat.first_token_clock.get()
-            assert clock is not None
-            clock.tick()
-            await end.wait()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"{}"})
+        async def app(*scope: Any) -> None:
+            called.set()
+            await application(*scope)
 
         llm._frontend.app = cast(AsgiApp, app)
-        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(), [], [], [], call))
-        assert isinstance(await anext(pieces), Accepted)
-        head = asyncio.ensure_future(anext(pieces))
-        await asyncio.sleep(0)
-        assert llm.record_routing_stats()[PENDING_TOKENS] == 5000
-        first_token.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert llm.record_routing_stats() == {
-            PENDING_TOKENS: RUNNING_TOKENS,
-            PUBLISHED_DIGESTS: bytes.fromhex("ab" * 4),
-        }
-        assert not head.done()
-        end.set()
-        assert (await head).status == 200
+        pieces = cast(AsyncGenerator[Any, None], llm.handle(request(*places), places, [None], [coming]))
+        accepted = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0.05)
+        assert not called.is_set()
+        coming.set_result(with_header(encoded(1.0), header(1.0)))
+        assert isinstance(await accepted, Accepted)
+        assert (await anext(pieces)).status == 200
+        assert called.is_set()
         await pieces.aclose()
-        assert llm.record_routing_stats()[PENDING_TOKENS] == 0
 
     run(scenario())
 
 
-def test_what_the_engine_said_last_is_reported_while_there_is_a_request() -> None:
-    """An engine whose last request was given up says no more: it would seem busy for ever, and never scale down."""
+@pytest.mark.parametrize("image", [encoded(1.0), with_header(encoded(1.0, rows=5), header(1.0))], ids=["none", "rows"])
+def test_an_embedding_without_its_header_is_not_taken(image: SharedEmbedding) -> None:
     llm = replica()
-    engine = llm._stats.logger(None)
-    engine.record(
-        SimpleNamespace(num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
-    )
-    idle = {"engine_running_requests": 0.0, "engine_waiting_requests": 0.0, "kv_cache_use": 0.0}
-    assert llm.record_autoscaling_stats() == idle
+    head, body = answered(llm, [place(0)], [image], [None])
+    assert (head.status, body["error"]["code"]) == (500, "embedding_mismatch")
+    assert llm.state()["keys"] == 0
 
-    async def leave_early() -> dict[str, float]:
-        answer = cast(AsyncGenerator[object], llm.handle(request(), []))
-        await anext(answer)
-        told = llm.record_autoscaling_stats()
-        await answer.aclose()
-        return told
 
-    told = asyncio.run(leave_early())
-    assert told == {"engine_running_requests": 3.0, "engine_waiting_requests": 3.0, "kv_cache_use": 0.5}
-    assert llm.record_autoscaling_stats() == idle
+def test_an_image_without_a_header_that_is_refused_is_a_client_error() -> None:
+    head, body = answered(replica(), [place(0)], [ImageRefused("truncated")], [None])
+    assert (head.status, body["error"]["code"]) == (400, "invalid_image")

@@ -4,7 +4,8 @@ engine gets on, where it waits for the embedding, and where it comes to need it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import pytest
@@ -19,11 +20,12 @@ from deployments.llm.prefix_cache_skip import Missing, MissingWatch, stream_unle
 from deployments.llm.received import NotEncodedError
 from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, FirstTokenClock, first_token_clock
-from tests.cluster.controlled import StandInLLM
-from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, eventually, setting
-from tests.unit.deployments.llm.test_llm import digest, encoded, header, place, replica, request, run
+from encoder.item_header import ItemHeader
+from tests.cluster.stand_in_llm import StandInLLM
+from tests.unit.deployments.llm.receivers import FreeAdded, eventually, setting
+from tests.unit.deployments.llm.stand_in_replica import digest, encoded, header, place, replica, request, run
 from tests.unit.deployments.samples import at_once
-from tests.unit.deployments.transfer.test_same_host import WIDTH
+from tests.unit.deployments.transfer.stored_embeddings import WIDTH
 
 DIGEST = digest(1.0)
 CHAT = "/v1/chat/completions"
@@ -49,13 +51,14 @@ class Engine:
         self.came: list[str] = []
         self.left = asyncio.Event()
         self._then, self._at_chunk = then, at_chunk
+        self._token = ""
         app = Starlette(routes=[Route(CHAT, self._chat, methods=["POST"])])
         self.llm._frontend.app = cast(AsgiApp, app)
 
     async def _chat(self, given: Request) -> Response:
         clock = first_token_clock.get()
         assert clock is not None
-        clock.engine_requests.add("chat-1")
+        self._token = clock.token
         for part in (await given.json())["messages"][0]["content"]:
             self.came.append(self.llm._frontend.references.header(part["image_url"]["url"]).digest)
         if self._at_chunk is not None:
@@ -81,13 +84,13 @@ class Engine:
         finally:
             self.left.set()
 
-    def misses(self, *digests: str, request: str = "0_chat-1-abcdef01") -> None:
-        """`request`: as vLLM names the first of several answers."""
-        self.receiver.missing.report(request, digests)
+    def misses(self, *digests: str, token: str | None = None) -> None:
+        """The first of several answers, as vLLM names it. `token`: of the request; None: of the last one."""
+        self.receiver.missing.report(f"0_chat-1-{token or self._token}-abcdef01", digests)
 
-    async def answer(self, *given: Any) -> list[object]:
+    async def answer(self, *given: Any, headers: Sequence[ItemHeader | None] = ()) -> list[object]:
         places = [place(number) for number in range(len(given))]
-        headers = [header(float(1 + number)) for number in range(len(given))]
+        headers = headers or [header(float(1 + number)) for number in range(len(given))]
         return [piece async for piece in self.llm.handle(request(*places), places, headers, given)]
 
 
@@ -101,13 +104,31 @@ def test_what_the_engine_has_no_need_of_is_not_fetched() -> None:
     async def scenario() -> None:
         engine = Engine()
         accepted, head, _ = await engine.answer(Deferred(), Deferred())
-        assert accepted == Accepted(engine.llm._requests.shm_host, (None, None))
+        assert accepted == Accepted((None, None))
         assert isinstance(head, ResponseHead)
         assert b'cache;desc="0/0", path;desc="prefix_cache"' in dict(head.headers)[b"server-timing"]
         assert engine.came == [digest(1.0), digest(2.0)]
         assert engine.counts.added[Counter.EMBEDDINGS_SKIPPED, None] == 2
         assert not any(count is Counter.EMBEDDINGS_RECEIVED for count, _ in engine.counts.added)
         assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
+
+    run(scenario())
+
+
+def test_what_an_encoder_has_described_goes_to_the_engine_at_once() -> None:
+    """The header of its last known location is that of the prompt; what is received comes with its own."""
+
+    async def scenario() -> None:
+        there = dataclasses.replace(encoded(1.0), server="somewhere")
+        engine = Engine()
+        deferred = Deferred(dataclasses.replace(there, header=header()))
+        accepted, *_ = await engine.answer(deferred, headers=[None])
+        assert accepted == Accepted((None,))
+        coming = dataclasses.replace(encoded(2.0), header=header(2.0))
+        await engine.answer(deferred, *at_once(coming), headers=[None, None])
+        assert engine.came == [DIGEST, DIGEST, digest(2.0)]
+        engine = Engine(lambda: engine.misses(DIGEST), at_chunk=0)
+        assert await engine.answer(deferred, headers=[None]) == [NotEncoded((0,))]
 
     run(scenario())
 
@@ -133,7 +154,7 @@ def test_what_another_request_waits_for_is_its_own() -> None:
     used to end the answer of both."""
 
     async def scenario() -> None:
-        engine = Engine(lambda: engine.misses(DIGEST, request="chat-2-abcdef01"))
+        engine = Engine(lambda: engine.misses(DIGEST, token=FirstTokenClock().token))
         assert isinstance((await engine.answer(Deferred()))[0], Accepted)
 
     run(scenario())
@@ -175,8 +196,9 @@ def test_embeddings_that_are_skipped_and_others_mix_in_a_request(missed: bool) -
             engine.misses(digest(1.0), *([digest(2.0)] if missed else []))
 
         engine = Engine(then, at_chunk=0 if missed else None)
-        pieces = await engine.answer(*at_once(encoded(1.0)), Deferred())
-        assert pieces[0] == (NotEncoded((1,)) if missed else Accepted(engine.llm._requests.shm_host, (None, None)))
+        image = encoded(1.0)
+        pieces = await engine.answer(*at_once(image), Deferred())
+        assert pieces[0] == (NotEncoded((1,)) if missed else Accepted((image, None)))
         assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
 
     run(scenario())
@@ -199,23 +221,21 @@ def test_a_client_that_leaves_leaves_nothing_behind(streamed: bool) -> None:
 
 
 def test_only_the_request_that_misses_them_is_told() -> None:
+    """A request was known by the client's `X-Request-Id`, which another request may have, or contain."""
+
     async def scenario() -> None:
         watch = MissingWatch()
-        with watch.watch(clock("one")) as one, watch.watch(clock("other", "again")) as other:
-            watch.report("nobody", ["a"])
-            await asyncio.to_thread(watch.report, "one-0123", ["a", "b"])
+        with watch.watch(FirstTokenClock()) as one, watch.watch(FirstTokenClock()) as other:
+            watch.report("chatcmpl-1-0123", ["a"])
+            await asyncio.to_thread(watch.report, f"chatcmpl-1-{one.clock.token}-0123", ["a", "b"])
             await eventually(one.changed.is_set)
             assert (one.digests, other.digests) == ({"a", "b"}, set())
-            watch.report("1_again-0123", ["c"])
+            watch.report(f"1_chatcmpl-1-{other.clock.token}-0123", ["c"])
             await eventually(other.changed.is_set)
             assert (one.digests, other.digests) == ({"a", "b"}, {"c"})
         assert len(watch) == 0
 
     run(scenario())
-
-
-def clock(*names: str) -> FirstTokenClock:
-    return FirstTokenClock(engine_requests={*names})
 
 
 @pytest.mark.parametrize("first", ["report", "skip"])
@@ -228,7 +248,7 @@ def test_what_is_missed_is_read_where_it_was_last_seen(first: str) -> None:
             there, unasked, gone = given.offered(1), given.offered(2), Deferred()
             known = [Deferred(there), Deferred(unasked), gone, gone]
             digests = [there.digest, unasked.digest, "gone", "gone too"]
-            missing, received = Missing(clock()), given.receiver.new_batch()
+            missing, received = Missing(FirstTokenClock()), given.receiver.new_batch()
             shapes = [(6, WIDTH)] * 4
             lost = asyncio.ensure_future(given.receiver.receive_missing(missing, digests, shapes, received))
 
@@ -264,7 +284,7 @@ def test_what_is_no_longer_there_or_another_is_encoded(shape: tuple[int, int]) -
             image = given.offered()
             if shape == (6, WIDTH):
                 given.store._offers.clear()
-            missing, received = Missing(clock()), given.receiver.new_batch()
+            missing, received = Missing(FirstTokenClock()), given.receiver.new_batch()
             await given.receiver.receive([Deferred(image)], [shape], received)
             missing.digests.add(image.digest)
             missing.changed.set()
@@ -272,6 +292,31 @@ def test_what_is_no_longer_there_or_another_is_encoded(shape: tuple[int, int]) -
                 await given.receiver.receive_missing(missing, [image.digest], [shape], received)
             assert len(given.receiver) == 0
 
+    run(scenario())
+
+
+def test_an_event_stream_that_begins_before_its_first_token_is_held_back() -> None:
+    """vLLM's streams of responses begin with an event before the request is scheduled. It was sent at once, so that an
+    image of an earlier turn that the prefix cache had lost ended the stream with an error."""
+
+    async def begun() -> AsyncGenerator[str, None]:
+        yield "created"
+        await first_token.wait()
+        yield "token"
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        told: list[str] = []
+        lost: asyncio.Future[NoReturn] = loop.create_future()
+        loop.call_later(0.05, lost.set_exception, NotEncodedError(1))
+        with pytest.raises(NotEncodedError):
+            await put(told, stream_unless_lost(begun(), lost, first_token, "first"))
+        assert told == []
+        loop.call_later(0.05, first_token.set)
+        await put(told, stream_unless_lost(begun(), loop.create_future(), first_token, "first"))
+        assert told == ["first", "created", "token"]
+
+    first_token = asyncio.Event()
     run(scenario())
 
 
@@ -283,9 +328,12 @@ def test_an_answer_that_fails_fails_as_it_does() -> None:
     async def scenario() -> None:
         lost: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         told: list[str] = []
-        with pytest.raises(LookupError, match="broken"):
-            await put(told, stream_unless_lost(broken(), lost, asyncio.Event(), "first"))
-        assert told == ["first", "one"]
+        scheduled = asyncio.Event()
+        for expected in ([], ["first", "one"]):
+            with pytest.raises(LookupError, match="broken"):
+                await put(told, stream_unless_lost(broken(), lost, scheduled, "first"))
+            assert told == expected
+            scheduled.set()
         lost.set_exception(NotEncodedError(1))
         with pytest.raises(NotEncodedError):
             await put(told, stream_unless_lost(silent(), lost, asyncio.Event(), "first"))

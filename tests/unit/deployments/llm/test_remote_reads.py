@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 from typing import NoReturn
 
@@ -14,11 +15,11 @@ from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError
-from tests.unit.deployments.llm.test_embedding_receiver import eventually, received_by, run, setting
+from tests.unit.deployments.llm.receivers import eventually, received_by, run, setting
 from tests.unit.deployments.samples import at_once
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
+from tests.unit.deployments.transfer.stored_embeddings import encoded, tokens_of
 from tests.unit.deployments.transfer.test_remote_sender import is_free, published
-from tests.unit.deployments.transfer.test_same_host import encoded
 
 MIB = 2**20
 
@@ -26,14 +27,14 @@ MIB = 2**20
 def test_an_embedding_of_another_host_comes_to_the_engine() -> None:
     async def scenario() -> None:
         network, store = FakeNetwork(), EmbeddingStore(MIB)
-        buffer = ReceiveBuffer(FakeMemory(network), MIB)
+        buffer = ReceiveBuffer(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
-            async with setting(receive_buffer=buffer) as given:
+            async with setting(receive_buffer=buffer, remote=FakeMemory(network)) as given:
                 image = published(sender, store)
                 arrived = await received_by(given.receiver, *at_once(image))
                 assert arrived.path is TransferPath.NIXL
                 assert arrived.locations == (None,), "it is published once"
-                expected = encoded(EmbeddingStore(MIB)).unpack()
+                expected = tokens_of(encoded(EmbeddingStore(MIB)))
                 await eventually(lambda: len(given.scheduler.table) == 1)
                 (found,) = given.loaded(image)
                 assert (found == expected).all()
@@ -46,19 +47,22 @@ def test_an_embedding_of_another_host_comes_to_the_engine() -> None:
     run(scenario())
 
 
-def test_one_that_cannot_be_read_is_for_the_object_store() -> None:
+def test_one_that_cannot_be_read_by_rdma_is_read_by_tcp() -> None:
     async def scenario() -> None:
-        network, store = FakeNetwork(), EmbeddingStore(MIB)
-        with closing(RemoteSender(store, FakeMemory(network))) as sender:
-            image = published(sender, store)
-            async with setting() as given:
-                with pytest.raises(TransferFailedError, match="does not read"):
-                    await received_by(given.receiver, *at_once(image))
-            async with setting(receive_buffer=ReceiveBuffer(FakeMemory(network), MIB)) as given:
-                assert image.remote is not None
-                network.gone.add(image.remote.agent_metadata)
-                with pytest.raises(TransferFailedError, match="has gone"):
-                    await received_by(given.receiver, *at_once(image))
+        network = FakeNetwork()
+        async with setting(remote=FakeMemory(network)) as given:
+            with closing(RemoteSender(given.store, FakeMemory(network))) as sender:
+                image = encoded(given.store)
+                location = sender.publish(image)
+                assert location is not None
+                network.gone.add(location.agent_metadata)
+                ticket = image.to_shared(given.server.address, given.tcp.address, location)
+                arrived = await received_by(given.receiver, *at_once(ticket))
+                assert arrived.path is TransferPath.TCP
+                assert given.counts.added[Counter.RDMA_FALLBACKS, None] == 1
+                given.receiver.close(arrived)
+                with pytest.raises(TransferFailedError, match="no TCP address"):
+                    await received_by(given.receiver, *at_once(dataclasses.replace(ticket, tcp="")))
 
     run(scenario())
 
@@ -74,8 +78,8 @@ def test_a_read_that_blocks_its_thread_fails_in_time() -> None:
     async def scenario() -> None:
         store = EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
-            async with setting(receive_buffer=ReceiveBuffer(Blocking(network), MIB, timeout_s=0.05)) as given:
-                with pytest.raises(TransferFailedError, match="timed out"):
+            async with setting(receive_buffer=ReceiveBuffer(MIB, timeout_s=0.05), remote=Blocking(network)) as given:
+                with pytest.raises(TransferFailedError, match="no TCP address"):
                     await received_by(given.receiver, *at_once(published(sender, store)))
                 network.unblocked.set()
 
@@ -86,8 +90,6 @@ def test_a_read_that_blocks_its_thread_fails_in_time() -> None:
 def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() -> None:
     """Every later read waited for its timeout, and nobody heard that the thread had ended."""
 
-    survived: list[ListenerError] = []
-
     class Stubborn(FakeMemory):
         def disconnect(self, agent_metadata: bytes) -> None:
             raise RuntimeError("NIXL refused")
@@ -95,19 +97,19 @@ def test_a_connection_that_cannot_be_ended_does_not_end_the_thread_that_reads() 
     async def scenario() -> None:
         network, store = FakeNetwork(), EmbeddingStore(MIB)
         with closing(RemoteSender(store, FakeMemory(network))) as sender:
-            buffer = ReceiveBuffer(Stubborn(network), MIB, on_error=survived.append)
-            async with setting(receive_buffer=buffer) as given:
+            async with setting(remote=Stubborn(network)) as given:
                 gone, there = published(sender, store), published(sender, store)
                 assert gone.remote is not None
                 network.gone.add(gone.remote.agent_metadata)
-                with pytest.raises(TransferFailedError, match="NIXL refused"):
+                with pytest.raises(TransferFailedError, match="no TCP address"):
                     await received_by(given.receiver, *at_once(gone))
                 network.gone.clear()
                 given.receiver.close(await received_by(given.receiver, *at_once(there)))
                 given.receiver.check()
-                assert survived == [ListenerError.MESSAGE]
-                buffer.close()
-                with pytest.raises(RuntimeError, match="reads from other hosts"):
+                assert given.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1
+                assert given.receiver._remote_reader is not None
+                given.receiver._remote_reader.close()
+                with pytest.raises(RuntimeError, match="reads embeddings by RDMA"):
                     given.receiver.check()
 
     run(scenario())

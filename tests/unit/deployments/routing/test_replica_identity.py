@@ -14,6 +14,7 @@ from deployments.ingress.failures import Failures
 from deployments.routing import replica_identity
 from deployments.routing.replica_identity import POLL_S, FleetIdentity
 from deployments.telemetry.metrics import Counters
+from encoder.images.generic_identity import GenericIdentity, Identity
 from encoder.images.identity import EncoderIdentity
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import StandIns
@@ -37,7 +38,7 @@ def test_the_majority_decides_and_on_a_tie_nothing_changes() -> None:
     found = []
     for encoders in ("eef", "ef", "ff", "ef", "", "eef"):
         stand_ins.run(*[IDENTITY if one == "e" else FUSED for one in encoders])
-        found.append(asyncio.run(fleet.get()).forward)
+        found.append(cast(EncoderIdentity, asyncio.run(fleet.get())).forward)
     assert found == ["eager", "eager", "fused", "fused", "fused", "eager"]
 
 
@@ -45,7 +46,7 @@ def test_the_first_encoder_is_waited_for() -> None:
     """By a call, for which Serve starts an encoder where there is none: without, an application whose encoders had been
     scaled to zero did not answer its first image."""
 
-    async def started() -> EncoderIdentity:
+    async def started() -> Identity:
         stand_ins = StandIns()
         stand_ins.run()
         waiting = asyncio.create_task(fleet_of(stand_ins).get())
@@ -64,7 +65,7 @@ def test_the_first_encoder_is_waited_for() -> None:
 def test_language_models_decide_which_towers_are_of_use() -> None:
     """All encoders were updated before the first language model, which was sent embeddings of another tower."""
 
-    async def updated() -> list[EncoderIdentity]:
+    async def updated() -> list[Identity]:
         encoders, llms = StandIns(), StandIns()
         fleet = fleet_of(encoders, llms)
         found = [await fleet.get()]
@@ -111,3 +112,14 @@ def test_new_encoders_join_as_their_language_models_do(
         return turn.done()
 
     assert asyncio.run(joined()) == joins
+
+
+def test_language_models_that_run_the_tower_publish_its_identity() -> None:
+    """In an update, others without an identity of an encoder run beside them."""
+    engine = GenericIdentity("checkpoint", "", ((4,) * 4,) * 4, in_engine=True)
+    stand_ins = StandIns()
+    stand_ins.run(engine)
+    replicas = stand_ins._router._asyncio_router._request_router.curr_replicas
+    for number in range(2):
+        replicas[f"old {number}"] = SimpleNamespace(replica_metadata=replica_identity.llm_metadata("tower", "h"))
+    assert asyncio.run(fleet_of(stand_ins).get()) == engine

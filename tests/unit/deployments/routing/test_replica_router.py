@@ -32,16 +32,16 @@ ACTOR = ActorID.from_random()
 
 
 class Call:
-    """One that its replica accepts, or never."""
+    """One that its replica accepts, or never, or rejects."""
 
-    def __init__(self, *, accepts: bool) -> None:
-        self.accepts = accepts
+    def __init__(self, *, accepts: bool, rejects: bool = False) -> None:
+        self.accepts, self.rejects = accepts, rejects
         self.cancelled = False
 
     async def get_rejection_response(self) -> ReplicaQueueLengthInfo:
-        if not self.accepts:
+        if not self.accepts and not self.rejects:
             await asyncio.Event().wait()
-        return ReplicaQueueLengthInfo(True, 1)
+        return ReplicaQueueLengthInfo(self.accepts, 1)
 
     def add_done_callback(self, tell: object) -> None: ...
 
@@ -90,6 +90,22 @@ def test_a_call_that_is_not_accepted_is_not_waited_for(monkeypatch: pytest.Monke
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert (silent.cancelled, living.cancelled) == (True, False)
     assert counted == [(Counter.CALL_ACCEPT_TIMEOUTS, "LLM")]
+
+
+def test_a_rejected_call_is_reported_to_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    rejected: list[tuple[PendingRequest, str]] = []
+    monkeypatch.setattr(AffinityRouter, "on_rejected", lambda _, *call: rejected.append(call))
+
+    async def scenario() -> None:
+        calls = pending(), pending()
+        for call, accepts in zip(calls, (True, False), strict=True):
+            result = replica(monkeypatch, Call(accepts=accepts, rejects=not accepts)).try_send_request(call, True)
+            told = await result.get_rejection_response()
+            assert told is not None
+            assert told.accepted is accepts
+        assert rejected == [(calls[1], "a")]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_without_affinity_replicas_are_watched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

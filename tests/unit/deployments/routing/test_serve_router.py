@@ -3,89 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
-from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+from ray.serve.request_router import ReplicaID
 
 from deployments.common.replica_errors import EngineDeadError, IdentityGoneError
-from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
-from deployments.routing.prefill_load import PENDING_TOKENS
-from deployments.routing.replica_identity import IDENTITY
-from deployments.routing.serve_router import AffinityRouter
+from deployments.routing.affinity import Call, concatenate_prefixes
 from deployments.telemetry.metrics import Counter, Counters
-
-ENCODER = DeploymentID("Encoder", "vitray")
-KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(40)]
-
-
-class Fleet:
-    """A router over replicas `a`, `b`, …; `full` names those that take no more."""
-
-    def __init__(self, names: str, **arguments: Any) -> None:
-        self.full: set[str] = set()
-        self.held: dict[str, bytes] = {}
-        self.identities: dict[str, str] = {}
-        self.told: dict[str, dict[str, Any] | Exception | None] = {}
-        """What replicas answer when they are asked; None: nothing."""
-        self.asked: list[str] = []
-        self.router = AffinityRouter(
-            ENCODER, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True, initial_backoff_s=0.001
-        )
-        self.router.initialize_state(**arguments)
-        self.use(names)
-
-    def use(self, names: str) -> None:
-        self.router.update_replicas([self._replica(name) for name in names])
-
-    def _replica(self, name: str) -> RunningReplica:
-        async def queue_len(deadline_s: float) -> int:
-            return 10 if name in self.full else 0
-
-        async def routing_stats() -> dict[str, Any]:
-            self.asked.append(name)
-            told = self.told.get(name)
-            if told is None:
-                await asyncio.sleep(60)
-            if isinstance(told, Exception):
-                raise told
-            return told or {}
-
-        replica = SimpleNamespace(
-            _actor_handle=SimpleNamespace(record_routing_stats=SimpleNamespace(remote=routing_stats)),
-            replica_id=ReplicaID(name, ENCODER),
-            max_ongoing_requests=10,
-            routing_stats={PUBLISHED_DIGESTS: self.held[name]} if name in self.held else {},
-            replica_metadata={IDENTITY: self.identities[name]} if name in self.identities else {},
-            get_queue_len=queue_len,
-        )
-        return cast(RunningReplica, replica)
-
-    def ask(self, label: str, request: str = "request") -> asyncio.Task[RunningReplica]:
-        metadata = RequestMetadata(request_id=request, internal_request_id=request, session_id=label)
-        pending = PendingRequest(args=[], kwargs={}, metadata=metadata)
-        return asyncio.create_task(self.router._choose_replica_for_request(pending))
-
-    async def chosen(self, call: Call, request: str = "request") -> str:
-        return (await self.ask(call.to_session_id(), request)).replica_id.unique_id
-
-    def end(self, name: str, request: str = "request") -> None:
-        self.router.on_request_completed(ReplicaID(name, ENCODER), request)
-
-    def load(self, names: str) -> list[int]:
-        return [self.router._affinity.load(name) for name in names]
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(bounded())
+from tests.unit.deployments.routing.router_fleet import ENCODER, KEYS, Fleet, busy, run
 
 
 def test_calls_of_one_request_each_get_their_own_replica() -> None:
@@ -131,6 +57,49 @@ def test_it_follows_what_replicas_report() -> None:
         fleet.held[other] = concatenate_prefixes([KEYS[0]])
         fleet.use("abc")
         assert await fleet.chosen(Call(KEYS[0]), "another") == other
+
+    run(scenario)
+
+
+def test_a_refused_call_goes_elsewhere_until_it_may_not_be_refused_again() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("abcd", load_factor=100, refusable=True)
+        pending = fleet.pending(Call(KEYS[0], 100, cost=100).to_session_id())
+        ranked = fleet.router._affinity.rank(Call(KEYS[0]))
+        asked, refusable = [], []
+        for _ in range(3):
+            name = (await fleet.router._choose_replica_for_request(pending)).replica_id.unique_id
+            asked.append(name)
+            refusable.append(Call.from_session_id(pending.metadata.session_id).refusable)
+            fleet.router.on_rejected(pending, name)
+            fleet.end(name)
+            pending.reset_future()
+        assert asked == ranked[:3]
+        assert refusable == [True, True, False]
+        assert Call.from_session_id(pending.metadata.session_id).refused_by == tuple(ranked[:2])
+        assert fleet.load("abcd") == [0, 0, 0, 0]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("names", "call"),
+    [
+        ("abc", Call(KEYS[0], 100)),  # a chunk of a video, or its plan
+        ("abc", Call(None, 100, cost=100)),
+        ("a", Call(KEYS[0], 100, cost=100)),
+    ],
+)
+def test_a_call_that_may_not_be_refused(names: str, call: Call) -> None:
+    """Without a cost or a key, or with nobody else to take it. A replica that rejects it is full, and asked again."""
+
+    async def scenario() -> None:
+        fleet = Fleet(names, refusable=True)
+        pending = fleet.pending(call.to_session_id())
+        name = (await fleet.router._choose_replica_for_request(pending)).replica_id.unique_id
+        assert not Call.from_session_id(pending.metadata.session_id).refusable
+        fleet.router.on_rejected(pending, name)
+        assert Call.from_session_id(pending.metadata.session_id).refused_by == ()
 
     run(scenario)
 
@@ -255,10 +224,6 @@ def test_what_names_no_call_goes_to_any_replica() -> None:
     run(scenario)
 
 
-def busy(tokens: int, *keys: str) -> dict[str, Any]:
-    return {PENDING_TOKENS: tokens, PUBLISHED_DIGESTS: concatenate_prefixes(keys)}
-
-
 def test_a_long_prompt_goes_where_it_is_read_first_whoever_sent_the_rest() -> None:
     async def scenario() -> None:
         fleet = Fleet("abc", probe_min_cost=1000)
@@ -301,7 +266,12 @@ def test_nobody_is_asked_for_what_is_short_or_tried_before_or_alone() -> None:
 @pytest.mark.parametrize("silent", [None, RuntimeError("gone"), {}])
 def test_who_does_not_tell_is_left_out_and_counted(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[tuple[Counter, int, str]] = []
-    monkeypatch.setattr(Counters, "add", lambda _, count, number=1, *, target: counted.append((count, number, target)))
+
+    def add(_: Counters, count: Counter, number: int = 1, *, target: str = "") -> None:
+        if number:
+            counted.append((count, number, target))
+
+    monkeypatch.setattr(Counters, "add", add)
 
     async def scenario() -> None:
         fleet = Fleet("abc", probe_min_cost=1000)

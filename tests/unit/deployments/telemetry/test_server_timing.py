@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.common.messages import EncodedImage, EncodeTimings, ImageRefused
+from deployments.common.messages import NOT_STORED, EncodeTimings, ImageRefused, SharedEmbedding
 from deployments.telemetry.server_timing import MAX_IMAGES_LISTED, format_metric, format_server_timing
 from encoder.packing.run_counts import Reason, RunRecord
 
@@ -20,9 +19,9 @@ METRIC = rf"{TOKEN}(?:{PARAMETER})*"
 HEADER = re.compile(rf"(?:{METRIC}(?:\s*,\s*{METRIC})*)?", re.ASCII)
 
 
-def image(preprocess_ms: float, queue_ms: float, encode_ms: float, ready_at_s: float, cached: bool) -> EncodedImage:
+def image(preprocess_ms: float, queue_ms: float, encode_ms: float, ready_at_s: float, cached: bool) -> SharedEmbedding:
     timings = EncodeTimings(preprocess_ms, queue_ms, encode_ms, ready_at_s, cached)
-    return EncodedImage("d" * 64, "float32", np.zeros((1, 1), np.float32), timings)
+    return SharedEmbedding("d" * 64, "float32", (1, 1), timings, NOT_STORED)
 
 
 def parsed(header: str, *, images: bool = False) -> dict[str, str]:
@@ -55,21 +54,25 @@ def test_images_from_the_cache_cost_no_encoding() -> None:
 
 
 def test_every_image_tells_where_and_how_it_was_encoded() -> None:
-    def made(ran: RunRecord | None, replica: str, cached: bool = False) -> EncodedImage:
-        timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran)
-        return EncodedImage("d" * 64, "float32", np.zeros((6, 1), np.float32), timings)
+    def made(
+        ran: RunRecord | None, replica: str, cached: bool = False, frames: tuple[int, int] | None = None
+    ) -> SharedEmbedding:
+        timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran, frames)
+        return SharedEmbedding("d" * 64, "float32", (6, 1), timings, NOT_STORED)
 
-    images: list[EncodedImage | ImageRefused] = [
+    images: list[SharedEmbedding | ImageRefused] = [
         made(RunRecord(64, None, 50, 3), "ab12"),
         ImageRefused("not an image"),
         made(RunRecord(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
         made(None, ""),
+        made(None, "ef56", frames=(9, 16)),
     ]
     timing = parsed(format_server_timing(images, 0.0, None), images=True)
     assert timing["image-1"] == 'desc="tokens=6 replica=ab12 graph=64 batch=50/3"'
     assert "image-2" not in timing
     assert timing["image-3"] == 'desc="tokens=6 replica=cd34 eager=over_largest_budget batch=6/1 cached"'
     assert timing["image-4"] == 'desc="tokens=6"'
+    assert timing["image-5"] == 'desc="tokens=6 frames=9-16 replica=ef56"'
 
 
 def test_the_header_is_bounded() -> None:

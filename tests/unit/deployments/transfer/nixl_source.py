@@ -12,7 +12,7 @@ import sys
 from deployments.transfer.rdma import NixlMemory
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.shared_store import EmbeddingStore
-from tests.unit.deployments.transfer.test_same_host import encoded
+from tests.unit.deployments.transfer.stored_embeddings import encoded
 
 
 def main() -> None:
@@ -24,13 +24,12 @@ def main() -> None:
         if not asked:
             print(json.dumps({"lent": len(sender)}), flush=True)
             continue
-        image = sender.publish(encoded(store, asked["number"], tokens=asked["tokens"]))
-        assert image is not None
-        assert image.remote is not None
+        remote = sender.publish(encoded(store, asked["number"], tokens=asked["tokens"]))
+        assert remote is not None
         told = {
-            "agent_metadata": base64.b64encode(image.remote.agent_metadata).decode(),
-            "address": image.remote.address,
-            "lease": base64.b64encode(image.remote.lease).decode(),
+            "agent_metadata": base64.b64encode(remote.agent_metadata).decode(),
+            "address": remote.address,
+            "lease": base64.b64encode(remote.lease).decode(),
         }
         print(json.dumps(told), flush=True)
 

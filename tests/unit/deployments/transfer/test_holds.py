@@ -19,7 +19,7 @@ from deployments.transfer.header import HEADER_BYTES, Header
 from deployments.transfer.same_host import EmbeddingUnavailableError, Lease, ShmClient, ShmServer
 from deployments.transfer.shared_memory import PAGE_BYTES
 from deployments.transfer.shared_store import MIN_OFFER_AGE_S, EmbeddingStore
-from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, TIMINGS, barrier, digest, eventually
+from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, TIMINGS, barrier, digest, eventually
 
 WIDTH = 16
 ROWS = PAGE_BYTES // (4 * WIDTH)

@@ -20,10 +20,20 @@ import torch
 from deployments.common.messages import RemoteLocation, SharedEmbedding
 from deployments.transfer.rdma import NixlMemory, NotInstalledError
 from deployments.transfer.receive_buffer import ReceiveBuffer
+from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_store import EmbeddingStore
+from tests.unit.deployments.transfer.stored_embeddings import (
+    PATIENCE_S,
+    ROOT,
+    TIMINGS,
+    WIDTH,
+    digest,
+    encoded,
+    eventually,
+    tokens_of,
+)
 from tests.unit.deployments.transfer.test_remote_sender import is_free
-from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, ROOT, TIMINGS, WIDTH, digest, encoded, eventually
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed (pip install 'vitray[nixl]')"
@@ -74,9 +84,9 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def buffer(source: Source) -> Iterator[ReceiveBuffer]:  # after `source`, whose environment NIXL reads
-    with closing(ReceiveBuffer(NixlMemory(), 2**27, timeout_s=PATIENCE_S)) as buffer:
-        yield buffer
+def reader(source: Source) -> Iterator[RemoteReader]:  # after `source`, whose environment NIXL reads
+    with closing(RemoteReader(NixlMemory(), ReceiveBuffer(2**27, timeout_s=PATIENCE_S))) as reader:
+        yield reader
 
 
 def left_in_shared_memory() -> set[str]:
@@ -84,44 +94,44 @@ def left_in_shared_memory() -> set[str]:
 
 
 @installed
-def test_embeddings_arrive_bit_by_bit(source: Source, buffer: ReceiveBuffer) -> None:
+def test_embeddings_arrive_bit_by_bit(source: Source, reader: RemoteReader) -> None:
     for number, tokens in ((1, 6), (2, LARGE)):
         image = source.lend(number, tokens=tokens)
-        received = buffer.receive(image).result(PATIENCE_S)
-        expected = encoded(EmbeddingStore(2**27), number, tokens=tokens).unpack()
+        received = reader.receive(image).result(PATIENCE_S)
+        expected = tokens_of(encoded(EmbeddingStore(2**27), number, tokens=tokens))
         assert torch.equal(received.tensor(), expected)
         del received
-    eventually(lambda: is_free(buffer))
+    eventually(lambda: is_free(reader._buffer))
     eventually(lambda: source.lent() == 0)
 
 
 @installed
-def test_what_is_not_the_encoders_cannot_be_read(source: Source, buffer: ReceiveBuffer) -> None:
+def test_what_is_not_the_encoders_cannot_be_read(source: Source, reader: RemoteReader) -> None:
     image = source.lend()
     assert image.remote is not None
     outside = RemoteLocation(image.remote.agent_metadata, image.remote.address + 2**28, b"")
-    wrong = SharedEmbedding(image.digest, image.dtype, image.shape, TIMINGS, "", outside)
+    wrong = SharedEmbedding(image.digest, image.dtype, image.shape, TIMINGS, "", remote=outside)
     with pytest.raises(EmbeddingUnavailableError, match="NOT_FOUND"):
-        buffer.receive(wrong).result(PATIENCE_S)
-    buffer.receive(image).result(PATIENCE_S)
+        reader.receive(wrong).result(PATIENCE_S)
+    reader.receive(image).result(PATIENCE_S)
 
 
 @installed
-def test_an_encoder_that_is_killed_is_noticed_and_leaves_nothing(source: Source, buffer: ReceiveBuffer) -> None:
+def test_an_encoder_that_is_killed_is_noticed_and_leaves_nothing(source: Source, reader: RemoteReader) -> None:
     before = left_in_shared_memory()
-    buffer.receive(source.lend()).result(PATIENCE_S)
+    reader.receive(source.lend()).result(PATIENCE_S)
     image = source.lend(2, tokens=LARGE)
     os.kill(source.process.pid, signal.SIGSTOP)  # so that it dies in the middle
-    coming = buffer.receive(image)
-    eventually(lambda: coming.done() or any(pending.read is not None for pending in buffer._pending))
+    coming = reader.receive(image)
+    eventually(lambda: coming.done() or any(pending.read is not None for pending in reader._pending))
     source.kill()
     if (error := coming.exception(PATIENCE_S)) is None:  # the memory was read without its process
         coming.result().release()
     else:
         assert isinstance(error, EmbeddingUnavailableError)
     with pytest.raises(EmbeddingUnavailableError):
-        buffer.receive(image).result(PATIENCE_S)
-    eventually(lambda: is_free(buffer))
+        reader.receive(image).result(PATIENCE_S)
+    eventually(lambda: is_free(reader._buffer))
     assert left_in_shared_memory() <= before
 
 
@@ -131,26 +141,26 @@ def test_an_encoder_that_stands_still_is_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setenv("UCX_TLS", "tcp")  # where its process has to move the bytes
     source = Source({})
     try:
-        with closing(ReceiveBuffer(NixlMemory(), 2**27, timeout_s=1.0)) as buffer:
-            buffer.receive(source.lend()).result(PATIENCE_S)
+        with closing(RemoteReader(NixlMemory(), ReceiveBuffer(2**27, timeout_s=1.0))) as reader:
+            reader.receive(source.lend()).result(PATIENCE_S)
             image = source.lend(2, tokens=LARGE)
             os.kill(source.process.pid, signal.SIGSTOP)
             with pytest.raises(EmbeddingUnavailableError, match="no bytes"):
-                buffer.receive(image).result(PATIENCE_S)
-            assert buffer.arena.free_bytes < buffer.num_bytes - LARGE * WIDTH
+                reader.receive(image).result(PATIENCE_S)
+            assert reader._buffer.arena.free_bytes < reader._buffer.num_bytes - LARGE * WIDTH
             os.kill(source.process.pid, signal.SIGCONT)
-            eventually(lambda: is_free(buffer))
+            eventually(lambda: is_free(reader._buffer))
     finally:
         source.kill()
 
 
 @installed
-def test_a_new_process_is_read_from_after_the_old_one(source: Source, buffer: ReceiveBuffer) -> None:
-    buffer.receive(source.lend()).result(PATIENCE_S)
+def test_a_new_process_is_read_from_after_the_old_one(source: Source, reader: RemoteReader) -> None:
+    reader.receive(source.lend()).result(PATIENCE_S)
     source.kill()
     other = Source({})
     try:
-        buffer.receive(other.lend()).result(PATIENCE_S)
+        reader.receive(other.lend()).result(PATIENCE_S)
     finally:
         other.kill()
 
@@ -158,28 +168,29 @@ def test_a_new_process_is_read_from_after_the_old_one(source: Source, buffer: Re
 READER = """
 import pickle, sys, time
 from deployments.transfer.receive_buffer import ReceiveBuffer
+from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.rdma import NixlMemory
-buffer = ReceiveBuffer(NixlMemory(), 2**27, timeout_s=60)
+reader = RemoteReader(NixlMemory(), ReceiveBuffer(2**27, timeout_s=60))
 print("ready", flush=True)  # an embedding is lent for a bounded time
-received = buffer.receive(pickle.loads(bytes.fromhex(sys.stdin.readline()))).result(60)
+received = reader.receive(pickle.loads(bytes.fromhex(sys.stdin.readline()))).result(60)
 print("received", flush=True)
 time.sleep(600)
 """
 
 
 @installed
-def test_a_language_model_that_is_killed_keeps_nobody_from_reading(source: Source, buffer: ReceiveBuffer) -> None:
+def test_a_language_model_that_is_killed_keeps_nobody_from_reading(source: Source, reader: RemoteReader) -> None:
     pipe = subprocess.PIPE
-    reader = subprocess.Popen([sys.executable, "-c", READER], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
-    assert reader.stdin is not None
-    assert reader.stdout is not None
-    assert any(line == "ready\n" for line in reader.stdout)
-    reader.stdin.write(pickle.dumps(source.lend(tokens=LARGE)).hex() + "\n")
-    assert any(line == "received\n" for line in reader.stdout)
-    reader.kill()
-    reader.wait()
+    other = subprocess.Popen([sys.executable, "-c", READER], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert any(line == "ready\n" for line in other.stdout)
+    other.stdin.write(pickle.dumps(source.lend(tokens=LARGE)).hex() + "\n")
+    assert any(line == "received\n" for line in other.stdout)
+    other.kill()
+    other.wait()
     for number in (2, 3):
-        buffer.receive(source.lend(number)).result(PATIENCE_S)
+        reader.receive(source.lend(number)).result(PATIENCE_S)
     eventually(lambda: source.lent() == 0)
     assert left_in_shared_memory() == set()
 

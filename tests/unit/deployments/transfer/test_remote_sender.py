@@ -13,11 +13,12 @@ import torch
 from deployments.common.messages import SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, WrongEmbeddingError
 from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
+from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_store import EmbeddingStore
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
-from tests.unit.deployments.transfer.test_same_host import PATIENCE_S, encoded, eventually
+from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, encoded, eventually, tokens_of
 
 SHORT_S = 0.05
 OFFER_TIMEOUT_S = 600.0
@@ -52,15 +53,16 @@ def sender(store: EmbeddingStore, network: FakeNetwork) -> Iterator[RemoteSender
 
 
 @pytest.fixture
-def buffer(network: FakeNetwork) -> Iterator[ReceiveBuffer]:
-    with closing(ReceiveBuffer(FakeMemory(network), 4 * HEADER_BYTES, timeout_s=PATIENCE_S)) as buffer:
-        yield buffer
+def reader(network: FakeNetwork) -> Iterator[RemoteReader]:
+    with closing(RemoteReader(FakeMemory(network), ReceiveBuffer(4 * HEADER_BYTES, timeout_s=PATIENCE_S))) as reader:
+        yield reader
 
 
 def published(sender: RemoteSender, store: EmbeddingStore, number: int = 1) -> SharedEmbedding:
-    found = sender.publish(encoded(store, number))
+    image = encoded(store, number)
+    found = sender.publish(image)
     assert found is not None
-    return found
+    return image.to_shared(remote=found)
 
 
 def is_free(holder: EmbeddingStore | ReceiveBuffer) -> bool:
@@ -68,25 +70,25 @@ def is_free(holder: EmbeddingStore | ReceiveBuffer) -> bool:
     return holder.arena.free_bytes == holder.arena.num_bytes
 
 
-def under_way(buffer: ReceiveBuffer) -> bool:
-    return any(pending.read is not None for pending in buffer._pending)
+def under_way(reader: RemoteReader) -> bool:
+    return any(pending.read is not None for pending in reader._pending)
 
 
 def test_an_embedding_arrives_bit_by_bit_and_both_ends_give_back(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore
 ) -> None:
     image = published(sender, store)
-    received = buffer.receive(image).result(PATIENCE_S)
-    expected = encoded(EmbeddingStore(2**20)).unpack()
+    received = reader.receive(image).result(PATIENCE_S)
+    expected = tokens_of(encoded(EmbeddingStore(2**20)))
     assert torch.equal(received.tensor(), expected)
     eventually(lambda: len(sender) == 0 and is_free(store))
     kept = received.tensor()
     received.release()
     with pytest.raises(WrongEmbeddingError, match="was released"):
         received.tensor()
-    assert not is_free(buffer), "vLLM may still read it"
+    assert not is_free(reader._buffer), "vLLM may still read it"
     del kept
-    eventually(lambda: is_free(buffer))
+    eventually(lambda: is_free(reader._buffer))
 
 
 def test_what_nobody_reads_is_published_for_a_bounded_time(
@@ -113,7 +115,7 @@ def test_what_is_not_in_the_store_is_not_published(sender: RemoteSender, store: 
 
 
 def test_another_embedding_in_its_place_is_noticed(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore, clock: Clock
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore, clock: Clock
 ) -> None:
     image = published(sender, store, 1)
     clock.now = OFFER_TIMEOUT_S
@@ -121,13 +123,13 @@ def test_another_embedding_in_its_place_is_noticed(
     assert is_free(store)
     published(sender, store, 2)
     with pytest.raises(EmbeddingUnavailableError, match="embedding of 000000000000"):
-        buffer.receive(image).result(PATIENCE_S)
-    eventually(lambda: is_free(buffer))
+        reader.receive(image).result(PATIENCE_S)
+    eventually(lambda: is_free(reader._buffer))
 
 
 @pytest.mark.parametrize("read", [1, 2])
 def test_an_embedding_that_changes_while_it_is_read_is_not_taken(
-    read: int, sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore, network: FakeNetwork
+    read: int, sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore, network: FakeNetwork
 ) -> None:
     image = published(sender, store)
     reads = []
@@ -138,102 +140,102 @@ def test_an_embedding_that_changes_while_it_is_read_is_not_taken(
             store.arena.write(0, bytes(64))  # as when its memory is given to the next one
 
     network.between = replaced
-    with pytest.raises(EmbeddingUnavailableError, match="no embedding where"):
-        buffer.receive(image).result(PATIENCE_S)
-    eventually(lambda: is_free(buffer))
+    with pytest.raises(EmbeddingUnavailableError, match="no embedding"):
+        reader.receive(image).result(PATIENCE_S)
+    eventually(lambda: is_free(reader._buffer))
 
 
 def test_an_encoder_that_is_gone_is_told_and_connected_to_anew(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore, network: FakeNetwork
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore, network: FakeNetwork
 ) -> None:
     image = published(sender, store)
     assert image.remote is not None
     network.gone.add(image.remote.agent_metadata)
     with pytest.raises(EmbeddingUnavailableError, match="has gone"):
-        buffer.receive(image).result(PATIENCE_S)
-    assert isinstance(buffer._memory, FakeMemory)
-    assert buffer._memory.forgotten == [image.remote.agent_metadata]
+        reader.receive(image).result(PATIENCE_S)
+    assert isinstance(reader._memory, FakeMemory)
+    assert reader._memory.forgotten == [image.remote.agent_metadata]
     network.gone.clear()
-    assert buffer.receive(image).result(PATIENCE_S).offset == 0
+    assert reader.receive(image).result(PATIENCE_S).offset == 0
 
 
 def test_a_read_that_does_not_end_is_given_up_and_its_memory_kept_until_it_has(
     sender: RemoteSender, store: EmbeddingStore, network: FakeNetwork
 ) -> None:
     """NIXL releases a read that is under way, and goes on writing."""
-    with closing(ReceiveBuffer(FakeMemory(network), 4 * HEADER_BYTES, timeout_s=SHORT_S)) as buffer:
+    with closing(RemoteReader(FakeMemory(network), ReceiveBuffer(4 * HEADER_BYTES, timeout_s=SHORT_S))) as reader:
         network.stuck = True
         with pytest.raises(EmbeddingUnavailableError, match=r"no bytes .* in 0.05 s"):
-            buffer.receive(published(sender, store)).result(PATIENCE_S)
-        assert not is_free(buffer)
+            reader.receive(published(sender, store)).result(PATIENCE_S)
+        assert not is_free(reader._buffer)
         network.stuck = False
-        eventually(lambda: is_free(buffer))
+        eventually(lambda: is_free(reader._buffer))
 
 
 def test_what_is_in_flight_is_bounded_and_the_next_waits(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore
 ) -> None:
     images = [published(sender, store, number) for number in (1, 2, 3)]
-    first, second, third = map(buffer.receive, images)
+    first, second, third = map(reader.receive, images)
     held = [first.result(PATIENCE_S), second.result(PATIENCE_S)]
-    assert buffer.arena.free_bytes == 0
+    assert reader._buffer.arena.free_bytes == 0
     assert not third.done()
     held.pop().release()
     del first, second
     third.result(PATIENCE_S)
-    assert buffer.arena.free_bytes == 0
+    assert reader._buffer.arena.free_bytes == 0
 
 
 def test_without_room_in_time_it_is_given_up(sender: RemoteSender, store: EmbeddingStore, network: FakeNetwork) -> None:
-    with closing(ReceiveBuffer(FakeMemory(network), 2 * HEADER_BYTES, timeout_s=SHORT_S)) as buffer:
-        kept = buffer.receive(published(sender, store)).result(PATIENCE_S)
+    with closing(RemoteReader(FakeMemory(network), ReceiveBuffer(2 * HEADER_BYTES, timeout_s=SHORT_S))) as reader:
+        kept = reader.receive(published(sender, store)).result(PATIENCE_S)
         with pytest.raises(EmbeddingUnavailableError, match=r"no room for an embedding of \d+ bytes"):
-            buffer.receive(published(sender, store, 2)).result(PATIENCE_S)
+            reader.receive(published(sender, store, 2)).result(PATIENCE_S)
         assert kept.offset == 0
 
 
 def test_what_could_never_fit_is_refused_at_once(sender: RemoteSender, store: EmbeddingStore) -> None:
     with (
-        closing(ReceiveBuffer(FakeMemory(FakeNetwork()), HEADER_BYTES)) as buffer,
+        closing(RemoteReader(FakeMemory(FakeNetwork()), ReceiveBuffer(HEADER_BYTES))) as reader,
         pytest.raises(EmbeddingUnavailableError, match=r"embedding of \d+ bytes does not fit the buffer of 4096"),
     ):
-        buffer.receive(published(sender, store)).result(0)
+        reader.receive(published(sender, store)).result(0)
 
 
 def test_who_leaves_while_it_is_read_holds_nothing(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore, network: FakeNetwork
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore, network: FakeNetwork
 ) -> None:
     network.stuck = True
-    coming: Future[ReceivedEmbedding] = buffer.receive(published(sender, store))
-    eventually(lambda: under_way(buffer))
+    coming: Future[ReceivedEmbedding] = reader.receive(published(sender, store))
+    eventually(lambda: under_way(reader))
     assert coming.cancel()
     network.stuck = False
-    eventually(lambda: is_free(buffer))
+    eventually(lambda: is_free(reader._buffer))
 
 
 def test_one_that_ends_fails_what_it_was_reading(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore, network: FakeNetwork
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore, network: FakeNetwork
 ) -> None:
     network.stuck = True
     image = published(sender, store)
-    coming = buffer.receive(image)
-    eventually(lambda: under_way(buffer))
-    buffer.close()
+    coming = reader.receive(image)
+    eventually(lambda: under_way(reader))
+    reader.close()
     with pytest.raises(EmbeddingUnavailableError, match="is shutting down"):
         coming.result(PATIENCE_S)
-    assert isinstance(buffer._memory, FakeMemory)
+    assert isinstance(reader._memory, FakeMemory)
     assert image.remote is not None
-    assert buffer._memory.forgotten == [image.remote.agent_metadata]
+    assert reader._memory.forgotten == [image.remote.agent_metadata]
 
 
 def test_an_error_of_another_kind_does_not_end_the_reading(
-    sender: RemoteSender, buffer: ReceiveBuffer, store: EmbeddingStore, network: FakeNetwork
+    sender: RemoteSender, reader: RemoteReader, store: EmbeddingStore, network: FakeNetwork
 ) -> None:
     def fail() -> None:
         raise TypeError("an argument that NIXL does not take")
 
     network.between = fail
     with pytest.raises(EmbeddingUnavailableError, match="does not take"):
-        buffer.receive(published(sender, store)).result(PATIENCE_S)
+        reader.receive(published(sender, store)).result(PATIENCE_S)
     network.between = lambda: None
-    buffer.receive(published(sender, store)).result(PATIENCE_S)
+    reader.receive(published(sender, store)).result(PATIENCE_S)

@@ -8,7 +8,7 @@ import torch
 from deployments.common.messages import EncodedImage
 from deployments.transfer.header import HEADER_BYTES
 from deployments.transfer.shared_store import MIN_OFFER_AGE_S, EmbeddingStore
-from tests.unit.deployments.transfer.test_same_host import TIMINGS, WIDTH, digest, encoded
+from tests.unit.deployments.transfer.stored_embeddings import TIMINGS, WIDTH, digest, encoded
 
 OFFER_TIMEOUT_S = 600.0
 SLOT_BYTES = HEADER_BYTES + 4096
@@ -115,15 +115,18 @@ def test_an_embedding_can_be_found_for_as_long_as_anybody_holds_it(store: Embedd
     store.offer(again)
     lent = store.acquire(image.digest)
     assert lent is not None
-    assert lent[1] is image, "one object stands for the copy, or it was lost with the other one"
+    assert lent is image, "one object stands for the copy, or it was lost with the other one"
     del image, again
-    assert store.find(digest(1)) is lent[1]
+    assert store.find(digest(1)) is lent
     del lent
     assert store.find(digest(1)) is None
     assert store.arena.free_bytes == store.arena.num_bytes
 
 
-def test_an_embedding_of_other_memory_is_not_found(store: EmbeddingStore) -> None:
+def test_an_embedding_of_private_memory_is_found_and_has_no_offset(store: EmbeddingStore) -> None:
     image = EncodedImage.pack(torch.zeros(6, WIDTH), digest(1), TIMINGS)
-    assert not store.publish(image)
-    assert store.find(image.digest) is None
+    assert store.publish(image) is image
+    assert store.find(image.digest) is image
+    assert store.offset_of(image) is None
+    del image
+    assert store.find(digest(1)) is None

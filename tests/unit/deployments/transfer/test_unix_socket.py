@@ -17,6 +17,7 @@ from msgspec.json import Decoder
 
 from deployments.transfer import unix_socket
 from deployments.transfer.unix_socket import Listener, ListenerError, Sender
+from tests.unit.deployments.transfer.stored_embeddings import eventually
 
 PATIENCE_S = 60.0
 MANY = 10_000
@@ -33,6 +34,8 @@ def pair() -> Iterator[Pair]:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         yield one, other
+        for end in (one, other):  # or threads that read them would read what gets their numbers next
+            unix_socket.shut_down(end)
 
 
 def fill(connection: socket.socket) -> int:
@@ -164,6 +167,7 @@ def test_a_peer_that_ends_is_an_error_and_leaves_no_thread_and_no_file(pair: Pai
     end_of_threads("packets")
     with pytest.raises(OSError, match="ended"):
         sender.send({"give": 1})
+    sender.close()
     assert open_files() == files - 1
 
 
@@ -208,7 +212,7 @@ def test_a_bad_message_does_not_end_the_listening(pair: Pair) -> None:
         pair[0].send(written)
     assert handled.get(timeout=PATIENCE_S) == 2
     assert [failed.get(timeout=PATIENCE_S) for _ in range(5)] == [ListenerError.MESSAGE] * 5
-    unix_socket.close(pair[0])
+    unix_socket.shut_down(pair[0])
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
@@ -219,6 +223,53 @@ def test_a_file_that_comes_with_a_bad_message_is_closed(pair: Pair) -> None:
     with pytest.raises(ValueError, match="truncated"):
         unix_socket.receive(pair[1], ANY)
     assert open_files() == files
+
+
+def test_a_descriptor_is_closed_by_the_thread_that_reads_it() -> None:
+    """Another thread closed it, and a new connection got its number. The reading thread, which was about to read, then
+    took the first message of that one: two processes waited for each other for ever."""
+    reading, closed = threading.Event(), threading.Event()
+    served: list[socket.socket] = []
+
+    def serve(connection: socket.socket) -> None:
+        served.append(connection)
+        reading.set()
+        assert closed.wait(PATIENCE_S)
+        assert connection.fileno() >= 0
+        assert connection.recv(1) == b"", "the other thread has ended the connection all the same"
+
+    listener = Listener(serve, name="served")
+    with unix_socket.connect(listener.address, timeout_s=PATIENCE_S) as connection:
+        assert reading.wait(PATIENCE_S)
+        listener.close()
+        assert listener._listener_socket.fileno() == -1, "nobody accepts any more"
+        assert connection.recv(1) == b""
+        number = served[0].fileno()
+        closed.set()
+        eventually(lambda: listener.num_connections == 0)
+        assert (number >= 0, served[0].fileno()) == (True, -1)
+
+
+def test_a_sender_closes_its_own_descriptor_when_none_of_its_threads_sends(pair: Pair) -> None:
+    files = open_files()
+    idle = Sender(pair[0])
+    idle.close()
+    assert open_files() == files
+    with pytest.raises(ConnectionAbortedError):
+        idle.send({"number": 1})
+
+
+def test_a_sender_that_is_closed_while_it_waits_for_room(pair: Pair) -> None:
+    files = open_files()
+    sender = Sender(pair[0])
+    fill(pair[0])
+    sender.send({"number": 1})
+    assert sender._backlog
+    sender.close()
+    eventually(lambda: open_files() == files)
+    with pytest.raises(ConnectionAbortedError):
+        sender.send({"number": 2})
+    sender.close()
 
 
 def echo(connection: socket.socket) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pydantic import JsonValue
 
 from deployments.scaling.llm_scaler import EngineLoad
 from deployments.vllm import compat
@@ -69,6 +70,23 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
     )
 
 
+def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, JsonValue] = {"mm_processor_cache_gb": 1}
+    compat.check_args(given, {}, own_tower=True)
+    started = []
+    fakes = {
+        "AsyncEngineArgs": lambda **arguments: arguments,
+        "AsyncLLM": type("FakeLLM", (), {"from_engine_args": lambda arguments, **_: started.append(arguments)}),
+    }
+    monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
+    monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
+    monkeypatch.setattr(compat, "default_server_args", Namespace)
+    compat.start_engine("m", given, {}, cpu_kv_cache_gib=None, stats=EngineStats(), link=None)
+    assert started == [{"load_format": "safetensors", "model": "m", "mm_processor_cache_gb": 1}]
+
+
 @pytest.mark.parametrize(
     ("engine_args", "server_args", "told"),
     [
@@ -78,6 +96,7 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
         ({}, {"max_model_len": 1}, r"llm\.server_args: 'max_model_len' belongs under llm\.engine_args"),
         ({"model": "x"}, {}, r"llm\.engine_args: 'model' is set by vitray"),
         ({"enable_mm_embeds": False}, {}, r"llm\.engine_args: 'enable_mm_embeds' is set by vitray"),
+        ({"mm_processor_cache_type": "shm"}, {}, r"llm\.engine_args: 'mm_processor_cache_type' is set by vitray"),
         ({"mm_processor_cache_gb": 4}, {}, r"'mm_processor_cache_gb' is set by vitray .*encoder_replica\.cache_bytes"),
         ({"trust_remote_code": True}, {}, r"llm\.engine_args: 'trust_remote_code' would run whatever code"),
         ({"load_format": "pt"}, {}, r"llm\.engine_args: 'load_format' 'pt' may unpickle weights"),
@@ -261,7 +280,7 @@ def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypa
 
 
 @pytest.mark.parametrize(("salt", "expected"), [("ours", "ours"), (None, "theirs")])
-def test_an_engine_gets_the_salt_of_the_request(
+def test_an_engine_gets_the_salt_and_a_name_of_the_request(
     salt: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.26 reads no `cache_salt` from the bodies of /v1/messages: tenants would share its prefix cache there."""
@@ -278,12 +297,16 @@ def test_an_engine_gets_the_salt_of_the_request(
 
     fakes = {"AsyncLLM": FakeLLM, "AsyncEngineArgs": SimpleNamespace, "ECTransferConfig": SimpleNamespace}
     monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
-    monkeypatch.setattr(compat, "check_args", lambda *_: None)
+    monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
     monkeypatch.setattr(compat, "default_server_args", Namespace)
     engine: Any = compat.start_engine("m", {}, {}, cpu_kv_cache_gib=None, stats=EngineStats(), link="x")[0]
 
-    async def generated() -> list[object]:
+    async def generated(clock: compat.FirstTokenClock | None) -> list[object]:
         compat.cache_salt.set(salt)
+        compat.first_token_clock.set(clock)
         return [one async for one in engine.generate({"cache_salt": "theirs"}, None, request_id="r")]
 
-    assert asyncio.run(generated()) == [(expected, "r")]
+    assert asyncio.run(generated(None)) == [(expected, "r")]
+    one, other = compat.FirstTokenClock(), compat.FirstTokenClock()
+    assert asyncio.run(generated(one)) == [(expected, f"r-{one.token}")]
+    assert len({one.token, other.token, ""}) == 3

@@ -83,7 +83,9 @@ def test_an_item_without_metadata_gets_a_field() -> None:
     """LLaVA's images have pixels alone; vLLM's receiver cache fails on an item without fields."""
     for modality in ("image", "audio"):
         header = converted(item_of(modality, pixel_values=(torch.zeros(3), False)), modality=modality)
-        assert set(cache_item(header)[0]) == {NO_METADATA}
+        item = cache_item(header)[0]
+        assert set(item) == {NO_METADATA}
+        assert item[NO_METADATA].data.tolist() == [0], "memory that is not set made an item's headers differ"
 
 
 def test_each_kind_of_place_in_the_prompt_is_told_apart() -> None:

@@ -103,7 +103,7 @@ class ReferenceCounts(RuleBasedStateMachine):
     def items_are_those_of_the_requests_in_flight(self) -> None:
         counts = Counter(self.numbers.values())
         assert len(self.references) == counts.total()
-        assert self.references.num_items == len(counts)
+        assert len(self.references._entries) == len(counts)
         for key, number in self.numbers.items():
             assert self.references.header(key).digest == header(number).digest
         for number in set(range(4)) - set(counts):

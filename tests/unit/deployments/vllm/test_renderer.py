@@ -16,7 +16,7 @@ from vllm.multimodal.media import MediaConnector
 from vllm.multimodal.parse import MultiModalDataParser
 
 from deployments.vllm.headers import cache_item
-from deployments.vllm.references import FetchRefusedError, References, UnknownReferenceError
+from deployments.vllm.references import DecodedImages, FetchRefusedError, References, UnknownReferenceError
 from deployments.vllm.renderer import (
     AudioStandIn,
     HeaderCache,
@@ -122,7 +122,9 @@ def test_vllms_parser_takes_stand_ins() -> None:
 
 
 def test_identifiers_are_the_digests_whatever_the_client_names() -> None:
-    data = {"image": ImageStandIn("a"), "vision_chunk": [{"type": "image", "image": ImageStandIn("b"), "uuid": "x"}]}
+    """vLLM takes the image out of its wrapper for "vision_chunk"; Kimi K2.5's requests were refused."""
+    chunk = {"type": "image", "image": ImageStandIn("b").media, "uuid": "x"}
+    data = {"image": ImageStandIn("a"), "vision_chunk": [chunk]}
     assert mm_uuids(data, None, {"image": ["mine"]}, "request") == {"image": ["a"], "vision_chunk": ["b"]}
 
 
@@ -210,3 +212,32 @@ def test_a_vllm_without_what_is_replaced_is_an_error(references: References, nam
     delattr(theirs, name)
     with pytest.raises(AttributeError, match=f"has no {name}"):
         install_references(theirs, references)
+
+
+def test_an_engine_with_its_own_tower_gets_images_by_key_and_nothing_else() -> None:
+    images, image = DecodedImages(), Image.new("RGB", (3, 2))
+    images.add("vitray:key", DIGEST, image)
+    connector = make_connector_class(images)()
+    fetched = connector.fetch_image("vitray:key", image_emb=None)
+    assert fetched.media is asyncio.run(connector.fetch_image_async("vitray:key")).media is image
+    assert mm_uuids({"image": [fetched]}) == {"image": [DIGEST]}
+    for url in ("vitray:guess", DIGEST, "http://127.0.0.1/a.png"):
+        with pytest.raises(UnknownReferenceError):
+            connector.fetch_image(url)
+    for modality in ("video", "audio"):
+        with pytest.raises(FetchRefusedError):
+            asyncio.run(getattr(connector, f"fetch_{modality}_async")("vitray:key"))
+
+
+def test_an_engine_with_its_own_tower_is_sent_every_item() -> None:
+    """After a count of its tokens, a request with the image failed with a 500: the engine was sent only its hash."""
+    renderer = SimpleNamespace(
+        mm_processor=object(), _mm_processor_cache="sender", _mm_processor_only_cache="whole", _process_mm_uuids=None
+    )
+    before = vars(renderer).copy()
+    install_references(renderer, DecodedImages())
+    assert vars(renderer) == before | {"_process_mm_uuids": mm_uuids, "_mm_processor_cache": "whole"}
+    processors = [SimpleNamespace(cache="sender"), SimpleNamespace(cache="whole")]
+    older = SimpleNamespace(mm_processor=processors[0], _readonly_mm_processor=processors[1], _process_mm_uuids=None)
+    install_references(older, DecodedImages())
+    assert processors[0].cache == "whole"

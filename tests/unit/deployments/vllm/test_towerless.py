@@ -60,6 +60,24 @@ def test_the_marked_part_is_on_meta(marked: list[tuple[Any, ...]]) -> None:
     assert marked == [(model, "config", "image", None)]
 
 
+@pytest.mark.parametrize("targets", [None, LargeTower])
+def test_a_tower_that_is_moved_stays_on_meta_with_its_loaders(marked: list[tuple[Any, ...]], targets: Any) -> None:
+    """Kimi K2.5's class moves it to the engine's device, which ended the engine: "Cannot copy out of meta tensor"."""
+
+    class MovedTower(LargeTower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to(device="cpu", dtype=torch.float32)
+
+    with SupportsMultiModal._mark_tower_model(None, "config", "image", targets=targets and MovedTower):
+        tower = MovedTower()
+        if targets is None:
+            tower = tower.to(device="cpu", dtype=torch.float32)
+    assert tower.weight.device.type == "meta"
+    assert getattr(tower.weight, "weight_loader") is len  # noqa: B009
+    assert torch.zeros(1).to("cpu").device.type == "cpu"
+
+
 @pytest.mark.parametrize("targets", [Tower, LargeTower, (LargeTower, Tower), (nn.Conv2d, Tower)])
 def test_with_targets_only_they_are_on_meta(marked: list[tuple[Any, ...]], targets: Any) -> None:
     """A blanket device context would put the language model on meta too."""

@@ -71,9 +71,13 @@ class FakeHub:
             raise RemoteEntryNotFoundError("404", response=_response(404))
         return str(self._download(filename))
 
-    def snapshot_download(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        self, repo_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
         self._check(repo_id, revision)
         for name in self.files:
+            if any(fnmatch.fnmatch(name, pattern) for pattern in ignore_patterns):
+                continue
             if self.online and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
                 self._download(name)
         return str(self.snapshot)
@@ -158,6 +162,14 @@ def test_offline_without_a_cache_says_what_to_do(fake: FakeHub) -> None:
     fake.online = False
     with pytest.raises(CheckpointError, match=rf"cannot be reached: give a folder, or run `hf download {MODEL}`"):
         resolve_checkpoint(MODEL)
+
+
+def test_all_that_vllm_reads_is_fetched_for_its_own_class(fake: FakeHub) -> None:
+    fake.files |= dict.fromkeys(("tokenizer.json", "original/model.safetensors", "consolidated.safetensors"), "x")
+    folder = resolve_checkpoint(MODEL, whole=True)
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert {*CONFIGURATION, *OTHERS, *VISION_SHARDS, INDEX_FILE} - {"README.md"} <= found
+    assert not {"original/model.safetensors", "consolidated.safetensors"} & found
 
 
 def test_offline_with_part_of_a_snapshot_names_what_is_missing(fake: FakeHub) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from encoder.fused.gemm import Epilogue
-from encoder.fused.gemm_tiles import Tile, activation_tile, best_tile, residual_tile, rotated_tile, splits
+from encoder.fused.gemm_tiles import Tile, activation_tile, best_tile, residual_tile, rotated_tile, split_tile
 
 H200 = 132
 
@@ -81,10 +81,14 @@ def test_residuals_are_added_by_quack_in_one_wave_or_where_it_fills_the_device()
 
 
 def test_only_deep_gemms_of_few_rows_are_split() -> None:
-    assert splits(256, 4320)
-    assert not splits(257, 4320)
-    assert not splits(256, 1152)
-    assert not splits(256, 4304), "a part would not begin on 16 bytes"
+    assert split_tile(256, 1152, 4320, H200) == Tile(64, 128, pingpong=False, cluster=4)
+    assert split_tile(320, 1152, 4320, H200) == Tile(64, 144, pingpong=False, cluster=1)
+    assert split_tile(320, 1280, 3432, H200) == Tile(64, 160, pingpong=False, cluster=1)
+    assert split_tile(320, 1024, 4128, H200) is None, "no tile divides the columns"
+    assert split_tile(320, 1152, 4320, 108) is None, "not one wave"
+    assert split_tile(321, 1152, 4320, H200) is None
+    assert split_tile(256, 1152, 1152, H200) is None
+    assert split_tile(256, 1152, 4304, H200) is None, "a part would not begin on 16 bytes"
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 200, 256, 257, 400, 512, 513, 700, 1500, 2049, 5000, 30000])

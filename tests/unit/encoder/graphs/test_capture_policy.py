@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.graphs import capture as capturing_module
 from encoder.graphs.buffers import GraphKey
 from encoder.graphs.capture import GraphCapturer
 from encoder.graphs.capture_policy import MemoryModel, RunTimes, best_tight, best_whole
@@ -50,18 +47,8 @@ def wanted_of(*batches: tuple[int, int, int]) -> TrafficHistogram:
     return wanted
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def made(
     config: EncoderConfig = CONFIG,
-    clock: Clock | None = None,
-    file: Path | None = None,
     lengths: tuple[int, ...] = (),
     start: bool = True,
 ) -> tuple[GraphCapturer, FakeGraphs, RunCounts]:
@@ -71,11 +58,10 @@ def made(
     graphs = FakeGraphs(forward, GridTables(VISION, CPU, 2**18), largest, 16)
     capturing = GraphCapturer(
         cast(EncoderGraphs, graphs), config, VISION, tally,
-        activation_bytes=1000, length_classes=lengths, state_file=file, fingerprint="f",
-        clock=clock or Clock(),
+        activation_bytes=1000, length_classes=lengths, clock=lambda: 0.0,
     )  # fmt: skip
     if start:
-        capturing.start(progress=False)
+        capturing.start()
     return capturing, graphs, tally
 
 
@@ -232,7 +218,7 @@ def test_a_graph_that_differs_is_found_out_at_the_start() -> None:
     """They are judged when all are captured, since the device is slower than the host then."""
     capturing, graphs, tally = made(dataclasses.replace(CONFIG, graph_capture="startup"), start=False)
     graphs.bad, graphs.differing = {512}, {128}
-    capturing.start(progress=False)
+    capturing.start()
     assert (set(graphs.captured), tally.captures, tally.refusals) == (set(keys(64, 256)), 2, 2)
     assert capturing.used_bytes == graphs.buffer_bytes + 256 * BYTES_PER_TOKEN
 
@@ -244,62 +230,6 @@ def test_a_capture_that_takes_long_is_for_the_start_alone() -> None:
     capturing.wanted.add(500, 2000, 10)
     assert not capturing.step(), "240 ms a run: over a second for a capture"
     assert graphs.captured == {}
-
-
-def test_what_is_wanted_is_kept_every_so_often(tmp_path: Path) -> None:
-    clock, file = Clock(), tmp_path / "state" / "wanted.json"
-    capturing, _, _ = made(dataclasses.replace(CONFIG, graph_capture="startup"), clock, file)
-    capturing.wanted.add(60, 240)
-    assert not capturing.step()
-    clock.now = 31.0
-    assert capturing.step()
-    assert file.is_file()
-    assert not capturing.step(), "nothing new"
-    capturing.wanted.add(60, 240)
-    clock.now = 40.0
-    assert not capturing.step(), "too soon"
-    again, graphs, _ = made(CONFIG, clock, file)
-    assert again.wanted.total == 1
-    assert again.step()
-    assert list(graphs.captured) == keys(64), "a new replica begins with what the last one learnt"
-
-
-def test_a_place_that_cannot_be_written_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(capturing_module.logger, "warning", lambda text, *values: told.append(text % values))
-    (tmp_path / "file").write_text("")
-    capturing, _, _ = made(file=tmp_path / "file" / "wanted.json")
-    capturing.wanted.add(60, 240)
-    capturing.save()
-    assert len(told) == 1
-    assert "cannot be saved" in told[0]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", '{"version": 1}', '{"version": 2, "fingerprint": "f", "batches": [[64, 256, 3]]}',
-        '{"version": 1, "fingerprint": "g", "batches": [[64, 256, 3]]}',
-        '{"version": 1, "fingerprint": "f", "batches": [[64, 256]]}',
-        '{"version": 1, "fingerprint": "f", "batches": [[-1, 256, 3]]}',
-    ],
-)  # fmt: skip
-def test_a_file_that_cannot_be_used_starts_anew(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "wanted.json"
-    file.write_text(content)
-    assert TrafficHistogram.load(file, "f").total == 0
-
-
-def test_a_histogram_comes_back_and_leaves_no_other_file(tmp_path: Path) -> None:
-    wanted = wanted_of((61, 240, 3), (500, 2000, 1))
-    file = tmp_path / "wanted.json"
-    for _ in range(2):
-        wanted.save(file, "f")
-    again = TrafficHistogram.load(file, "f")
-    assert (again.by_tokens(), again.total) == ({64: 3, 500: 1}, 4)
-    assert json.loads(file.read_text())["version"] == 1
-    assert list(tmp_path.iterdir()) == [file]
-    assert (again.number(0, 64, 240), again.number(64, 500, 2000), again.number(0, 64, 239)) == (3, 1, 0)
 
 
 def test_older_traffic_counts_less() -> None:

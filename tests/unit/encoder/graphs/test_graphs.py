@@ -274,7 +274,7 @@ def test_everything_together_captures_plans_and_replays(tower: VisionTower) -> N
     tables = GridTables(tower.config, CPU, 2**20)
     graphs = CpuGraphs(forward, tables, largest_budget=96, max_images=6)
     capturing = GraphCapturer(graphs, CONFIG, tower.config, tally, activation_bytes=1000, length_classes=(256,))
-    capturing.start(progress=False)
+    capturing.start()
     assert set(graphs.captured) == {GraphKey(96, 384), GraphKey(64, 256), GraphKey(32, 128), GraphKey(96, 256)}
     assert capturing.costs.knows_work
     table = capturing.costs.table()

@@ -27,6 +27,7 @@ from encoder.images.size import (
     read_header,
     resized_size,
 )
+from encoder.images.structure import MAX_JPEG_SCANS
 from tests.programs import output_of_python
 
 QWEN3 = ImageRules(patch_size=16, min_pixels=65536, max_pixels=16777216)
@@ -274,11 +275,47 @@ def test_more_pixels_than_allowed_are_refused_by_the_header(monkeypatch: pytest.
     assert read_header(png_header(200, 100), max_pixels_decoded=20000).width == 200
 
 
+def test_pillow_warns_of_no_file_and_threads_leave_the_filters_of_others() -> None:
+    """`warnings.catch_warnings`, which this used, puts back another thread's filters where threads overlap: from then
+    on the whole process ignored all warnings."""
+    program = (
+        "import sys, warnings\n"
+        "from encoder.images.load import ImageError, _client_safe, read_header\n"
+        "warnings.showwarning = lambda message, *_: print('warned:', message)\n"
+        "try: read_header(bytes.fromhex(sys.argv[1]), max_pixels_decoded=10**8)\n"
+        "except ImageError as error: print(error)\n"
+        "filters, first, second = list(warnings.filters), _client_safe(), _client_safe()\n"
+        "first.__enter__(), second.__enter__(), first.__exit__(None, None, None), second.__exit__(None, None, None)\n"
+        "print(warnings.filters == filters)\n"
+        "warnings.warn('of others')\n"
+    )
+    told = output_of_python(program, png_header(13000, 13000).hex())
+    assert told.splitlines() == [
+        "image has 13000x13000 = 169000000 pixels, the limit is 100000000",
+        "True",
+        "warned: of others",
+    ]
+
+
 def test_cut_off_pixels_show_when_decoded() -> None:
     data = encoded(Image.effect_noise((64, 64), 50).convert("RGB"), "JPEG")[:900]
     assert read_header(data) == ImageHeader(64, 64, "JPEG")
     with pytest.raises(ImageError, match=r"^image data is truncated or corrupt$"):
         load_rgb(data)
+
+
+def test_scans_of_a_jpeg_are_bounded() -> None:
+    """Each takes as long to decode as all pixels: 15,000 empty ones, of a megabyte, occupied a thread for minutes."""
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).convert("RGB").save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    last = data[data.rindex(b"\xff\xda") : -2]
+    assert read_header(data + 200 * last) == ImageHeader(64, 64, "JPEG"), "after the end of the image is no scan"
+    for between in (b"", b"\xff\x01", b"\xff\xd0", b"\xff\xff"):
+        many = data[:-2] + MAX_JPEG_SCANS * (between + last) + b"\xff\xd9"
+        for read in (read_header, load_rgb):
+            with pytest.raises(ImageError, match=r"^image has too many JPEG scans, the limit is 100$"):
+                read(many)
 
 
 def test_the_ingress_pays_for_no_tensors() -> None:

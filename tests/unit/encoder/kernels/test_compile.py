@@ -20,8 +20,9 @@ from triton.compiler import ASTSource
 
 from encoder import kernels
 from encoder.kernels import attention, norm, positions, rope, scaled, segments, short_attention, swiglu
+from encoder.kernels.flash import Tile
 from encoder.kernels.launch import OPTIONS, parts
-from encoder.kernels.tiles import attention_tile, short_rows
+from encoder.kernels.tiles import FEW_ROWS_TILES, attention_tile, short_rows
 from encoder.metadata import expand_kernel
 from encoder.pixels.kernels import COLUMNS_OUT, PATCHES, ROWS_OUT, _patches_kernel, _rows_kernel
 from encoder.pixels.layout import PATCH_FIELDS, ROWS_FIELDS
@@ -64,9 +65,10 @@ def fits(compiled: Any, arch: str = "sm_80") -> None:
 
 
 @pytest.mark.parametrize("dim", [72, 80])
-@pytest.mark.parametrize("rows", [256, 8192])
-def test_attention(dim: int, rows: int) -> None:
-    tile = attention_tile(rows, torch.bfloat16)
+@pytest.mark.parametrize(
+    "tile", {*FEW_ROWS_TILES, *(attention_tile(rows, torch.bfloat16) for rows in (256, 8192))}, ids=str
+)
+def test_attention(dim: int, tile: Tile) -> None:
     head, tail = parts(dim, smallest_tail=16)
     integers = dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32") | {"tiles_ptr": "*i32", "scale": "fp32"}
     constants = {

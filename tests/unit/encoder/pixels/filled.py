@@ -15,8 +15,9 @@ from encoder.pixels.resize_weights import taps_cache
 def patches_of(
     values: Tensor, grid: Grid, rules: ImageRules, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
 ) -> Tensor:
-    """`out`, or a new tensor, with the patches of `values`, uint8 `[H, W, 3]`, on the device where they lie."""
-    plan = plan_pixels([(*values.shape[:2], False)], [grid], rules, taps_cache(0))
+    """`out`, or a new tensor, with the patches of `values`, uint8 `[H, W, 3]` or `[F, H, W, 3]`, on their device."""
+    frames = values if values.ndim == 4 else values[None]
+    plan = plan_pixels([(*frames.shape[:3], False)], [grid], rules, taps_cache(0))
     if out is None:
         width = 3 * rules.temporal_patch_size * rules.patch_size**2
         out = torch.empty(plan.num_patches, width, dtype=dtype, device=values.device)

@@ -77,6 +77,17 @@ def test_patches_are_those_of_the_cpus_way(size: tuple[int, int], blocks: tuple[
     assert torch.equal(narrow, expected.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("rules", [RULES, OTHER], ids=["16", "5"])
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 6, 7])
+def test_frames_of_a_video_are_those_of_the_cpus_way(num_frames: int, rules: ImageRules) -> None:
+    """In pairs or threes; the last frame fills its temporal patch."""
+    values = np.stack([picture(63, 97, seed) for seed in range(num_frames)])
+    grid = (-(-num_frames // rules.temporal_patch_size), 2 * rules.merge_size, 3 * rules.merge_size)
+    expected = patchify(torch.from_numpy(resize(Decoded(values, grid), rules).values), rules)
+    assert torch.equal(patches_of(torch.from_numpy(values), grid, rules), expected)
+    assert len(expected) == grid[0] * grid[1] * grid[2]
+
+
 def test_out_is_written_in_place_and_its_shape_is_checked() -> None:
     values = torch.from_numpy(picture(40, 30))
     out = torch.zeros(4, 3 * 2 * 256)
@@ -90,9 +101,9 @@ def test_out_is_written_in_place_and_its_shape_is_checked() -> None:
 
 def test_odd_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of the merge size"):
-        plan_pixels([(8, 8, False)], [(1, 3, 2)], RULES, taps_cache(0))
-    with pytest.raises(ValueError, match=r"it must be \(1, h, w\)"):
-        plan_pixels([(8, 8, False)], [(2, 2, 2)], RULES, taps_cache(0))
+        plan_pixels([(1, 8, 8, False)], [(1, 3, 2)], RULES, taps_cache(0))
+    with pytest.raises(ValueError, match=r"grid of 1 frames is \(2, 2, 2\); it must be \(1, h, w\)"):
+        plan_pixels([(1, 8, 8, False)], [(2, 2, 2)], RULES, taps_cache(0))
 
 
 def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
@@ -121,7 +132,7 @@ def test_remembered_weights_keep_within_their_bound() -> None:
 
 
 def test_a_plan_places_images_apart_and_weights_once() -> None:
-    shapes = [(64, 50, False), (64, 64, True), (64, 50, False), (10, 64, False)]
+    shapes = [(1, 64, 50, False), (1, 64, 64, True), (1, 64, 50, False), (1, 10, 64, False)]
     grids = [(1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 2, 4)]
     plan = plan_pixels(shapes, grids, RULES, taps_cache(0))
     ends = [image.offset + 3 * image.height * image.width for image in plan.placed]
@@ -154,8 +165,12 @@ for rules in (RULES, OTHER):
             height, width = h * rules.factor, w * rules.factor
         values = picture(height, width)
         pictures.append(values.transpose(2, 0, 1) if planar else values)
-        shapes.append((height, width, planar))
+        shapes.append((1, height, width, planar))
         grids.append((1, h * rules.merge_size, w * rules.merge_size))
+    frames = np.stack([picture(20, 30, seed) for seed in range(3)])  # the last one fills its temporal patch
+    pictures.append(frames)
+    shapes.append((*frames.shape[:3], False))
+    grids.append((-(-3 // rules.temporal_patch_size), rules.merge_size, 2 * rules.merge_size))
     plan = plan_pixels(shapes, grids, rules, taps_cache(0))
     buffer = torch.full((plan.buffer_bytes,), 7, dtype=torch.uint8)
     for image, values in zip(plan.placed, pictures, strict=True):

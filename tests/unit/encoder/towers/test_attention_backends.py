@@ -64,6 +64,7 @@ def test_what_a_backend_is_fit_for(
 def test_a_plan_chooses_by_the_bound_on_the_length() -> None:
     pytest.importorskip("triton", reason="plans stand beside Triton's kernels")
     from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
+    from encoder.kernels.flash import Tile
 
     short, middle, long = (
         AttentionKernel(AttentionBackend.TRITON, rotates=True),
@@ -80,6 +81,11 @@ def test_a_plan_chooses_by_the_bound_on_the_length() -> None:
         long,
     ]
     assert AttentionPlan((64, 256), (short, middle)).kernel(300) == middle
+    tiled = AttentionKernel(AttentionBackend.TRITON, tile=Tile(128, 64, 8, 3))
+    few = AttentionPlan(plan.lengths, plan.kernels, tiled)
+    assert [few.kernel(256, rows) for rows in (256, 257, 1024, 1025, None)] == [middle, tiled, tiled, middle, middle]
+    assert few.kernel(64, 512) == short, "windows keep the kernel that rotates"
+    assert str(few).endswith("longer: fa4, up to 1024 rows: triton 128×64")
     assert AttentionPlan.single(long).kernel(1) == long
     assert str(plan) == "≤64: triton+rope, ≤256: triton, longer: fa4"
     for lengths, ways in (((), ()), ((64, 256, 1024), (short, middle)), ((64,), (short, middle, long))):

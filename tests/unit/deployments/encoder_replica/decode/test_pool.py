@@ -1,4 +1,7 @@
-"""A real pool of decoder processes: what kills, stalls or leaves costs one image, and the pool goes on."""
+"""A real pool of decoder processes: what kills, stalls or leaves costs one image, and the pool goes on.
+
+One file, since its tests, those of videos too, share one pool, whose processes take seconds to start.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +27,26 @@ import psutil
 import pytest
 import torch
 
+from deployments.common.messages import ChunkOfVideo, VideoSampling
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.encoder_replica.decode.worker_process import Task
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.images.decoded import Decoded
 from encoder.images.size import ImageError, PixelBounds, read_header
 from encoder.pixels.preprocess import Pixels, Preprocessor, resize
+from encoder.video.bounds import VideoBounds
+from encoder.video.decode import decode
 from tests.unit.deployments.samples import RULES, png
+from tests.video_files import Clip
 
 ROOT = Path(__file__).parents[5]
 TIMEOUT_S = 3
 MAX_PIXELS = 4_000_000
 SHARED_BYTES = 2**20
 GOOD = png(100, 60)
+LOST: list[None] = []
+"""For each decoder that was lost at work."""
 
 
 def slow_bitmap(steps: int) -> bytes:
@@ -84,7 +95,8 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def pool(runner: asyncio.Runner) -> Iterator[DecodePool]:
     before = decoders()
-    pool = DecodePool(RULES, workers=1, max_pixels=MAX_PIXELS, timeout_s=TIMEOUT_S, shm_bytes=SHARED_BYTES, resize=True)
+    settings: dict[str, Any] = {"max_pixels": MAX_PIXELS, "timeout_s": TIMEOUT_S, "shm_bytes": SHARED_BYTES}
+    pool = DecodePool(RULES, workers=1, resize=True, on_lost=lambda: LOST.append(None), **settings)
     yield pool
     runner.run(decoded(pool, GOOD))
     assert len(decoders() - before) == 1
@@ -166,31 +178,37 @@ def test_an_image_that_takes_too_long_is_refused_and_the_pool_goes_on(pool: Deco
 @pytest.fixture
 def handed_over(pool: DecodePool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the process has begun with an image."""
-    begun, (decoder,) = threading.Event(), pool._decoders
+    begun, (decoder,) = threading.Event(), pool._workers.decoders
     hand_over = decoder._send_task
 
-    def told(task: Task) -> None:
-        hand_over(task)
+    def told(task: Task, stateless: bool) -> None:
+        hand_over(task, stateless)
         begun.set()
 
     monkeypatch.setattr(decoder, "_send_task", told)
     return begun
 
 
-def test_a_decoder_killed_at_work_fails_its_image_and_the_pool_goes_on(
-    pool: DecodePool, runner: asyncio.Runner, handed_over: threading.Event
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_decoder_killed_at_work_costs_one_retry(
+    pool: DecodePool, runner: asyncio.Runner, handed_over: threading.Event, kills: int
 ) -> None:
-    """As the kernel does when memory runs out."""
+    """As the kernel does when memory runs out. A file that two decoders did not survive is refused."""
 
     async def scenario() -> None:
         await decoded(pool, GOOD)
-        (worker,) = decoders()
+        before = len(LOST)
         handed_over.clear()
         job = asyncio.create_task(decoded(pool, TOO_SLOW))
-        await asyncio.to_thread(handed_over.wait, 60)
-        worker.kill()
-        with pytest.raises(ImageError, match="the image could not be decoded: its decoder process ended"):
+        for _ in range(kills):
+            assert await asyncio.to_thread(handed_over.wait, 60)
+            (worker,) = decoders()
+            handed_over.clear()
+            worker.kill()
+        killed_twice = "the file could not be decoded: its decoder process ended"
+        with pytest.raises(ImageError, match=killed_twice if kills == 2 else "decoding took longer"):
             await job
+        assert len(LOST) == before + 1
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1
         assert worker not in decoders()
 
@@ -254,7 +272,7 @@ def test_a_decoder_that_answers_anything_costs_one_image(
 ) -> None:
     """As one that a file has taken over: its nonsense was a 500 and it went on decoding for others, what it sent was
     taken up to the last byte of memory, and who waited for the rest of it waited for ever."""
-    (decoder,) = pool._decoders
+    (decoder,) = pool._workers.decoders
 
     async def scenario() -> None:
         await decoded(pool, GOOD)
@@ -262,7 +280,7 @@ def test_a_decoder_that_answers_anything_costs_one_image(
         decoder._connection.close()
         decoder._connection, theirs = multiprocessing.Pipe()
 
-        def hand_over(_: object) -> None:
+        def hand_over(*_: object) -> None:
             for one in answers:
                 theirs.send_bytes(one)
 
@@ -368,7 +386,7 @@ OWNER = textwrap.dedent("""
     async def main():
         pool = DecodePool(RULES, workers=2, max_pixels=10**6, timeout_s=60, shm_bytes=2**26, resize=False)
         images = await asyncio.gather(*[pool.decode(png(100, 60), None, (100, 60)) for _ in range(4)])
-        print(*[decoder._process.pid for decoder in pool._decoders], flush=True)
+        print(*[decoder._process.pid for decoder in pool._workers.decoders], flush=True)
         slow = slow_bitmap(6_000_000)
         await asyncio.gather(*[pool.decode(slow, None, (30, 30)) for _ in range(4)])
         await asyncio.sleep(600)
@@ -395,3 +413,77 @@ def test_nothing_is_left_of_an_owner_that_was_killed(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
     assert not [path.name for path in set(Path("/dev/shm").iterdir()) - named if "vitray" in path.name]
+
+
+VIDEO_RULES = VideoRules("qwen2_vl", RULES, 2.0, 4, 768)
+BOUNDS = VideoBounds(max_frames=40)
+
+
+def planned(pool: DecodePool, runner: asyncio.Runner, data: bytes, fps: float | None = None) -> list[ChunkOfVideo]:
+    """The chunks of a video, with the file in place of a reference to it."""
+    plan = runner.run(pool.plan_video(data, VideoSampling(fps=fps), VIDEO_RULES, BOUNDS))
+    return [ChunkOfVideo("video", plan.frames.indices, part, None) for part in plan.chunks]  # type: ignore[arg-type]
+
+
+def test_chunks_of_frames_are_those_of_the_preprocessor(pool: DecodePool, runner: asyncio.Runner) -> None:
+    """In order, alone and twice; in shared memory or, where it is full, through the pipe."""
+    data = Clip(40, Fraction(8), 150, 90).encode()
+    chunks = planned(pool, runner, data, fps=7)
+    indices = chunks[0].indices
+    assert len(chunks) == 5
+    frames = resize(Decoded(decode(data, indices), (len(indices) // 2, *chunks[0].part.grid_thw[1:])), RULES).values
+    for full, order in ((False, (0, 1, 2, 3, 4)), (True, (3, 1, 2, 4, 4))):
+        held = pool.arena.allocate(SHARED_BYTES - 2**12) if full else None
+        for number in order:
+            part = chunks[number].part
+            pixels = runner.run(pool.decode_chunk(data, chunks[number], BOUNDS))
+            assert np.array_equal(pixels.values, frames[part.first_frame : part.first_frame + part.num_frames])
+            assert pixels.grid_thw == part.grid_thw
+        del held
+    del pixels
+    assert freed(pool)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"no video", "not a video of a supported format"),
+        (Clip(20).encode()[:900], "truncated or corrupt"),
+        (Clip(200, Fraction(4)).encode(), "100 frames of the video were to be decoded, the limit is 40"),
+    ],
+)
+def test_a_bad_video_is_refused(pool: DecodePool, runner: asyncio.Runner, data: bytes, told: str) -> None:
+    with pytest.raises(ImageError, match=told):
+        planned(pool, runner, data)
+
+
+def test_a_decoder_killed_within_a_video_decodes_its_next_chunk_anew(pool: DecodePool, runner: asyncio.Runner) -> None:
+    """Before it gets the chunk, and while it has it: the next process gets the file, of which only the first had it."""
+    data = Clip(40, Fraction(8), seed=3).encode()
+    chunks = planned(pool, runner, data, fps=7)
+    expected = [runner.run(pool.decode_chunk(data, chunk, BOUNDS)).values for chunk in chunks]
+    before = len(LOST)
+    for at_work in (False, True):
+        for number, chunk in enumerate(chunks):
+            if number == 2:
+                (worker,) = decoders()
+                worker.send_signal(signal.SIGSTOP if at_work else signal.SIGKILL)
+                if at_work:
+                    threading.Timer(0.5, worker.kill).start()
+            assert np.array_equal(runner.run(pool.decode_chunk(data, chunk, BOUNDS)).values, expected[number])
+    assert len(LOST) == before + 2
+
+
+def test_a_frame_that_cannot_be_decoded_refuses_its_chunk(pool: DecodePool, runner: asyncio.Runner) -> None:
+    """The header is whole, later frames are damaged: a video is never shortened. The chunk after it is refused too,
+    and another video is not."""
+    data = bytearray(Clip(40, Fraction(8), options={"g": "8"}).encode())
+    begin = data.index(b"mdat") + 4
+    middle = begin + (len(data) - begin) // 4
+    data[middle:-3000] = bytes(len(data) - 3000 - middle)
+    chunks = planned(pool, runner, bytes(data), fps=8)
+    for chunk in chunks[-2:]:
+        with pytest.raises(ImageError, match=r"cannot be decoded|truncated or corrupt"):
+            runner.run(pool.decode_chunk(bytes(data), chunk, BOUNDS))
+    good = Clip(8).encode()
+    assert runner.run(pool.decode_chunk(good, planned(pool, runner, good)[0], BOUNDS)).values.ndim == 4

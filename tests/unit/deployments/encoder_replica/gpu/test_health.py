@@ -11,7 +11,7 @@ import torch
 from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
 from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
 from deployments.encoder_replica.gpu.jobs import WorkerEvents
-from deployments.ingress.attempt import MAX_ATTEMPTS
+from deployments.ingress.failures import MAX_ATTEMPTS
 from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, Owned, image, value_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"

@@ -25,6 +25,7 @@ from deployments.encoder_replica.gpu.jobs import Encoded, WorkerEvents
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
+from encoder.images.size import num_tokens
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts, RunRecord
 from encoder.pixels.preprocess import Pixels
@@ -65,7 +66,6 @@ class FakeEncoder:
         self.idle_steps = 0
         self.idle_error: Exception | None = None
         self.idle_threads: set[int] = set()
-        self.closed = False
 
     @property
     def counts(self) -> RunCounts:
@@ -79,11 +79,13 @@ class FakeEncoder:
         self.idle_steps -= 1
         return self.idle_steps >= 0
 
-    def close(self) -> None:
-        self.closed = True
-
     def wait_for_room(self) -> None:
         self.rooms += 1
+
+    def count_tokens(self, pixels: Pixels) -> int:
+        return num_tokens(pixels.grid_thw, IDENTITY.rules.merge_size)
+
+    def warm_up(self) -> None: ...
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         self.waiting.append(waiting)
@@ -353,7 +355,6 @@ def test_idle_moments_are_the_encoders_on_its_own_thread() -> None:
     owned.join()
     assert owned.encoder.idle_steps == -1, "three steps, and one that found nothing to do"
     assert owned.encoder.idle_threads == {owned.worker._thread.ident}
-    assert owned.encoder.closed
     assert [counts.replays for counts in told][-1] == 2
 
 

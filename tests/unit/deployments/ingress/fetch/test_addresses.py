@@ -192,7 +192,7 @@ def test_urls_that_are_refused_before_anything_is_resolved(url: str, told: str) 
 def test_spellings_of_private_addresses_are_refused(host: str) -> None:
     """What counts is the address that the name resolves to, however it is written."""
     told = refusal(f"http://{host}/", FetchConfig(http=True))
-    assert "not public" in told or told == "the image could not be fetched"  # no such spelling on this machine
+    assert "not public" in told or told == "the file could not be fetched"  # no such spelling on this machine
 
 
 @pytest.mark.usefixtures("no_network")
@@ -241,4 +241,4 @@ def test_a_name_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert refusal("http://secret-host.internal/", FetchConfig(http=True)) == "the image could not be fetched"
+    assert refusal("http://secret-host.internal/", FetchConfig(http=True)) == "the file could not be fetched"

@@ -109,7 +109,7 @@ def test_a_redirect_out_of_the_allowed_domains_is_refused() -> None:
 def test_another_status_is_told(status: str) -> None:
     async def scenario() -> None:
         async with serving(answer(b"", status=status)) as server:
-            assert await refusal(f"{server.url}/") == f"fetching the image gave status {status[:3]}"
+            assert await refusal(f"{server.url}/") == f"fetching the file gave status {status[:3]}"
 
     asyncio.run(scenario())
 
@@ -190,7 +190,7 @@ def test_a_server_that_drips_is_timed_out_as_a_whole() -> None:
 
         async with serving(drip) as server:
             config = OPEN.model_copy(update={"timeout_s": 0.2})
-            assert await refusal(f"{server.url}/", config) == "fetching the image took longer than 0.2 s"
+            assert await refusal(f"{server.url}/", config) == "fetching the file took longer than 0.2 s"
 
     asyncio.run(scenario())
 
@@ -202,7 +202,7 @@ def test_a_server_that_says_nothing_is_timed_out() -> None:
 
         async with serving(silent) as server:
             told = await refusal(f"{server.url}/", OPEN.model_copy(update={"timeout_s": 0.1}))
-            assert told in ("fetching the image took longer than 0.1 s", "the image could not be fetched")
+            assert told in ("fetching the file took longer than 0.1 s", "the file could not be fetched")
 
     asyncio.run(scenario())
 
@@ -216,7 +216,7 @@ def test_what_speaks_no_http_could_not_be_fetched(garbage: bytes) -> None:
             writer.close()
 
         async with serving(respond) as server:
-            assert await refusal(f"{server.url}/") == "the image could not be fetched"
+            assert await refusal(f"{server.url}/") == "the file could not be fetched"
 
     asyncio.run(scenario())
 
@@ -229,7 +229,7 @@ def test_a_body_that_breaks_off_is_refused() -> None:
             writer.close()
 
         async with serving(respond) as server:
-            assert await refusal(f"{server.url}/") == "the image could not be fetched"
+            assert await refusal(f"{server.url}/") == "the file could not be fetched"
 
     asyncio.run(scenario())
 
@@ -238,7 +238,7 @@ def test_nobody_listens() -> None:
     async def scenario() -> None:
         async with serving(answer(b"")) as server:
             port = server.port
-        assert await refusal(f"http://127.0.0.1:{port}/") == "the image could not be fetched"
+        assert await refusal(f"http://127.0.0.1:{port}/") == "the file could not be fetched"
 
     asyncio.run(scenario())
 

@@ -1,12 +1,15 @@
-"""Fields of a chat: pixel bounds, and what is refused."""
+"""Fields of a chat: pixel bounds, media, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from deployments.common.api_error import ApiError
-from deployments.ingress.http.chat_request import pop_pixel_bounds, refuse_fields
+from deployments.common.messages import VideoSampling
+from deployments.ingress.http.chat_request import has_media, pop_pixel_bounds, pop_video_sampling
+from deployments.ingress.http.request_body import refuse_fields
 from encoder.images.size import PixelBounds
+from tests.fuzz.bodies import IMAGE
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_bounds_are_checked(asked: object, told: str) -> None:
     assert told in refused.value.message
 
 
-@pytest.mark.parametrize("name", ["prompt_embeds", "media_io_kwargs", "previous_input_messages"])
+@pytest.mark.parametrize("name", ["prompt_embeds", "previous_input_messages"])
 def test_fields_that_carry_media_are_refused(name: str) -> None:
     with pytest.raises(ApiError) as refused:
         refuse_fields({name: {"image": {}}})
@@ -58,10 +61,102 @@ def test_fields_that_carry_media_are_refused(name: str) -> None:
     refuse_fields({name: None, "model": "m"})
 
 
-@pytest.mark.parametrize("fields", [{"previous_response_id": "resp_1"}, {"background": True}])
-def test_stored_responses_are_refused_with_the_reason(fields: dict[str, object]) -> None:
-    """vLLM keeps them in one replica's memory, with references to images that end with their request."""
-    with pytest.raises(ApiError, match="responses are not stored: one replica") as refused:
+@pytest.mark.parametrize(
+    ("kwargs", "sampling"),
+    [
+        (None, VideoSampling()),
+        ({}, VideoSampling()),
+        ({"video": {"fps": None}}, VideoSampling()),
+        ({"video": {"fps": 2}}, VideoSampling(2.0, None)),
+        ({"video": {"num_frames": 8, "fps": 0.5}}, VideoSampling(0.5, 8)),
+    ],
+)
+def test_sampling_of_videos_is_taken_out_of_the_body(kwargs: object, sampling: VideoSampling) -> None:
+    body = {"model": "m", "media_io_kwargs": kwargs}
+    assert pop_video_sampling(body, 8) == sampling
+    assert body == {"model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ([], "only video.fps and video.num_frames"),
+        ({"image": {"image_mode": None}}, "only video.fps and video.num_frames"),
+        ({"video": {"backend": "pynvvideocodec"}}, "only video.fps and video.num_frames"),
+        ({"video": [1]}, "only video.fps and video.num_frames"),
+        ({"video": {"num_frames": 9}}, "video.num_frames must be an integer from 1 to the limit, 8, got 9"),
+        ({"video": {"num_frames": -1}}, "video.num_frames must be"),
+        ({"video": {"num_frames": True}}, "video.num_frames must be"),
+        ({"video": {"fps": 0}}, "video.fps must be a number over 0 and up to 240, got 0"),
+        ({"video": {"fps": "2"}}, "video.fps must be"),
+        ({"video": {"fps": float("nan")}}, "video.fps must be"),
+        ({"video": {"fps": float("inf")}}, "video.fps must be"),
+    ],
+)
+def test_other_sampling_is_refused(kwargs: object, told: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        pop_video_sampling({"media_io_kwargs": kwargs}, 8)
+    assert (refused.value.status, refused.value.param) == (400, "media_io_kwargs")
+    assert told in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "told"), [("use_audio_in_video", "the sound of a video is not read"), ("fps", "media_io_kwargs.video.fps")]
+)
+def test_settings_of_processors_for_videos_are_refused_with_the_reason(key: str, told: str) -> None:
+    with pytest.raises(ApiError, match=told):
+        pop_pixel_bounds({"mm_processor_kwargs": {key: True}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({"previous_response_id": "resp_1"}, "responses are not stored"), ({"background": True}, "ends with its request")],
+)
+def test_what_vllm_would_store_itself_is_refused_with_the_reason(fields: dict[str, object], told: str) -> None:
+    """vLLM keeps it in one replica's memory, with references to images that end with their request."""
+    with pytest.raises(ApiError, match=told) as refused:
         refuse_fields(fields)
     assert (refused.value.status, refused.value.param) == (400, *fields)
     refuse_fields({"previous_response_id": None, "background": False, "store": True})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        IMAGE,
+        [{"content": [IMAGE]}],
+        {"a": {"b": [[{"type": "input_image"}]]}},
+        {"type": "input_file", "file_url": "https://example.com"},
+        {"type": "message", "content": [{"type": "text", "image_embeds": "vitray:AAAA"}]},
+        {"video_url": None},
+    ],
+)
+def test_media_are_found_anywhere(value: object) -> None:
+    assert has_media(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "image_url",
+        1,
+        [],
+        {},
+        {"type": "text", "text": "image_url"},
+        [[["input_image"]]],
+        {"type": [1]},
+        {"type": {}},
+    ],
+)
+def test_text_holds_no_media(value: object) -> None:
+    """A type that is no string was looked up in a set, where a list is a TypeError: status 500."""
+    assert not has_media(value)
+
+
+def test_media_are_found_however_deep() -> None:
+    """A recursive walk gave up at a depth that the JSON parser still reads, which was answered with status 500."""
+    deep: object = IMAGE
+    for _ in range(100_000):
+        deep = [deep]
+    assert has_media(deep)

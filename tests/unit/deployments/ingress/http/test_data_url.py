@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.ingress.fetch.fetcher import MediaError, MediaTooLargeError, decode_data_url
-from deployments.ingress.http import data_url
+from deployments.ingress.http import image_parts
 
 MAX = 1000
 BYTES = bytes(range(256))
@@ -105,7 +105,7 @@ def test_too_large_is_decided_before_decoding(url: str, monkeypatch: pytest.Monk
         raise AssertionError("decoded")
 
     monkeypatch.setattr(pybase64, "b64decode", must_not_run)
-    monkeypatch.setattr(data_url, "unquote_to_bytes", must_not_run)
+    monkeypatch.setattr(image_parts, "unquote_to_bytes", must_not_run)
     with pytest.raises(MediaTooLargeError):
         decoded(url)
 

@@ -180,7 +180,7 @@ def _largest(variables: dict[str, object]) -> int:
         elif isinstance(value, list | tuple):
             waiting.extend(value)
         elif dataclasses.is_dataclass(value):
-            waiting.extend(vars(value).values())
+            waiting.extend(getattr(value, field.name) for field in dataclasses.fields(value))
     return longest
 
 

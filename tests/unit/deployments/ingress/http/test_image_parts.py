@@ -10,24 +10,30 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from configs.schema import AudioConfig, IngressConfig, VideoConfig
 from deployments.common.api_error import ApiError
-from deployments.ingress.http.chat_request import has_media, pop_pixel_bounds, refuse_fields
+from deployments.ingress.http.chat_request import has_media, pop_pixel_bounds
 from deployments.ingress.http.image_parts import (
     DETAILS,
     MAX_UUID_CHARACTERS,
     MEDIA_KEYS,
     BodyFormat,
+    decode_images,
     image_parts,
 )
+from deployments.ingress.http.request_body import cut_files, refuse_fields
 from tests.fuzz.bodies import (
+    AUDIO_URL,
     BASE64,
     BODIES,
     IMAGE,
+    INPUT_AUDIO,
     INPUT_IMAGE,
     MESSAGES,
     RESPONSES,
     SOURCE_URL,
     URL,
+    VIDEO_URL,
     parts_in,
     tool_result,
 )
@@ -101,10 +107,7 @@ def test_text_has_no_images(content: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        ("video_url", "video"),
         ("video", "video"),
-        ("input_audio", "audio"),
-        ("audio_url", "audio"),
         ("file", "files"),
         ("input_file", "files"),
         ("document", "documents"),
@@ -114,6 +117,78 @@ def test_media_that_are_not_supported_are_named(kind: str, named: str) -> None:
     error = refusal(chat({"type": "text", "text": "x"}, {"type": kind, kind: {"url": URL}}))
     assert error.message.startswith(f"messages[0].content[1]: {named} ")
     assert error.code == "unsupported_media"
+
+
+def test_sounds_of_a_chat_are_found_in_both_spellings_and_numbered_apart() -> None:
+    body = chat(dict(AUDIO_URL), dict(IMAGE), dict(INPUT_AUDIO), {"type": "text", "text": "x"})
+    found = image_parts(body)
+    assert [(part.modality, part.url, part.label) for part in found] == [
+        ("audio", AUDIO_URL["audio_url"]["url"], "audio 1 of 2 (messages[0].content[0])"),
+        ("image", URL, "image 1 of 1 (messages[0].content[1])"),
+        ("audio", "data:;base64,AAAA", "audio 2 of 2 (messages[0].content[2])"),
+    ]
+    for part in found:
+        part.put_url("vitray:t")
+    sound = {"type": "audio_url", "audio_url": {"url": "vitray:t"}}
+    image = {"type": "image_url", "image_url": {"url": "vitray:t"}}
+    assert body == chat(sound, image, sound, {"type": "text", "text": "x"})
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "audio_url"}, ": audio_url.url must be a data: or http(s) URL"),
+        ({"type": "audio_url", "audio_url": URL}, ": audio_url.url must be a data: or http(s) URL"),
+        ({"type": "audio_url", "audio_url": {"url": ""}}, ": audio_url.url must be a data: or http(s) URL"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, ": input_audio.data must be base64"),
+        ({"type": "input_audio", "input_audio": {"data": 1}}, ": input_audio.data must be base64"),
+        ({**AUDIO_URL, "image_url": {"url": URL}}, ": a part of type 'audio_url' cannot hold 'image_url'"),
+        ({**INPUT_AUDIO, "audio_url": {"url": URL}}, ": a part of type 'input_audio' cannot hold 'audio_url'"),
+    ],
+)
+def test_malformed_sounds_are_refused(part: dict[str, Any], message: str) -> None:
+    assert refusal(chat(part)).message == f"messages[0].content[0]{message}"
+
+
+@pytest.mark.parametrize("part", [AUDIO_URL, INPUT_AUDIO, VIDEO_URL])
+def test_other_formats_take_no_sounds_and_videos(part: dict[str, Any]) -> None:
+    responses = {"input": [{"role": "user", "content": [part]}]}
+    for body, body_format in ((responses, RESPONSES), (chat(part), MESSAGES)):
+        error = refusal(body, body_format)
+        assert "is not supported here; send it to /v1/chat/completions" in error.message
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_list_of_frames_is_kept_as_text(number: int) -> None:
+    """Each frame is base64 of its own; the decode worker splits them."""
+    text = ",".join(["/9j/" + "A" * 1100] * number)
+    part = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{text}"}}
+    (item,) = decode_images(image_parts(chat(dict(part))), {}, IngressConfig())
+    assert (item.modality, item.file, item.url) == ("video", text.encode(), "")
+    rest, files = cut_files(json.dumps(chat(part)).encode())
+    (item,) = decode_images(image_parts(json.loads(rest), files=files), files, IngressConfig())
+    assert item.file == text.encode()
+    with pytest.raises(ApiError, match=r"video 1 of 1 .* the limit is 100"):
+        decode_images(image_parts(chat(dict(part))), {}, IngressConfig(video=VideoConfig(max_bytes=100)))
+
+
+def test_a_video_file_is_decoded_from_base64() -> None:
+    (item,) = decode_images(image_parts(chat(dict(VIDEO_URL))), {}, IngressConfig())
+    assert (item.modality, item.file) == ("video", bytes(3))
+
+
+def test_sounds_have_limits_of_their_own() -> None:
+    limits = IngressConfig(
+        max_image_bytes=1, max_images_per_request=1, audio=AudioConfig(max_bytes=3, max_per_request=2)
+    )
+    two = image_parts(chat(dict(AUDIO_URL), dict(INPUT_AUDIO)))
+    assert [part.file for part in decode_images(two, {}, limits)] == [bytes(3), bytes(3)]
+    with pytest.raises(ApiError, match="the request has 3 sounds, the limit is 2"):
+        decode_images(image_parts(chat(*(dict(AUDIO_URL) for _ in range(3)))), {}, limits)
+    larger = {"type": "input_audio", "input_audio": {"data": "AAAAAA", "format": "mp3"}}
+    with pytest.raises(ApiError, match=r"^audio 1 of 1 .*: the file has 4 bytes, the limit is 3$") as refused:
+        decode_images(image_parts(chat(larger)), {}, limits)
+    assert (refused.value.status, refused.value.code) == (413, "audio_too_large")
 
 
 @pytest.mark.parametrize("kind", ["image_embeds", "audio_embeds", "image_pil", "prompt_embeds", "image", "x", ""])
@@ -300,48 +375,6 @@ def test_what_anthropics_messages_do_not_take(body: dict[str, Any], told: str) -
 )
 def test_anthropics_text_has_no_images(block: dict[str, Any]) -> None:
     assert image_parts(anthropic(block, role="assistant"), MESSAGES) == []
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        IMAGE,
-        [{"content": [IMAGE]}],
-        {"a": {"b": [[{"type": "input_image"}]]}},
-        {"type": "input_file", "file_url": "https://example.com"},
-        {"type": "message", "content": [{"type": "text", "image_embeds": "vitray:AAAA"}]},
-        {"video_url": None},
-    ],
-)
-def test_media_are_found_anywhere(value: object) -> None:
-    assert has_media(value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        "image_url",
-        1,
-        [],
-        {},
-        {"type": "text", "text": "image_url"},
-        [[["input_image"]]],
-        {"type": [1]},
-        {"type": {}},
-    ],
-)
-def test_text_holds_no_media(value: object) -> None:
-    """A type that is no string was looked up in a set, where a list is a TypeError: status 500."""
-    assert not has_media(value)
-
-
-def test_media_are_found_however_deep() -> None:
-    """A recursive walk gave up at a depth that the JSON parser still reads, which was answered with status 500."""
-    deep: object = IMAGE
-    for _ in range(100_000):
-        deep = [deep]
-    assert has_media(deep)
 
 
 @given(BODIES, st.sampled_from(BodyFormat))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.vllm import compat
 from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY
-from tests.unit.deployments.llm.test_embedding_receiver import FreeAdded, received_by, receiver_for
+from encoder.item_header import CHUNKS, ChunkHeader, chunk_headers
+from tests.unit.deployments.llm.receivers import FreeAdded, received_by, receiver_for
 from tests.unit.deployments.samples import at_once
-from tests.unit.deployments.transfer.test_same_host import encoded, eventually
+from tests.unit.deployments.transfer.stored_embeddings import encoded, eventually, tokens_of
 
-STEP = SimpleNamespace(total_num_scheduled_tokens=1)
+STEP = SimpleNamespace(total_num_scheduled_tokens=1, free_encoder_mm_hashes=[])
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Engine:
 
     def given(self, *numbers: int) -> tuple[list[EncodedImage], ReceivedEmbeddings]:
         """Embeddings that a request has come with."""
-        images = [encoded(self.store, number) for number in numbers]
+        images = [encoded(self.store, number, seed=number % 2**31) for number in numbers]
         for image in images:
             self.store.offer(image)
         borrowing = received_by(self.receiver, *at_once(*(image.to_shared(self.server.address) for image in images)))
@@ -52,9 +54,10 @@ class Engine:
         there: bool = self.scheduler._scheduler.table.has(digest)
         return there
 
-    def step(self, cache: dict[str, torch.Tensor]) -> None:
-        """What vLLM does between scheduling and the forward pass."""
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(STEP))
+    def step(self, cache: dict[str, torch.Tensor], freed: Sequence[str] = ()) -> None:
+        """What vLLM does between scheduling and the forward pass. `freed`: items that it has evicted."""
+        step = SimpleNamespace(total_num_scheduled_tokens=1, free_encoder_mm_hashes=freed)
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
         self.worker.start_load_caches(cache)
         self.worker.clear_connector_metadata()
 
@@ -65,6 +68,7 @@ def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterat
     from vllm.config import ECTransferConfig
     from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
 
     receiver = receiver_for(FreeAdded(), num_workers=1)
     store = EmbeddingStore(2**20)
@@ -81,6 +85,9 @@ def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterat
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     scheduler = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
+    # Restored at the end, or towers of later tests of this process would have no weights.
+    mark = mock.patch.object(SupportsMultiModal, "_mark_tower_model", SupportsMultiModal._mark_tower_model)
+    mark.start()
     worker = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
     assert receiver.link.wait_for_engine(timeout_s=60)
     loop = asyncio.new_event_loop()
@@ -92,6 +99,7 @@ def started(*, min_tokens: int | None = None, is_hybrid: bool = False) -> Iterat
         receiver.shut_down()
         server.close()
         loop.close()
+        mark.stop()
 
 
 @pytest.fixture
@@ -102,7 +110,22 @@ def engine() -> Iterator[Engine]:
 
 def feature(image: EncodedImage | str, offset: int, *, length: int = 6) -> Any:
     digest = image if isinstance(image, str) else image.digest
-    return SimpleNamespace(identifier=digest, mm_position=SimpleNamespace(offset=offset, length=length))
+    return SimpleNamespace(identifier=digest, mm_position=SimpleNamespace(offset=offset, length=length), data=None)
+
+
+VIDEO = "ab" * 32
+FIRST, SECOND, THIRD = chunk_headers(VIDEO, (6, 6, 6))
+
+
+def video(offset: int) -> Any:
+    """A video of three embeddings, with two tokens of text before the rows of each."""
+    is_embed = torch.tensor(([False] * 2 + [True] * 6) * 3)
+    position = SimpleNamespace(offset=offset, length=24, is_embed=is_embed)
+    return SimpleNamespace(identifier=VIDEO, mm_position=position, data={CHUNKS: SimpleNamespace(data=[6, 6, 6])})
+
+
+def number_of(chunk: ChunkHeader) -> int:
+    return int(chunk.digest, 16)
 
 
 def request(*features: Any, name: str = "request") -> Any:
@@ -118,7 +141,7 @@ def test_an_embedding_is_loaded_before_its_step_and_never_twice(engine: Engine) 
     cache: dict[str, torch.Tensor] = {}
     engine.step(cache)
     for each in (image, other):
-        assert torch.equal(cache[each.digest], each.unpack().float())
+        assert torch.equal(cache[each.digest], tokens_of(each).float())
     eventually(lambda: engine.receiver.num_loaded == 2)
     engine.step(cache)
     engine.scheduler.update_state_after_alloc(asked, 0)
@@ -230,7 +253,7 @@ def test_a_step_without_tokens_pauses(engine: Engine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "sleep", pauses.append)
     engine.scheduler.build_connector_meta(STEP)
     assert pauses == []
-    engine.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    engine.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0, free_encoder_mm_hashes=[]))
     assert pauses == [ec_connector.IDLE_STEP_S]
 
 
@@ -241,3 +264,38 @@ def test_prompts_of_a_hybrid_model_are_not_prefilled_early(is_hybrid: bool) -> N
         asked = request(feature(image, 2), feature("f" * 64, 10))
         assert engine.scheduler.prefill_limit(asked, 0) == (0 if is_hybrid else 10)
         engine.receiver.close(arrived)
+
+
+def test_chunks_of_a_video_are_loaded_as_they_come(engine: Engine) -> None:
+    """Into one tensor, each once; all of them again once vLLM has evicted the item."""
+    cache: dict[str, torch.Tensor] = {}
+    asked, batches = request(video(3)), []
+    images: list[EncodedImage] = []
+    for chunk in (FIRST, SECOND, THIRD):
+        [image], arrived = engine.given(number_of(chunk))
+        images.append(image)
+        batches.append(arrived)
+        engine.scheduler.prefill_limit(asked, 0)
+        if chunk is FIRST:
+            assert engine.scheduler.has_cache_item(VIDEO)
+            engine.scheduler.update_state_after_alloc(asked, 0)
+        engine.scheduler.load_further_chunks(asked, 0, 27)
+        engine.step(cache)
+        rows = torch.cat([tokens_of(each).float() for each in images])
+        assert cache[VIDEO].shape == (18, rows.shape[1])
+        assert torch.equal(cache[VIDEO][: len(rows)], rows)
+    eventually(lambda: engine.receiver.num_loaded == 3)
+    engine.scheduler.load_further_chunks(asked, 0, 27)
+    del cache[VIDEO]
+    engine.step(cache, freed=[VIDEO])
+    assert not cache
+    engine.scheduler.load_further_chunks(asked, 0, 27)
+    engine.step(cache)
+    assert not cache, "vLLM has not scheduled it"
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    engine.step(cache)
+    assert torch.equal(cache[VIDEO], rows)
+    engine.scheduler.request_finished(asked)
+    for arrived in batches:
+        engine.receiver.close(arrived)
+    eventually(lambda: len(engine.receiver) == 0)

@@ -23,7 +23,7 @@ from deployments.vllm.connector.replica_link import LinkLostError, ReplicaLink
 from deployments.vllm.connector.scheduler_link import SchedulerLink
 from deployments.vllm.connector.worker_link import WorkerLink
 from deployments.vllm.connector.worker_memory import WorkerMemory
-from tests.unit.deployments.transfer.test_same_host import eventually
+from tests.unit.deployments.transfer.stored_embeddings import eventually
 
 PATIENCE_S = 60.0
 NUM_REQUESTS, NUM_IMAGES = 625, 16

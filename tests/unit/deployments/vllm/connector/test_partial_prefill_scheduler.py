@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 
 from deployments.vllm import compat
-from tests.unit.deployments.transfer.test_same_host import eventually
-from tests.unit.deployments.vllm.connector.test_ec_connector import Engine, engine, feature, request
+from tests.unit.deployments.transfer.stored_embeddings import eventually
+from tests.unit.deployments.vllm.connector.test_ec_connector import (
+    FIRST,
+    SECOND,
+    THIRD,
+    Engine,
+    engine,
+    feature,
+    number_of,
+    request,
+    video,
+)
 
 __all__ = ["engine"]  # a fixture
 
@@ -142,3 +152,16 @@ def test_it_is_the_scheduler_that_vllm_would_have_taken(asynchronous: bool, monk
     assert base.__name__ == ("AsyncScheduler" if asynchronous else "Scheduler")
     assert (args, kwargs) == ((vllm_config,), {"log_stats": True})
     assert config.scheduler_cls == "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
+
+
+def test_a_video_is_read_up_to_the_first_chunk_that_is_not_there(engine: Engine) -> None:
+    """The text before a chunk's rows, such as its time, is read with the chunk before."""
+    engine.scheduler._min_tokens = 1
+    asked, arrived = request(video(3), feature(MISSING, 40)), []
+    assert engine.scheduler.prefill_limit(asked, 0) == 0
+    for chunk, limit in ((FIRST, 3 + 10), (SECOND, 3 + 18), (THIRD, 40)):
+        arrived.append(engine.given(number_of(chunk))[1])
+        assert engine.scheduler.prefill_limit(asked, 0) == limit
+    assert engine.scheduler.prefill_limit(asked, 13) == 27
+    for each in arrived:
+        engine.receiver.close(each)

@@ -1,0 +1,30 @@
+"""The generic encoder of a replica: vLLM's processor in decode workers, vLLM's model class on the GPU thread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from configs.schema import AppConfig
+from deployments.common.model_path import generic_engine_args
+from deployments.encoder_replica.decode.prepare_pool import PreparePool
+from deployments.vllm.architectures import model_support, vllm_version
+from deployments.vllm.vllm_encoder import VllmEncoder
+from encoder.checkpoint.fingerprint import checkpoint_fingerprint
+from encoder.images.generic_identity import GenericIdentity
+
+
+def load_generic_encoder(path: Path, config: AppConfig, pool: PreparePool) -> VllmEncoder:
+    """Loads the checkpoint's towers, and counts the tokens of images of several sizes, of sounds and of a video in
+    `pool`."""
+    arguments = generic_engine_args(config)
+    settings = json.dumps([vllm_version(), arguments], sort_keys=True)
+    encoder = VllmEncoder.from_checkpoint(path, config.encoder, arguments)
+    images, sounds, videos = pool.count_tokens()
+    architectures = json.loads((path / "config.json").read_text()).get("architectures") or []
+    if any(model.without_videos for model in model_support(only=architectures)):
+        videos = 0
+    encoder.identity = GenericIdentity(
+        checkpoint_fingerprint(path), settings, images, audio_tokens=sounds, video_tokens=videos
+    )
+    return encoder

@@ -1,0 +1,1 @@
+"""Stored responses: the store, a deployment of its own, and the ingress's client of it."""

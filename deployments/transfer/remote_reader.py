@@ -1,0 +1,180 @@
+"""Language model's side of RDMA: reads embeddings of encoders' memory into the receive buffer.
+
+The header is verified together with the bytes and once more after them: the memory may be reused during a read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+from deployments.common.messages import RemoteLocation, SharedEmbedding
+from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError
+from deployments.transfer.rdma import NixlMemory, NixlRead, ReadError
+from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding, view
+from deployments.transfer.same_host import EmbeddingUnavailableError
+from deployments.transfer.shared_memory import Allocation
+from deployments.transfer.unix_socket import ListenerError, OnError
+
+logger = logging.getLogger("ray.serve")
+
+POLL_S = 0.0002
+"""Pause between polls of the reads in flight."""
+ABANDONED_POLL_S = 0.05
+"""Pause between polls if all reads in flight were abandoned."""
+
+
+@dataclass
+class _Pending:
+    header: Header
+    num_bytes: int
+    source: RemoteLocation
+    deadline: float
+    received: Future[ReceivedEmbedding]
+    memory: Allocation | None = None
+    read: NixlRead | None = None
+    is_body_read: bool = False
+    """All bytes were read; the header is being read again."""
+
+
+class RemoteReader:
+    """All RDMA reads of one LLM replica. Thread-safe; its own thread starts and polls the reads.
+
+    reader = RemoteReader(NixlMemory(), buffer)
+    received = reader.receive(image).result()
+    received.release()
+    """
+
+    def __init__(
+        self,
+        memory: NixlMemory,
+        buffer: ReceiveBuffer,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = lambda _: None,
+    ) -> None:
+        """`memory`: RDMA endpoint. `on_error` is called on the reading thread when it survived an error."""
+        memory.register(buffer.arena.address, buffer.arena.num_bytes)
+        self._memory, self._buffer, self._clock, self._on_error = memory, buffer, clock, on_error
+        self.timeout_s = buffer.timeout_s
+        self._requests: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._pending: list[_Pending] = []
+        self._connected: set[bytes] = set()
+        self._thread = threading.Thread(target=self._run, name="remote-reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the reading thread is running."""
+        return self._thread.is_alive()
+
+    def receive(self, image: SharedEmbedding) -> Future[ReceivedEmbedding]:
+        """Reads an embedding that an encoder published for RDMA. The future raises EmbeddingUnavailableError.
+
+        Raises ValueError for an embedding without a remote location, EmbeddingUnavailableError for one that does not
+        fit the buffer.
+        """
+        if image.remote is None:
+            raise ValueError("the embedding was not published for RDMA")
+        num_bytes = image.num_bytes + HEADER_BYTES
+        self._buffer.check(num_bytes)
+        received: Future[ReceivedEmbedding] = Future()
+        deadline = self._clock() + self.timeout_s
+        self._requests.put(_Pending(Header.of(image), num_bytes, image.remote, deadline, received))
+        return received
+
+    def close(self) -> None:
+        """Closes the connections, so that encoders do not keep them for an ended process."""
+        self._requests.put(None)
+        self._thread.join(self.timeout_s)
+
+    def _run(self) -> None:
+        while self._take_requests():
+            self._pending = [pending for pending in self._pending if not self._advance(pending)]
+            is_awaited = any(not pending.received.done() for pending in self._pending)
+            time.sleep(POLL_S if is_awaited else ABANDONED_POLL_S if self._pending else 0)
+        for pending in self._pending:
+            _fail(pending, "the language model replica is shutting down")
+        for agent_metadata in self._connected:
+            self._memory.disconnect(agent_metadata)
+
+    def _take_requests(self) -> bool:
+        """Takes new requests from the queue, and waits for one if no read is pending. Returns False after `close`."""
+        while True:
+            try:
+                request = self._requests.get(block=not self._pending)
+            except queue.Empty:
+                return True
+            if request is None:
+                return False
+            self._pending.append(request)
+
+    def _advance(self, pending: _Pending) -> bool:
+        """Starts or polls a read and returns whether it is over. An abandoned read is over only once nothing can be
+        written into its memory any more."""
+        try:
+            try:
+                if pending.read is None:
+                    if pending.received.done():
+                        return True
+                    self._start(pending)
+                elif pending.read.done() and self._complete(pending):
+                    return True
+            except ReadError as error:
+                self._connected.discard(pending.source.agent_metadata)
+                self._memory.disconnect(pending.source.agent_metadata)
+                _fail(pending, str(error))
+                return True
+        except WrongEmbeddingError as error:
+            _fail(pending, str(error))
+            return True
+        except Exception as error:  # this thread must not die: later readers would wait for ever
+            logger.exception("an embedding could not be received")
+            self._on_error(ListenerError.MESSAGE)
+            _fail(pending, str(error))
+            return True
+        if self._clock() >= pending.deadline:
+            missing = "room" if pending.read is None else "bytes"
+            _fail(pending, f"no {missing} for an embedding of {pending.num_bytes} bytes in {self.timeout_s} s")
+        return False
+
+    def _start(self, pending: _Pending) -> None:
+        """Starts the read if there is space."""
+        pending.memory = self._buffer.try_allocate(pending.num_bytes)
+        if pending.memory is not None:
+            self._connected.add(pending.source.agent_metadata)
+            self._read(pending, pending.num_bytes)
+
+    def _complete(self, pending: _Pending) -> bool:
+        assert pending.memory is not None
+        view(pending.memory, pending.header)
+        if pending.received.done():
+            return True
+        if not pending.is_body_read:  # the header may have changed while the bytes were read
+            pending.is_body_read = True
+            self._read(pending, HEADER_BYTES, notify=pending.source.lease)
+            return False
+        _succeed(pending)
+        return True
+
+    def _read(self, pending: _Pending, num_bytes: int, *, notify: bytes = b"") -> None:
+        assert pending.memory is not None
+        source, target = pending.source, self._buffer.arena.address + pending.memory.offset
+        pending.read = self._memory.read(source.agent_metadata, source.address, target, num_bytes, notify=notify)
+
+
+def _succeed(pending: _Pending) -> None:
+    assert pending.memory is not None
+    with contextlib.suppress(InvalidStateError):  # its reader cancelled it
+        pending.received.set_result(ReceivedEmbedding(pending.memory, pending.header))
+
+
+def _fail(pending: _Pending, why: str) -> None:
+    with contextlib.suppress(InvalidStateError):  # its reader cancelled it, or it failed before
+        pending.received.set_exception(EmbeddingUnavailableError(why))

@@ -1,1 +1,0 @@
-"""Encodes a folder of images into a folder of embeddings (`vitray encode`)."""

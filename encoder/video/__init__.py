@@ -1,0 +1,1 @@
+"""Video files to sampled frames: header, sampling and decoding, in bounded memory. Knows neither Ray nor HTTP."""

@@ -1,0 +1,154 @@
+"""Which frames of a video a model gets: the indices and timestamps that vLLM's loader and the model's processor choose.
+
+Imports no torch, so that the HTTP ingress can count a video's tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from encoder.checkpoint.video_rules import VideoRules
+from encoder.video.bounds import VideoError
+from encoder.video.header import VideoHeader
+
+Loader = Literal["opencv", "qwen2_vl", "qwen3_vl"]
+
+_MAX_FPS = 30
+_MIN_FRAMES, _MAX_FRAMES = 4, 768
+_UNKNOWN_FPS = 24.0
+"""Frame rate that Qwen3-VL's processor assumes if the file states none."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How frames are chosen, in the terms of vLLM's `media_io_kwargs`, and the settings of the model's processor."""
+
+    loader: Loader
+    """vLLM's name of the rule. "opencv": evenly spaced frames. The others follow the processors of Qwen models."""
+    fps: float | None = None
+    """Frames per second to choose; None takes the loader's default, 2 for Qwen models. Of a frame list: its rate,
+    default 1."""
+    num_frames: int = 32
+    """Most frames that "opencv" chooses and that are taken of a frame list; -1 for all."""
+    min_frames: int = _MIN_FRAMES
+    max_frames: int = _MAX_FRAMES
+    processor_fps: float = 2.0
+    """Frames per second that the processor of Qwen3-VL chooses of a video of which the loader has chosen all frames."""
+    processor_min_frames: int = _MIN_FRAMES
+    processor_max_frames: int = _MAX_FRAMES
+
+    @classmethod
+    def for_rules(cls, rules: VideoRules, fps: float | None = None, num_frames: int = 32) -> Sampling:
+        """Returns the sampling of a checkpoint; `fps` and `num_frames` are the request's."""
+        return cls(
+            rules.loader,
+            fps,
+            num_frames,
+            processor_fps=rules.fps,
+            processor_min_frames=rules.min_frames,
+            processor_max_frames=rules.max_frames,
+        )
+
+
+@dataclass(frozen=True)
+class SampledFrames:
+    """The chosen frames of a video, and what vLLM's processor is told of them."""
+
+    indices: tuple[int, ...]
+    """Ascending, each less than `VideoHeader.num_stored`."""
+    total_num_frames: int
+    fps: float
+    """Frame rate of the file."""
+    duration_s: float
+    all_frames: bool
+    """Whether the loader chose every frame, and the processor samples again (`do_sample_frames`)."""
+
+    def timestamps(self, temporal_patch_size: int) -> list[float]:
+        """Returns the seconds of each temporal patch, the mean of its first and last frame, as Qwen3-VL's prompts state
+        them. The last frame fills the last patch."""
+        padded = [*self.indices, *self.indices[-1:] * (-len(self.indices) % temporal_patch_size)]
+        seconds = [index / self.fps for index in padded]
+        return [
+            (first + last) / 2
+            for first, last in zip(
+                seconds[::temporal_patch_size], seconds[temporal_patch_size - 1 :: temporal_patch_size], strict=True
+            )
+        ]
+
+    def seconds_per_grid(self, temporal_patch_size: int) -> float:
+        """Returns the seconds that a temporal patch covers, as Qwen2.5-VL's positions use them."""
+        return temporal_patch_size / (len(self.indices) / self.total_num_frames * self.fps)
+
+
+def sample(header: VideoHeader, sampling: Sampling) -> SampledFrames:
+    """Returns the frames that vLLM would give its model.
+
+    Raises VideoError for a video that vLLM's rule cannot sample.
+    """
+    if header.format == "frames":
+        fps = 1.0 if sampling.fps is None else float(sampling.fps)
+        taken = header.num_frames if sampling.num_frames < 0 else min(sampling.num_frames, header.num_frames)
+        return SampledFrames(tuple(range(taken)), taken, fps, taken / fps if fps > 0 else 0.0, all_frames=False)
+    total, fps = header.num_frames, header.fps
+    if sampling.loader == "qwen3_vl" and fps <= 0:
+        fps = _UNKNOWN_FPS
+    wanted = sampling.fps if sampling.fps is not None else (-1.0 if sampling.loader == "opencv" else 2.0)
+    if sampling.loader == "opencv":
+        chosen = _evenly(total, header.duration_s, wanted, sampling.num_frames)
+    elif sampling.loader == "qwen2_vl":
+        chosen = _qwen2_vl(total, fps, wanted, sampling.min_frames, sampling.max_frames)
+    else:
+        chosen = _qwen3_vl(
+            total, fps, min(wanted, _MAX_FPS), sampling.min_frames, min(sampling.max_frames, _MAX_FRAMES)
+        )
+    # A file may hold fewer frames than its duration suggests. vLLM skips the missing ones, and reads each index once.
+    indices = sorted({index for index in chosen if index < header.num_stored})
+    if not indices:
+        raise VideoError(f"video has no frame to sample; its header states {total}")
+    all_frames = len(indices) == total
+    if all_frames and sampling.loader == "qwen3_vl":
+        indices = _qwen3_vl(
+            total, fps, sampling.processor_fps, sampling.processor_min_frames, sampling.processor_max_frames
+        )
+    return SampledFrames(tuple(indices), total, fps, header.duration_s, all_frames)
+
+
+def _evenly(total: int, duration_s: float, fps: float, num_frames: int) -> list[int]:
+    count = min(num_frames, total) if num_frames > 0 else total
+    if fps > 0:
+        count = min(count, math.floor(duration_s * fps))
+    count = max(1, count)
+    return list(range(count)) if count == total else np.linspace(0, total - 1, count, dtype=int).tolist()
+
+
+def _qwen2_vl(total: int, fps: float, wanted_fps: float, min_frames: int, max_frames: int) -> list[int]:
+    """Frames come in pairs."""
+    if fps <= 0:
+        raise VideoError("video states no frame rate, which the model needs")
+    pair = 2
+    most = min(max_frames, _MAX_FRAMES, total) // pair * pair
+    count = math.floor(min(max(total / fps * min(wanted_fps, _MAX_FPS), min_frames), most, total) / pair) * pair
+    if count < pair:
+        raise VideoError(f"video has {total} frames, the model needs at least {pair}")
+    steps = _float32_steps(total, total / count).astype(np.int32)
+    return [min(int(index), total - 1) for index in steps]
+
+
+def _float32_steps(end: int, step: float) -> NDArray[np.float32]:
+    """Returns the multiples of `step` below `end` as torch's `arange` rounds them on x86: by eights, each from its
+    first, in pairs of eights; those left over one by one."""
+    number = np.arange(math.ceil(end / step))
+    steps = ((number // 8 * 8 * step).astype(np.float32) + number % 8 * step).astype(np.float32)
+    rest = len(number) // 16 * 16
+    steps[rest:] = number[rest:] * step
+    return steps
+
+
+def _qwen3_vl(total: int, fps: float, wanted_fps: float, min_frames: int, max_frames: int) -> list[int]:
+    count = min(max(int(total / fps * wanted_fps), min_frames), max_frames, total)
+    return [int(index) for index in np.linspace(0, total - 1, count).round()]
