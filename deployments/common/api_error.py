@@ -96,6 +96,7 @@ class Shed(Enum):
     RATE_LIMIT = "quota"
     BYTES = "bytes_held"
     REPLICA_QUEUE = "replica_queue"
+    OBJECT_STORE = "object_store"
 
 
 class OverloadedError(Exception):

@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from ray import serve
@@ -223,14 +224,15 @@ class EncoderReplica:
         self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
         return image.to_shared(tcp=self._tcp.address)
 
-    async def plan(self, job: ImageJob, file: bytes) -> PlannedVideo | ImageRefused:
-        """Returns the header of the video `file`, and its chunks. Raises as `encode`, but for a queue or a GPU."""
+    async def plan(self, job: ImageJob, file: Sequence[ObjectRef[bytes]]) -> PlannedVideo | ImageRefused:
+        """Returns the header of the video, whose file `file` refers to, and its chunks. Raises as `encode`, but for a
+        queue or a GPU."""
         self._check_identity(job)
         if self._videos is None or not isinstance(self._decoders, DecodePool):
             return ImageRefused("the model takes no videos here")
         try:
             plan = await self._decoders.plan_video(
-                file, job.sampling, self._videos, self._video_bounds, time.perf_counter()
+                await file[0], job.sampling, self._videos, self._video_bounds, time.perf_counter()
             )
             if plan.num_tokens > self._max_tokens:
                 raise VideoError(f"{plan.num_tokens} visual tokens, the limit is {self._max_tokens}")
@@ -351,8 +353,7 @@ class EncoderReplica:
         """Returns the encoder's input, and its header if the ingress cannot compute it. Raises ImageError."""
         if not isinstance(self._decoders, PreparePool):
             if (chunk := job.chunk) is not None:
-                file = await cast("ObjectRef[bytes]", chunk.file)
-                pixels = await self._decoders.decode_chunk(file, chunk, self._video_bounds, place)
+                pixels = await self._decoders.decode_chunk(chunk, self._video_bounds, place)
                 return pixels, ChunkHeader(job.digest, job.num_tokens)
             return await self._decoders.decode(job.data, job.bounds, job.size, place), None
         prepared = await self._decoders.prepare(ItemFile(job.data, job.modality, job.sampling), job.digest, place)

@@ -222,7 +222,7 @@ class Ingress:
             prepare = partial(build_engine_request, chat, inner, identity, self._limits, client.salt, self._measure)
             request = await self._off_loop.run(held.num_bytes, prepare)
             try:
-                if plans := await self._replicas.plan_videos(request.jobs):
+                if plans := await self._replicas.plan_videos(request.jobs, client.name):
                     request = split_videos(request, plans, self._limits)
             except IdentityGoneError:
                 self._replicas.count_retry()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ray.exceptions import ObjectLostError, RayActorError, TaskCancelledError
+from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.common.api_error import ApiError, OverloadedError, Shed
@@ -73,6 +73,10 @@ class Failures:
         if isinstance(error, BackPressureError | QueueFullError):
             self._counts.add(Counter.SHED_REQUESTS, reason=Shed.REPLICA_QUEUE.value)
             message = "the server is at its limit; try again"
+            return ApiError(503, message, code="overloaded", retry_after_s=self._overloaded_retry_s())
+        if _has_cause(error, ObjectStoreFullError, OutOfDiskError):
+            self._counts.add(Counter.SHED_REQUESTS, reason=Shed.OBJECT_STORE.value)
+            message = "the memory for files is full; try again"
             return ApiError(503, message, code="overloaded", retry_after_s=self._overloaded_retry_s())
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)

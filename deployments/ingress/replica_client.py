@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from cachetools import LRUCache
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
@@ -46,6 +47,8 @@ Answer = DeploymentResponseGenerator[Piece] | GrpcAnswer[Piece]
 
 MAX_PLANNED = 1024
 """Videos whose headers are remembered."""
+MAX_PLANNING = 16
+"""Videos of one client whose headers are read at once: it is not admitted yet."""
 MAX_GRPC_BYTES = 2 * 1024**2
 """Bytes of a request that is sent by gRPC; Serve's replicas refuse messages over 4 MiB."""
 
@@ -85,6 +88,7 @@ class Replicas:
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
         self._directory = EmbeddingDirectory(embedding_directory_entries)
         self._planned: LRUCache[str, PlannedVideo] = LRUCache(MAX_PLANNED)
+        self._planning: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
         self._draining: set[asyncio.Task[None]] = set()
         self._counts = Counters()
         self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
@@ -110,36 +114,53 @@ class Replicas:
         """Returns the last known location of the image's embedding on the host, None if it is unknown."""
         return self._directory.get(host, job.digest)
 
-    async def plan_videos(self, jobs: Sequence[ImageJob]) -> dict[str, tuple[PlannedVideo | ImageRefused, StoredFile]]:
-        """Returns how the videos that are encoded in chunks are encoded, and their files, by digest. Encoders read
-        their headers; plans of the last videos are remembered.
+    async def plan_videos(
+        self, jobs: Sequence[ImageJob], client: str = ""
+    ) -> dict[str, tuple[PlannedVideo | ImageRefused, StoredFile]]:
+        """Returns how the videos of a client that are encoded in chunks are encoded, and their files, by digest.
+        Encoders read their headers; plans of the last videos are remembered.
 
         Raises:
+            ApiError: 503, the object store is full.
             EncoderLostError: encoders were lost in all attempts.
             IdentityGoneError: encoders with other weights or numerics have taken over.
         """
         files = {job.digest: StoredFile(job.data) for job in jobs if job.in_chunks}
-        videos = [job for job in jobs if job.in_chunks]
-        plans = await asyncio.gather(*(self._plan_video(job, files[job.digest]) for job in videos))
-        return {job.digest: (plan, files[job.digest]) for job, plan in zip(videos, plans, strict=True)}
+        slots = self._planning.setdefault(client, asyncio.Semaphore(MAX_PLANNING))
+        plans = [asyncio.ensure_future(self._plan_video(job, files[job.digest], slots)) for job in jobs if job.in_chunks]
+        try:
+            planned = await asyncio.gather(*plans)
+        finally:
+            for plan in plans:
+                plan.cancel()
+        return dict(zip(files, zip(planned, files.values(), strict=True), strict=True))
 
-    async def _plan_video(self, job: ImageJob, file: StoredFile, attempt: int = 0) -> PlannedVideo | ImageRefused:
+    async def _plan_video(
+        self, job: ImageJob, file: StoredFile, slots: asyncio.Semaphore, attempt: int = 0
+    ) -> PlannedVideo | ImageRefused:
         if (known := self._planned.get(job.digest)) is not None:
             return known
-        call = Call(job.digest, 0, attempt, identity=job.identity)
+        call = Call(job.digest, 1, attempt, identity=job.identity)
         to = self._planner.options(session_id=call.to_session_id())
-        sent = dataclasses.replace(job, data=b"")
         try:
-            plan: PlannedVideo | ImageRefused = await self._translate_errors(to.remote(sent, file.ref))
+            async with slots:
+                ref = await self._store_file(file)
+                # In a list: Ray fetches an argument itself before the replica can accept the call.
+                answer = to.remote(dataclasses.replace(job, data=b""), [ref])
+                plan: PlannedVideo | ImageRefused = await self._translate_errors(answer)
         except EncoderLostError:
             if attempt + 1 == MAX_ATTEMPTS:
                 raise
             self.count_retry()
             await asyncio.sleep(FIRST_RETRY_DELAY_S * 2**attempt)
-            return await self._plan_video(job, file, attempt + 1)
+            return await self._plan_video(job, file, slots, attempt + 1)
         if isinstance(plan, PlannedVideo):
             self._planned[job.digest] = plan
         return plan
+
+    async def _store_file(self, file: StoredFile) -> ObjectRef[bytes]:
+        """Puts the file into the object store, off the event loop. Raises ApiError 503 if that is full."""
+        return await self._translate_errors(asyncio.to_thread(lambda: file.ref))
 
     async def start_encode(self, job: ImageJob, host: str, attempt: int = 0) -> Encoding:
         """Returns the embedding's last known location on `host`, that of the language model. Without one, starts a call
@@ -150,11 +171,16 @@ class Replicas:
 
         Waits until a call for a chunk of a video is accepted: calls overtake each other on their way, and a decoder
         starts anew for frames that it has passed.
+
+        Raises ApiError 503 if the object store has no room for the file of a video.
         """
         if not attempt and (location := self.look_up(job, host)) is not None:
             self._counts.add(Counter.EMBEDDING_DIRECTORY_HITS)
             record_span(Stage.CACHED, 0)
             return location
+        if job.chunk is not None and isinstance(job.chunk.file, StoredFile):
+            ref = await self._store_file(job.chunk.file)
+            job = dataclasses.replace(job, chunk=dataclasses.replace(job.chunk, file=ref))
         encoding, shared = self._encodings.acquire(
             f"{job.digest} {host} {attempt}", lambda: self._call_encoder(job, host, attempt)
         )
@@ -168,14 +194,10 @@ class Replicas:
         return encoding
 
     def _call_encoder(self, job: ImageJob, host: str, attempt: int) -> DeploymentResponse[EncoderAnswer]:
-        key = job.digest
-        if (chunk := job.chunk) is not None:
-            key = chunk.video
-            if isinstance(chunk.file, StoredFile):
-                job = dataclasses.replace(job, chunk=dataclasses.replace(chunk, file=chunk.file.ref))
-        # No chunk of a video may be refused (their cost is 0): another decoder would go through the whole file again.
-        cost = 0 if job.chunk is not None else job.tokens_before + job.num_tokens
-        call = Call(key, job.num_tokens, attempt, cost, identity=job.identity, host=host)
+        key, cost, sticky = job.digest, job.tokens_before + job.num_tokens, False
+        if job.chunk is not None:  # cost 0: none may be refused, since another decoder would begin the file anew
+            key, cost, sticky = job.chunk.video, 0, True
+        call = Call(key, job.num_tokens, attempt, cost, identity=job.identity, host=host, sticky=sticky)
         to = self._encoder.options(session_id=call.to_session_id())
         return cast(DeploymentResponse[EncoderAnswer], ray_private.start_detached(lambda: to.remote(job)))
 

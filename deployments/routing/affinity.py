@@ -85,10 +85,12 @@ class Call:
     """Replicas that were too busy for the call; it goes to one of them only if there is no other."""
     refusable: bool = False
     """Whether a replica that is too busy may refuse the call, which then goes to another."""
+    sticky: bool = False
+    """Whether the call goes where the last call of its key went, whatever the load there, and is computed there."""
 
     def to_session_id(self) -> str:
         numbers = f"{self.weight}:{self.attempt}:{self.cost}"
-        flags = f"{self.only_choose:d}:{','.join(self.refused_by)}:{self.refusable:d}"
+        flags = f"{self.only_choose:d}:{','.join(self.refused_by)}:{self.refusable:d}:{self.sticky:d}"
         return f"{self.key or ''}:{numbers}:{self.identity}:{self.host}:{self.replica}:{flags}"
 
     @classmethod
@@ -97,12 +99,26 @@ class Call:
         key, _, numbers = session_id.partition(":")
         try:
             int(key[:16] or "0", 16)
-            weight, attempt, cost, identity, host, replica, only_choose, refused_by, refusable = numbers.split(":")
-            names, is_choice = tuple(filter(None, refused_by.split(","))), only_choose == "1"
-            work = int(weight), int(attempt), int(cost)
-            return cls(key or None, *work, identity, host, replica, is_choice, names, refusable == "1")
+            weight, attempt, cost, identity, host, replica, only_choose, names, *flags = numbers.split(":")
+            work, refused_by = (int(weight), int(attempt), int(cost)), tuple(filter(None, names.split(",")))
+            refusable, sticky = (flag == "1" for flag in flags)
+            return cls(
+                key or None, *work, identity, host, replica, only_choose == "1", refused_by, refusable, sticky
+            )
         except ValueError:
             return cls()
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The last call of a key."""
+
+    name: str
+    reports: int
+    """Reports of the replica at that time: until the next ones, they do not tell whether it caches the key."""
+    attempt: int
+    avoided: str
+    """The replica of the failed attempt before."""
 
 
 def concatenate_prefixes(digests: Iterable[str], limit: int = MAX_PUBLISHED) -> bytes:
@@ -145,8 +161,7 @@ class Affinity:
         self._cached: dict[str, frozenset[int]] = {}
         self._replicas_by_prefix: dict[int, set[str]] = {}
         self._reports: defaultdict[str, int] = defaultdict(int)  # number of reports of each replica
-        # Replica that a key was sent to last, and its number of reports then: affinity before the next report.
-        self._last_sent: LRUCache[str, tuple[str, int]] = LRUCache(MAX_REMEMBERED_KEYS)
+        self._last_sent: LRUCache[str, _Sent] = LRUCache(MAX_REMEMBERED_KEYS)
 
     def set_replicas(self, names: Iterable[str], identities: Names | None = None, hosts: Names | None = None) -> None:
         """Sets the running replicas, and the identities and hosts of those that have one. Replicas that stay keep their
@@ -224,7 +239,8 @@ class Affinity:
         active = ActiveCall(name, call.weight, Work.SERVE_CACHED if as_hit[at] else Work.COMPUTE)
         self._loads[active.work, at] += call.weight
         if call.key is not None:
-            self._last_sent[call.key] = (name, self._reports.get(name, 0))
+            reports, avoided = self._reports.get(name, 0), self._avoided(call)
+            self._last_sent[call.key] = _Sent(name, reports, call.attempt, avoided)
         return active
 
     def end(self, active: ActiveCall) -> None:
@@ -249,10 +265,12 @@ class Affinity:
         fits = serving & ((self._loads * serving.sum() <= bound) | (call.weight == 0))
         as_hit = (
             fits[Work.SERVE_CACHED] & (tiers <= SENT_LAST)
-            if self._separate_cache_hits
+            if self._separate_cache_hits and not call.sticky
             else np.zeros(len(self._names), bool)
         )
         as_compute = serving if serving.sum() == 1 else fits[Work.COMPUTE]
+        if call.sticky:
+            as_compute = as_compute | (serving & (tiers == SENT_LAST))
         if call.refused_by:
             unasked = serving & np.array([name not in call.refused_by for name in self._names], np.bool_)
             if unasked.any():
@@ -277,13 +295,22 @@ class Affinity:
         tiers = np.full(len(self._names), OTHER)
         if call.key is None:
             return tiers
-        last, reports = self._last_sent.get(call.key, ("", 0))
-        if last in self._index and (call.attempt or self._may_still_cache(last, reports)):
-            tiers[self._index[last]] = AVOIDED if call.attempt else SENT_LAST
+        last, avoided = self._last_sent.get(call.key), self._avoided(call)
+        if last is not None and last.name in self._index and self._may_still_cache(last.name, last.reports):
+            tiers[self._index[last.name]] = SENT_LAST
+        if avoided in self._index:
+            tiers[self._index[avoided]] = AVOIDED
         for name in self._replicas_by_prefix.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
-            if name != last or not call.attempt or self._separate_cache_hits:
+            if name != avoided or self._separate_cache_hits:
                 tiers[self._index[name]] = PUBLISHED
         return tiers
+
+    def _avoided(self, call: Call) -> str:
+        """Returns the replica of the failed attempt before; all calls of one key and attempt avoid the same one."""
+        last = self._last_sent.get(call.key or "")
+        if last is None or not call.attempt:
+            return ""
+        return last.name if last.attempt < call.attempt else last.avoided
 
     def _may_still_cache(self, name: str, reports: int) -> bool:
         """Whether the replica may cache a key that was sent there after `reports` reports, though no report has it.

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from deployments.common.fair_queue import FairQueue
-from deployments.common.messages import ChunkOfVideo, VideoSampling
+from deployments.common.messages import ChunkOfVideo, StoredFile, VideoSampling
 from deployments.encoder_replica.decode.video_task import ChunkTask, HeaderTask
 from deployments.encoder_replica.decode.worker_process import (
     DECODER_FAILED,
@@ -229,11 +229,13 @@ class DecodePool:
         header = await self._workers.run(run, place)
         return VideoPlan.make(header, rules, bounds, sampling.fps, sampling.num_frames)
 
-    async def decode_chunk(self, data: bytes, of: ChunkOfVideo, bounds: VideoBounds, place: float = 0.0) -> Pixels:
+    async def decode_chunk(self, of: ChunkOfVideo, bounds: VideoBounds, place: float = 0.0) -> Pixels:
         """Decodes and resizes frames of a video, as `decode`. One chunk of a video is decoded at a time, in order of
-        the calls, by the process that decoded the one before: it goes through the file once."""
+        the calls, by the process that decoded the one before: it goes through the file once, and there is one copy of
+        the file here."""
         lock = self._videos.setdefault(of.video, asyncio.Lock())
         async with lock:
+            data = of.file.data if isinstance(of.file, StoredFile) else await of.file
             return await self._workers.run(partial(self._decode_chunk, data, of, bounds), place)
 
     def _decode_chunk(self, data: bytes, of: ChunkOfVideo, bounds: VideoBounds) -> Pixels:

@@ -110,7 +110,7 @@ async function askNow() {
   };
   try {
     if (model === null) await findModel();
-    if (model === null) return;
+    if (model === null) return say("Not answered.");
     const asked = await Promise.all(files.items.map(async ({ name, kind, file }) => ({ name, kind, data: await dataUrl(file) })));
     started = performance.now();
     tick();

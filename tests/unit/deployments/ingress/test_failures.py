@@ -8,7 +8,13 @@ import json
 from typing import Any, cast
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
 
@@ -97,6 +103,8 @@ def test_what_a_dead_engine_has_not_had_goes_on_to_the_next() -> None:
         (RayActorError(), 503, "replica_lost"),
         (ActorDiedError(), 503, "replica_lost"),
         (WorkerEndedError("ended"), 503, "replica_lost"),
+        (ObjectStoreFullError(), 503, "overloaded"),
+        (OutOfDiskError(), 503, "overloaded"),
         (DeploymentUnavailableError(cast(Any, "LLM")), 503, "unavailable"),
         (RuntimeError("secret: /path 0x7f"), 500, "internal_error"),
         (TimeoutError(), 504, "timeout"),

@@ -6,12 +6,13 @@ import asyncio
 import base64
 import dataclasses
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,13 +28,23 @@ from deployments.common.messages import (
 from deployments.common.replica_errors import IdentityGoneError
 from deployments.ingress.deployment import Ingress
 from deployments.ingress.failures import MAX_ATTEMPTS
+from deployments.ingress.replica_client import MAX_PLANNING
 from deployments.routing.affinity import Call
 from encoder.checkpoint.video_rules import VideoRules
 from encoder.item_header import ChunkHeader, ItemHeader, VideoFields
 from encoder.video.size import plan_chunks
 from tests.unit.deployments.ingress.test_embedding_directory import seen
 from tests.unit.deployments.samples import IDENTITY, RULES
-from tests.unit.deployments.stand_ins import IMAGE, Accepting, Pieces, asked, chat, ingress_of, told
+from tests.unit.deployments.stand_ins import (
+    IMAGE,
+    RETRY_AFTER_S,
+    Accepting,
+    Pieces,
+    asked,
+    chat,
+    ingress_of,
+    told,
+)
 
 SEES = dataclasses.replace(IDENTITY, videos=VideoRules("qwen2_vl", RULES, 2.0, 4, 768))
 GRID = (5, 4, 4)
@@ -67,11 +78,12 @@ class Videos(Accepting):
     def _plan(self, job: object, file: object) -> Pieces:
         assert isinstance(job, ImageJob)
         assert job.data == b"", "the file travels as a reference"
-        self.planned.append(dataclasses.replace(job, data=cast(bytes, file)))
+        [data] = cast(list[bytes], file)  # in a list: the replica fetches it itself
+        self.planned.append(dataclasses.replace(job, data=data))
         if self.lost:
             self.lost -= 1
             return Pieces(RayActorError())
-        if file == b"broken":
+        if data == b"broken":
             return Pieces(ImageRefused("video data is truncated or corrupt"))
         chunks = tuple(plan_chunks(GRID, len(INDICES), 2, RULES))
         rows = tuple(chunk.num_tokens for chunk in chunks)
@@ -110,8 +122,10 @@ def test_each_chunk_of_a_video_is_encoded_by_a_job_of_its_own(stored: list[bytes
         assert (job.data, str(job.chunk.file), job.chunk.indices) == (b"", str(b"one"), INDICES)
     assert [job.chunk.part.num_frames for job in (first, second, third) if job.chunk] == [4, 4, 1]
     assert image.chunk is None
-    keys = [Call.from_session_id(label).key for label in stand_ins.labels["encode"]]
-    assert keys == [planned.digest] * 3 + [image.digest], "one decoder goes through the file"
+    calls = [Call.from_session_id(label) for label in stand_ins.labels["encode"]]
+    of_video, of_image = (planned.digest, True), (image.digest, False)
+    assert [(call.key, call.sticky) for call in calls] == [of_video] * 3 + [of_image], "one decoder reads the file"
+    assert image.tokens_before == 20
 
 
 def test_a_video_that_is_refused_is_named() -> None:
@@ -206,3 +220,90 @@ def test_the_operators_sampling_holds_where_a_request_chooses_nothing() -> None:
     for chosen in ({}, {"media_io_kwargs": {"video": {"num_frames": 4}}}):
         assert chat(stand_ins, video(b"one"), limits={**limits}, **chosen).status_code == 200
     assert [job.sampling for job in stand_ins.planned] == [VideoSampling(fps=1.0), VideoSampling(num_frames=4)]
+
+
+@pytest.mark.parametrize("error", [ObjectStoreFullError("full"), OutOfDiskError("full")])
+def test_a_full_object_store_is_a_503(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """When the header is to be read, and when that is known. The event loop goes on while a file is stored."""
+    stand_ins = Videos()
+    threads: list[str] = []
+
+    def put(_: bytes) -> None:
+        threads.append(threading.current_thread().name)
+        raise error
+
+    async def scenario() -> None:
+        ingress = ingress_of(stand_ins)
+        messages: Sequence[object] = [{"role": "user", "content": [video(b"one")]}]
+        with monkeypatch.context() as full:
+            full.setattr(ray, "put", put)
+            assert (await sent(ingress, messages)).status_code == 503
+        assert (await sent(ingress, messages)).status_code == 200
+        monkeypatch.setattr(ray, "put", put)
+        answer = await sent(ingress, messages)
+        assert json.loads(bytes(answer.body))["error"]["message"] == "the memory for files is full; try again"
+        assert answer.headers["retry-after"] == str(RETRY_AFTER_S)
+
+    asyncio.run(scenario())
+    assert len(stand_ins.planned) == 1
+    assert len(threads) == 2
+    assert threading.main_thread().name not in threads
+
+
+def test_headers_of_one_client_are_read_a_few_at_a_time() -> None:
+    """They are read before the client is admitted. Another client does not wait for it."""
+
+    class Slow(Videos):
+        def __init__(self) -> None:
+            super().__init__()
+            self.go_on = asyncio.Event()
+
+        def _plan(self, job: object, file: object) -> Pieces:
+            answer = super()._plan(job, file)
+            return Pieces(self.go_on, *answer._pieces)
+
+    async def scenario() -> None:
+        stand_ins = Slow()
+        replicas = ingress_of(stand_ins)._replicas
+        jobs = [job_of(number) for number in range(MAX_PLANNING + 5)]
+        requests = [asyncio.create_task(replicas.plan_videos([job], "one")) for job in jobs]
+        await until(lambda: len(stand_ins.planned) == MAX_PLANNING)
+        other = asyncio.create_task(replicas.plan_videos([job_of(100)], "two"))
+        await until(lambda: len(stand_ins.planned) == MAX_PLANNING + 1)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(stand_ins.planned) == MAX_PLANNING + 1
+        stand_ins.go_on.set()
+        assert len(await asyncio.gather(*requests, other)) == MAX_PLANNING + 6
+
+    asyncio.run(scenario())
+
+
+def test_headers_are_not_read_on_where_one_failed() -> None:
+    class Failing(Videos):
+        def _plan(self, job: object, file: object) -> Pieces:
+            answer = super()._plan(job, file)
+            if len(self.planned) == 1:
+                return Pieces(IdentityGoneError("another model has taken over"))
+            self.second = asyncio.Event()
+            return Pieces(self.second, *answer._pieces)
+
+    async def scenario() -> None:
+        replicas = ingress_of(Failing())._replicas
+        with pytest.raises(IdentityGoneError):
+            await replicas.plan_videos([job_of(1), job_of(2)])
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def job_of(number: int) -> ImageJob:
+    digest = f"{number:064x}"
+    return ImageJob(b"file", None, digest, "", (0, 0), 0, modality="video", in_chunks=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)

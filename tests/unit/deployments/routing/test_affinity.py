@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -64,7 +65,8 @@ class Followed:
         self.affinity.set_replicas(names)
         self.loads: dict[Work, dict[str, int]] = {work: dict.fromkeys(names, 0) for work in Work}
         self.calls: list[ActiveCall] = []
-        self.sent: dict[str, tuple[str, int]] = {}
+        self.sent: dict[str, tuple[str, int, int, str]] = {}
+        """Where a key went last, the reports then, the attempt, and the replica that failed it before."""
         self.reports: dict[str, int] = {}
         self.held: dict[str, set[str]] = {}
         self.separate_cache_hits = separate_cache_hits
@@ -73,8 +75,8 @@ class Followed:
     def takes(self, name: str, call: Call, work: Work) -> bool:
         loads = self.loads[work]
         if work is Work.SERVE_CACHED:
-            last, reports = self.sent.get(call.key or "", ("", 0))
-            sent_there = last == name and not call.attempt and self.reports.get(name, 0) < reports + 2
+            last, reports = self.sent.get(call.key or "", ("", 0))[:2]
+            sent_there = last == name != self.failed(call) and self.reports.get(name, 0) < reports + 2
             if not (self.separate_cache_hits and (sent_there or call.key in self.held.get(name, ()))):
                 return False
         mean = Fraction(sum(loads.values()), len(loads))
@@ -85,12 +87,18 @@ class Followed:
         """Who takes the call within the bound; where that is only the one that failed it, all others beyond it."""
         names = set(self.loads[Work.COMPUTE])
         takes = {name for name in names if any(self.takes(name, call, work) for work in Work)}
-        last = self.sent.get(call.key or "", ("", 0))[0]
+        last = self.failed(call)
         gives = self.separate_cache_hits and call.key in self.held.get(last, ())
-        failed = {last} if call.attempt and not gives else set()
+        failed = set() if gives else {last}
         return takes if takes - failed or not names - failed else names - failed
 
+    def failed(self, call: Call) -> str:
+        """The replica that failed the attempt before."""
+        last, _, attempt, before = self.sent.get(call.key or "", ("", 0, 0, ""))
+        return (last if attempt < call.attempt else before) if call.attempt else ""
+
     def send(self, call: Call) -> None:
+        failed = self.failed(call)
         found = self.affinity.candidates(call)
         names = self.loads[Work.COMPUTE]
         assert found
@@ -103,7 +111,7 @@ class Followed:
         self.loads[work][found[0]] += call.weight
         self.calls.append(begun)
         if call.key is not None:
-            self.sent[call.key] = (found[0], self.reports.get(found[0], 0))
+            self.sent[call.key] = (found[0], self.reports.get(found[0], 0), call.attempt, failed)
 
     def finish(self, number: int) -> None:
         begun = self.calls.pop(number % len(self.calls))
@@ -290,6 +298,42 @@ def test_what_one_replica_failed_does_not_go_back_there_for_its_being_free() -> 
     assert affinity.load("b") == 10
 
 
+def test_all_calls_of_a_try_go_to_the_same_one() -> None:
+    """The chunks of a video share its key. Every second one of another try went back to the replica that fails."""
+    affinity = affinity_of(*"abc", separate_cache_hits=True)
+    chunk = Call(KEYS[0], 8, sticky=True)
+    failing = affinity.candidates(chunk)[0]
+    for _ in range(4):
+        affinity.end(begun(affinity, failing, chunk))
+    avoided = {failing}
+    for attempt in (1, 2):
+        again = replace(chunk, attempt=attempt)
+        found = []
+        for _ in range(4):
+            found.append(affinity.candidates(again)[0])
+            affinity.end(begun(affinity, found[-1], again))
+        assert len(set(found)) == 1
+        assert found[0] not in avoided
+        avoided = {found[0]}
+
+
+def test_a_sticky_call_goes_where_the_one_before_went_and_is_computed() -> None:
+    """Chunks of a video counted as cache hits, and went elsewhere once a replica had many."""
+    affinity = affinity_of(*"abc", separate_cache_hits=True)
+    chunk = Call(KEYS[0], 100, sticky=True)
+    home = affinity.candidates(chunk)[0]
+    other = min(set("abc") - {home})
+    begun(affinity, home, Call(weight=1000))
+    assert affinity.candidates(chunk)[0] != home, "the first goes by load"
+    begun(affinity, other, chunk)
+    for number in range(2, 8):
+        assert affinity.candidates(chunk)[0] == other
+        begun(affinity, other, chunk)
+        assert (affinity.load(other, Work.COMPUTE), affinity.load(other, Work.SERVE_CACHED)) == (100 * number, 0)
+    assert affinity.candidates(replace(chunk, sticky=False))[0] == other, "a cache hit"
+    assert affinity.is_spill(home, replace(chunk, key=KEYS[1])) is False
+
+
 def test_with_few_calls_nothing_spills_for_its_being_the_second() -> None:
     """The mean over 64 replicas is less than one call; what came second or third to its home was sent elsewhere."""
     affinity = affinity_of(*(f"replica {number}" for number in range(64)))
@@ -345,6 +389,7 @@ def test_a_bound_that_nobody_could_keep_is_refused(bound: float) -> None:
         only_choose=st.booleans(),
         refused_by=st.sampled_from([(), ("x1y2z3",), ("x1y2z3", "a")]),
         refusable=st.booleans(),
+        sticky=st.booleans(),
     )
 )
 def test_a_call_survives_its_label(call: Call) -> None:

@@ -6,6 +6,7 @@ One file, since its tests, those of videos too, share one pool, whose processes 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import gc
 import multiprocessing
@@ -17,17 +18,17 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
-from deployments.common.messages import ChunkOfVideo, VideoSampling
+from deployments.common.messages import ChunkOfVideo, StoredFile, VideoSampling
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.encoder_replica.decode.worker_process import Task
@@ -420,9 +421,9 @@ BOUNDS = VideoBounds(max_frames=40)
 
 
 def planned(pool: DecodePool, runner: asyncio.Runner, data: bytes, fps: float | None = None) -> list[ChunkOfVideo]:
-    """The chunks of a video, with the file in place of a reference to it."""
+    """The chunks of a video."""
     plan = runner.run(pool.plan_video(data, VideoSampling(fps=fps), VIDEO_RULES, BOUNDS))
-    return [ChunkOfVideo("video", plan.frames.indices, part, None) for part in plan.chunks]  # type: ignore[arg-type]
+    return [ChunkOfVideo("video", plan.frames.indices, part, StoredFile(data)) for part in plan.chunks]
 
 
 def test_chunks_of_frames_are_those_of_the_preprocessor(pool: DecodePool, runner: asyncio.Runner) -> None:
@@ -436,7 +437,7 @@ def test_chunks_of_frames_are_those_of_the_preprocessor(pool: DecodePool, runner
         held = pool.arena.allocate(SHARED_BYTES - 2**12) if full else None
         for number in order:
             part = chunks[number].part
-            pixels = runner.run(pool.decode_chunk(data, chunks[number], BOUNDS))
+            pixels = runner.run(pool.decode_chunk(chunks[number], BOUNDS))
             assert np.array_equal(pixels.values, frames[part.first_frame : part.first_frame + part.num_frames])
             assert pixels.grid_thw == part.grid_thw
         del held
@@ -461,7 +462,7 @@ def test_a_decoder_killed_within_a_video_decodes_its_next_chunk_anew(pool: Decod
     """Before it gets the chunk, and while it has it: the next process gets the file, of which only the first had it."""
     data = Clip(40, Fraction(8), seed=3).encode()
     chunks = planned(pool, runner, data, fps=7)
-    expected = [runner.run(pool.decode_chunk(data, chunk, BOUNDS)).values for chunk in chunks]
+    expected = [runner.run(pool.decode_chunk(chunk, BOUNDS)).values for chunk in chunks]
     before = len(LOST)
     for at_work in (False, True):
         for number, chunk in enumerate(chunks):
@@ -470,7 +471,7 @@ def test_a_decoder_killed_within_a_video_decodes_its_next_chunk_anew(pool: Decod
                 worker.send_signal(signal.SIGSTOP if at_work else signal.SIGKILL)
                 if at_work:
                     threading.Timer(0.5, worker.kill).start()
-            assert np.array_equal(runner.run(pool.decode_chunk(data, chunk, BOUNDS)).values, expected[number])
+            assert np.array_equal(runner.run(pool.decode_chunk(chunk, BOUNDS)).values, expected[number])
     assert len(LOST) == before + 2
 
 
@@ -484,6 +485,34 @@ def test_a_frame_that_cannot_be_decoded_refuses_its_chunk(pool: DecodePool, runn
     chunks = planned(pool, runner, bytes(data), fps=8)
     for chunk in chunks[-2:]:
         with pytest.raises(ImageError, match=r"cannot be decoded|truncated or corrupt"):
-            runner.run(pool.decode_chunk(bytes(data), chunk, BOUNDS))
+            runner.run(pool.decode_chunk(chunk, BOUNDS))
     good = Clip(8).encode()
-    assert runner.run(pool.decode_chunk(good, planned(pool, runner, good)[0], BOUNDS)).values.ndim == 4
+    assert runner.run(pool.decode_chunk(planned(pool, runner, good)[0], BOUNDS)).values.ndim == 4
+
+
+def test_a_file_is_fetched_for_one_chunk_at_a_time(pool: DecodePool, runner: asyncio.Runner) -> None:
+    """Chunks that waited for their turn held a copy of the file each: 16 of them 640 MiB of a file at the bound."""
+    data = Clip(40, Fraction(8), seed=4).encode()
+    chunks = planned(pool, runner, data, fps=7)
+    copies: list[int] = []
+    """Chunks that have been fetched for and are not decoded yet, at each fetch."""
+    num_held = 0
+
+    class Reference:
+        def __await__(self) -> Generator[Any, Any, bytes]:
+            nonlocal num_held
+            num_held += 1
+            copies.append(num_held)
+            yield from asyncio.sleep(0).__await__()
+            return data
+
+    async def decode_all() -> None:
+        async def decode_one(chunk: ChunkOfVideo) -> None:
+            nonlocal num_held
+            await pool.decode_chunk(dataclasses.replace(chunk, file=cast(Any, Reference())), BOUNDS)
+            num_held -= 1
+
+        await asyncio.gather(*map(decode_one, chunks))
+
+    runner.run(decode_all())
+    assert copies == [1] * len(chunks)
