@@ -4,7 +4,8 @@ Both use the same GPUs, or parts of them, and one checkpoint of Qwen3-VL-8B's sh
 application with encoders and language models on their own GPUs, and a vLLM server with its own tower on each GPU behind
 HAProxy. All run at once and take turns; the others are idle. Each speed gets its own slices of the traces, so that no
 cache contains their pictures. One request with a small picture is also repeated for one token with warm caches, which
-measures the overhead of the server. The last line on stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs; `--tiny`
+measures the overhead of the server. `--videos` measures requests with a new video each, at full load. The last line on
+stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs; `--tiny`
 runs without one, on small models. Exits with 1 if a request failed or the client was late.
 """
 
@@ -33,7 +34,7 @@ from benchmarks.goodput.plan import NAME, Fleet
 from benchmarks.goodput.servers import peers, start_balancer
 from benchmarks.ladder.measure import Deadline
 from benchmarks.record import gpu, provenance, save, write
-from benchmarks.serving import latency_client
+from benchmarks.serving import latency_client, videos
 from benchmarks.serving.checkpoint import make_published
 from benchmarks.serving.gpu_parts import split_gpu
 from benchmarks.serving.latency_figures import stages, summary
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
             options.decode_workers, options.kv_gib, options.peer_processes, options.shared,
-            options.parts, gpu=device is not None,
+            options.parts, options.videos is not None, gpu=device is not None,
         )  # fmt: skip
     except ValueError as error:
         raise SystemExit(str(error)) from error
@@ -153,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(report, fleet, servers, sets, options, folder, deadline)
     write(report, options.out)
     found = [one for row in report["rows"] for one in row["servers"].values()]
-    return 0 if found and all(one["client"]["valid"] and not one["failed"] for one in found) else 1
+    failed = [one["failed"] for one in [*found, *report.get("videos", {}).values()]]
+    return 0 if failed and not any(failed) and all(one["client"]["valid"] for one in found) else 1
 
 
 def run(
@@ -173,7 +175,7 @@ def run(
             port = stack.enter_context(start_balancer([one.port for one in members], folder))
             urls[name] = f"http://127.0.0.1:{port}"
         all_of = [Server(name, url) for name, url in urls.items()]
-        for number in range(2):  # warms every replica up with concurrent requests
+        for number in range(2 if options.load else 0):  # warms every replica up with concurrent requests
             warm = options.load[0][1][0].cut(8 * fleet.gpus)
             digest = hashlib.sha256(f"warm-up {number}".encode()).hexdigest()
             measure_slice(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)
@@ -190,6 +192,9 @@ def run(
                 report["rows"].append(row | {"due_s": row["trace"]["seconds"] / speed})
                 if options.out is not None:
                     save(report, options.out)
+    if options.videos is not None:
+        report["videos"] = asyncio.run(videos.measure_load(urls, **options.videos))
+        print(report["videos"], flush=True)
     names = dict.fromkeys(row["trace"]["name"] for row in report["rows"])
     report["best"] = {
         name: {

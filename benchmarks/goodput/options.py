@@ -23,8 +23,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shared", action="store_true", help="an encoder shares the GPU of each language model")
     parser.add_argument("--parts", type=int, default=1, help="number of parts of each GPU; --gpus then counts parts")
-    parser.add_argument("--load", type=load, action="append", required=True, metavar="TRACE:SPEED,SPEED:REQUESTS",
+    parser.add_argument("--load", type=load, action="append", default=[], metavar="TRACE:SPEED,SPEED:REQUESTS",
                         help="requests for each speed; may be given several times")  # fmt: skip
+    parser.add_argument("--videos", type=videos, metavar="FRAMES:SIDE:CLIENTS:REQUESTS",
+                        help="then requests with a new video each, one after the other by each client")  # fmt: skip
     parser.add_argument(
         "--pieces", type=int, default=2, help="number of pieces of a trace in which the servers take turns (default 2)"
     )
@@ -56,6 +58,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     options = parser.parse_args(arguments)
     options.slo = options.slo or [Slo()]
+    if not options.load and options.videos is None:
+        parser.error("--load or --videos is needed")
     return options
 
 
@@ -67,6 +71,11 @@ def load(text: str) -> tuple[tuple[float, ...], list[Trace]]:
         return wanted, slices(read_trace(Path(path)), len(wanted), int(requests))
     except (ValueError, OSError, TraceError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED:REQUESTS: {error}") from error
+
+
+def videos(text: str) -> dict[str, int]:
+    """Returns arguments of `videos.measure_load`."""
+    return dict(zip(("frames", "side", "clients", "requests"), map(int, text.split(":")), strict=True))
 
 
 def slo(text: str) -> Slo:

@@ -68,6 +68,8 @@ class Fleet:
     """Every GPU has a language model, and at most one encoder that shares it; always so with a single GPU."""
     parts: int = 1
     """Number of parts of each GPU (`benchmarks/serving/gpu_parts.py`); all numbers of GPUs count parts then."""
+    videos: bool = False
+    """Whether requests may have a video."""
     gpu: bool = True
     """If false, small models run on the CPU, one of each kind."""
 
@@ -105,7 +107,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
     return args | {
         "max_model_len": 32_768,
         "max_num_seqs": 128,
-        "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": 0},
+        "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": int(fleet.videos)},
         "gpu_memory_utilization": MEMORY_SHARE / fleet.parts,
         # vLLM's measurement of free memory is wrong while others allocate memory.
         "kv_cache_memory_bytes": int(fleet.kv_gib * GIB),

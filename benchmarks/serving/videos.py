@@ -11,21 +11,28 @@ import argparse
 import asyncio
 import base64
 import io
+import json
+import os
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import av
+import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.record import provenance, write
 from benchmarks.serving.agents import words
-from benchmarks.serving.latency_client import Answer, one_by_one, served_model
+from benchmarks.serving.latency_client import TIMEOUT_S, Answer, ask, one_by_one, served_model
+from benchmarks.serving.latency_figures import summary
 
 FPS = 2
 """Frames a second of the clips, at most the rate at which models sample them, so that every frame is encoded."""
@@ -60,6 +67,59 @@ def body(model: str, content: list[dict[str, object]], num_frames: int) -> dict[
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+async def measure_load(
+    urls: Mapping[str, str], *, frames: int, side: int, clients: int, requests: int, rounds: int = 2, seed: int = 0
+) -> dict[str, Any]:
+    """Returns requests per second and seconds to the first token, by server. In a round, each is sent the same
+    `requests` new videos, by `clients` that send one after the other; servers take turns in random order. The first
+    round is not counted. An answer has 32 tokens.
+    """
+    found: dict[str, list[Answer]] = {name: [] for name in urls}
+    seconds = dict.fromkeys(urls, 0.0)
+    chance = random.Random(seed)
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as makers:
+        for number in range(rounds + 1):
+            seeds = range(100_000 * seed + requests * number, 100_000 * seed + requests * (number + 1))
+            clips = list(makers.map(partial(clip, frames, side), seeds))
+            for name in chance.sample(list(urls), len(urls)):
+                shown = partial(_question, await served_model(urls[name]))
+                began = time.perf_counter()
+                answers = await _from_clients(urls[name], [json.dumps(shown(each)).encode() for each in clips], clients)
+                if number:
+                    seconds[name] += time.perf_counter() - began
+                    found[name] += answers
+    return {
+        name: {
+            "requests_per_s": sum(one.ok for one in answers) / seconds[name],
+            "ttft_s": summary([one.chunks_s[0] for one in answers if one.ok]),
+            "prompt_tokens": max(one.prompt_tokens for one in answers),
+            "failed": sum(not one.ok for one in answers),
+            "errors": sorted({one.error for one in answers if not one.ok})[:3],
+        }
+        for name, answers in found.items()
+    }
+
+
+def _question(model: str, url: str) -> dict[str, Any]:
+    """Returns a chat about a video, whose frames the server samples as it does by itself."""
+    video: dict[str, object] = {"type": "video_url", "video_url": {"url": url}}
+    asked = body(model, [video, {"type": "text", "text": "What moves?"}], 0)
+    del asked["media_io_kwargs"]
+    return asked | {"max_tokens": 32}
+
+
+async def _from_clients(url: str, contents: Sequence[bytes], clients: int) -> list[Answer]:
+    waiting = iter(contents)
+
+    async def client_of(session: httpx.AsyncClient, waiting: Iterator[bytes]) -> list[Answer]:
+        return [await ask(session, url, content) for content in waiting]
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as session:
+        answers = await asyncio.gather(*(client_of(session, waiting) for _ in range(clients)))
+    return [answer for own in answers for answer in own]
 
 
 async def asked(url: str, content: dict[str, Any]) -> Answer:

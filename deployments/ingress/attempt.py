@@ -246,13 +246,13 @@ def split_videos(
     deferred: set[int] = set()
     num_planned = 0  # visual tokens of the videos so far, which were unknown until now
     param = conversation_field(request.http.path)
-    for number, (job, header) in enumerate(zip(request.jobs, request.headers, strict=True)):
+    for number, (given, header) in enumerate(zip(request.jobs, request.headers, strict=True)):
         first.append(len(jobs))
+        job = dataclasses.replace(given, tokens_before=given.tokens_before + num_planned)
         plan, file = plans.get(job.digest, (None, StoredFile(b"")))
         if isinstance(plan, ImageRefused):
             label = next(reference.label for reference in request.references if reference.item == number)
             raise ApiError(400, f"{label}: {plan.message}", param=param, code="invalid_video")
-        job = dataclasses.replace(job, tokens_before=job.tokens_before + num_planned)
         jobs += [job] if plan is None else _chunk_jobs(job, plan, file)
         headers += [header] if plan is None else [plan.header, *plan.header.embeddings[1:]]
         num_planned += 0 if plan is None or number in request.deferred else plan.header.num_embeds

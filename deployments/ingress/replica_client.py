@@ -125,9 +125,10 @@ class Replicas:
             EncoderLostError: encoders were lost in all attempts.
             IdentityGoneError: encoders with other weights or numerics have taken over.
         """
-        files = {job.digest: StoredFile(job.data) for job in jobs if job.in_chunks}
+        videos = [job for job in jobs if job.in_chunks]
+        files = {job.digest: StoredFile(job.data) for job in videos}
         slots = self._planning.setdefault(client, asyncio.Semaphore(MAX_PLANNING))
-        plans = [asyncio.ensure_future(self._plan_video(job, files[job.digest], slots)) for job in jobs if job.in_chunks]
+        plans = [asyncio.ensure_future(self._plan_video(job, files[job.digest], slots)) for job in videos]
         try:
             planned = await asyncio.gather(*plans)
         finally:

@@ -102,9 +102,7 @@ class Call:
             weight, attempt, cost, identity, host, replica, only_choose, names, *flags = numbers.split(":")
             work, refused_by = (int(weight), int(attempt), int(cost)), tuple(filter(None, names.split(",")))
             refusable, sticky = (flag == "1" for flag in flags)
-            return cls(
-                key or None, *work, identity, host, replica, only_choose == "1", refused_by, refusable, sticky
-            )
+            return cls(key or None, *work, identity, host, replica, only_choose == "1", refused_by, refusable, sticky)
         except ValueError:
             return cls()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -68,3 +69,35 @@ def test_a_request_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(videos, "one_by_one", fails)
     with pytest.raises(RuntimeError, match="status 400 too many"):
         videos.main(["a=quick", "--videos", "1", "--frames", "2", "--side", "64"])
+
+
+def test_servers_under_load_get_the_same_videos_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time; the first round is not counted."""
+    asked: dict[str, list[str]] = {"quick": [], "slow": []}
+    in_flight: dict[str, int] = {"quick": 0, "slow": 0}
+    most: dict[str, int] = {"quick": 0, "slow": 0}
+
+    async def model(_: str) -> str:
+        return "small"
+
+    async def ask(_: object, url: str, content: bytes) -> Answer:
+        body = json.loads(content)
+        assert "media_io_kwargs" not in body
+        asked[url].append(body["messages"][0]["content"][0]["video_url"]["url"])
+        in_flight[url] += 1
+        most[url] = max(most[url], in_flight[url])
+        await asyncio.sleep(0.01)
+        in_flight[url] -= 1
+        failed = url == "slow" and len(asked[url]) > 5
+        return Answer(500, "no") if failed else Answer(200, "", [0.01], 0.01, 100, 32)
+
+    monkeypatch.setattr(videos, "ask", ask)
+    monkeypatch.setattr(videos, "served_model", model)
+    urls = {"a": "quick", "b": "slow"}
+    found = asyncio.run(videos.measure_load(urls, frames=2, side=64, clients=2, requests=5, rounds=1))
+    assert sorted(asked["quick"]) == sorted(asked["slow"])
+    assert len(set(asked["quick"])) == 10
+    assert most == {"quick": 2, "slow": 2}
+    assert (found["a"]["failed"], found["a"]["errors"], found["a"]["ttft_s"]["median"]) == (0, [], 0.01)
+    assert 0 < found["a"]["requests_per_s"] < 200
+    assert (found["b"]["failed"], found["b"]["errors"], found["b"]["requests_per_s"]) == (5, ["no"], 0)

@@ -305,5 +305,5 @@ def job_of(number: int) -> ImageJob:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.001)
