@@ -111,8 +111,8 @@ class OpenVideo:
 
 
 @contextlib.contextmanager
-def open_video(data: bytes, kind: Format, bounds: VideoBounds, threads: int = 1) -> Iterator[OpenVideo]:
-    """Opens an MP4, WebM or GIF file. Packets take the memory of the file once more. `threads`: of the decoder.
+def open_video(data: bytes, kind: Format, bounds: VideoBounds) -> Iterator[OpenVideo]:
+    """Opens an MP4, WebM or GIF file. Packets take the memory of the file once more.
 
     Raises VideoError, also for exceptions of FFmpeg within the context.
     """
@@ -129,7 +129,7 @@ def open_video(data: bytes, kind: Format, bounds: VideoBounds, threads: int = 1)
             raise VideoError(f"video codec is {codec.name!r}; supported in this format: {', '.join(_CODECS[kind])}")
         bounds.check_pixels(codec.width, codec.height)
         codec.options = options
-        codec.thread_count = threads
+        codec.thread_count = 1
         seconds = (container.duration or 0) / 1e6
         if seconds < 2.5e-5 and stream.duration and stream.time_base:
             seconds = float(stream.duration * stream.time_base)

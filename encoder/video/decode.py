@@ -22,9 +22,9 @@ Frames = NDArray[np.uint8]
 """RGB `[num_frames, height, width, 3]`, upright, contiguous."""
 
 
-def decode(data: bytes, indices: Sequence[int], bounds: VideoBounds | None = None, *, threads: int = 1) -> Frames:
+def decode(data: bytes, indices: Sequence[int], bounds: VideoBounds | None = None) -> Frames:
     """Returns the frames at `indices`, which ascend, as `SampledFrames.indices`. Raises VideoError."""
-    [frames] = decode_chunks(data, indices, max(1, len(indices)), bounds, threads=threads)
+    [frames] = decode_chunks(data, indices, max(1, len(indices)), bounds)
     return frames
 
 
@@ -33,14 +33,12 @@ def decode_chunks(
     indices: Sequence[int],
     frames_per_chunk: int,
     bounds: VideoBounds | None = None,
-    *,
-    threads: int = 1,
 ) -> Iterator[Frames]:
     """Yields the frames at `indices`, `frames_per_chunk` at a time; the last chunk may have fewer.
 
     Between chunks the decoder keeps its state; frames between key frames that no index needs are not decoded.
-    `threads`: of the decoder. Raises VideoError: for indices that do not ascend or exceed the file, for a frame that
-    cannot be decoded, and for frames of different sizes.
+    Raises VideoError: for indices that do not ascend or exceed the file, for a frame that cannot be decoded, and for
+    frames of different sizes.
     """
     bounds = bounds or VideoBounds()
     bounds.check_frames(len(indices))
@@ -51,7 +49,7 @@ def decode_chunks(
         bounds.check_bytes(len(data))
         yield from _chunks(frame_list.frames(data, indices, bounds), len(indices), frames_per_chunk)
         return
-    with open_video(data, kind, bounds, threads) as video:
+    with open_video(data, kind, bounds) as video:
         if indices[0] < 0 or indices[-1] >= len(video.shown):
             raise VideoError(f"frame {indices[-1]} was asked for, the video has {len(video.shown)}")
         yield from _chunks(_decoded(video, indices), len(indices), frames_per_chunk)

@@ -16,7 +16,7 @@ from encoder.checkpoint.video_rules import VideoRules
 from encoder.video.bounds import VideoError
 from encoder.video.header import VideoHeader
 
-Loader = Literal["opencv", "qwen2_vl", "qwen3_vl"]
+Loader = Literal["qwen2_vl", "qwen3_vl"]
 
 _MAX_FPS = 30
 _MIN_FRAMES, _MAX_FRAMES = 4, 768
@@ -29,12 +29,11 @@ class Sampling:
     """How frames are chosen, in the terms of vLLM's `media_io_kwargs`, and the settings of the model's processor."""
 
     loader: Loader
-    """vLLM's name of the rule. "opencv": evenly spaced frames. The others follow the processors of Qwen models."""
+    """vLLM's name of the rule, which follows the processors of Qwen models."""
     fps: float | None = None
-    """Frames per second to choose; None takes the loader's default, 2 for Qwen models. Of a frame list: its rate,
-    default 1."""
+    """Frames per second to choose, by default 2. Of a frame list: its rate, by default 1."""
     num_frames: int = 32
-    """Most frames that "opencv" chooses and that are taken of a frame list; -1 for all."""
+    """Most frames that are taken of a frame list; -1 for all."""
     min_frames: int = _MIN_FRAMES
     max_frames: int = _MAX_FRAMES
     processor_fps: float = 2.0
@@ -65,8 +64,6 @@ class SampledFrames:
     fps: float
     """Frame rate of the file."""
     duration_s: float
-    all_frames: bool
-    """Whether the loader chose every frame, and the processor samples again (`do_sample_frames`)."""
 
     def timestamps(self, temporal_patch_size: int) -> list[float]:
         """Returns the seconds of each temporal patch, the mean of its first and last frame, as Qwen3-VL's prompts state
@@ -93,14 +90,12 @@ def sample(header: VideoHeader, sampling: Sampling) -> SampledFrames:
     if header.format == "frames":
         fps = 1.0 if sampling.fps is None else float(sampling.fps)
         taken = header.num_frames if sampling.num_frames < 0 else min(sampling.num_frames, header.num_frames)
-        return SampledFrames(tuple(range(taken)), taken, fps, taken / fps if fps > 0 else 0.0, all_frames=False)
+        return SampledFrames(tuple(range(taken)), taken, fps, taken / fps if fps > 0 else 0.0)
     total, fps = header.num_frames, header.fps
     if sampling.loader == "qwen3_vl" and fps <= 0:
         fps = _UNKNOWN_FPS
-    wanted = sampling.fps if sampling.fps is not None else (-1.0 if sampling.loader == "opencv" else 2.0)
-    if sampling.loader == "opencv":
-        chosen = _evenly(total, header.duration_s, wanted, sampling.num_frames)
-    elif sampling.loader == "qwen2_vl":
+    wanted = 2.0 if sampling.fps is None else sampling.fps
+    if sampling.loader == "qwen2_vl":
         chosen = _qwen2_vl(total, fps, wanted, sampling.min_frames, sampling.max_frames)
     else:
         chosen = _qwen3_vl(
@@ -110,20 +105,11 @@ def sample(header: VideoHeader, sampling: Sampling) -> SampledFrames:
     indices = sorted({index for index in chosen if index < header.num_stored})
     if not indices:
         raise VideoError(f"video has no frame to sample; its header states {total}")
-    all_frames = len(indices) == total
-    if all_frames and sampling.loader == "qwen3_vl":
+    if len(indices) == total and sampling.loader == "qwen3_vl":  # then the processor chooses among all frames
         indices = _qwen3_vl(
             total, fps, sampling.processor_fps, sampling.processor_min_frames, sampling.processor_max_frames
         )
-    return SampledFrames(tuple(indices), total, fps, header.duration_s, all_frames)
-
-
-def _evenly(total: int, duration_s: float, fps: float, num_frames: int) -> list[int]:
-    count = min(num_frames, total) if num_frames > 0 else total
-    if fps > 0:
-        count = min(count, math.floor(duration_s * fps))
-    count = max(1, count)
-    return list(range(count)) if count == total else np.linspace(0, total - 1, count, dtype=int).tolist()
+    return SampledFrames(tuple(indices), total, fps, header.duration_s)
 
 
 def _qwen2_vl(total: int, fps: float, wanted_fps: float, min_frames: int, max_frames: int) -> list[int]:

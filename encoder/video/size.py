@@ -56,8 +56,6 @@ class VideoChunk:
     """Place among the sampled frames."""
     num_frames: int
     grid_thw: Grid
-    first_token: int
-    """Place of its first row in the video's embedding."""
     num_tokens: int
 
     @property
@@ -77,5 +75,5 @@ def plan_chunks(grid: Grid, num_frames: int, patches_per_chunk: int, rules: Imag
     for start in range(0, t, patches_per_chunk):
         count = min(patches_per_chunk, t - start)
         frames = min(count * pair, num_frames - start * pair)
-        chunks.append(VideoChunk(start * pair, frames, (count, h, w), start * per_patch, count * per_patch))
+        chunks.append(VideoChunk(start * pair, frames, (count, h, w), count * per_patch))
     return chunks

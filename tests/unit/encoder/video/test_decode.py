@@ -46,7 +46,7 @@ def test_a_frame_is_the_same_alone_among_others_and_in_chunks(name: str) -> None
     assert len({frame.tobytes() for frame in whole}) == count, "every frame differs from the others"
     for indices in (range(0, count, 7), [count - 1], [0, 1, count - 2], range(3, count, 13)):
         assert np.array_equal(decode(data, list(indices)), whole[list(indices)])
-    chunks = list(decode_chunks(data, range(count), 8, threads=2))
+    chunks = list(decode_chunks(data, range(count), 8))
     assert [len(chunk) for chunk in chunks] == [8] * (count // 8) + [count % 8] * (count % 8 > 0)
     assert np.array_equal(np.concatenate(chunks), whole)
 
