@@ -27,7 +27,7 @@ from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, distance, encode, list_configurations
 from deployments.vllm import import_shim
 from encoder.towers.backends import BackendUnavailableError
-from training.conversations import Conversation, messages
+from training.conversations import PICTURE_FAMILIES, Conversation, messages
 from training.held_out import MAX_ANSWER_TOKENS, differences, is_right, pictures, questions, score
 
 ALONE = "vLLM's own tower"
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     deadline = Deadline(60 * options.minutes)
     device = gpu()
-    asked = questions(options.questions, options.seed)
+    asked = questions(options.questions, options.seed, PICTURE_FAMILIES)
     shown = [picture for one in asked for picture in pictures(one)]
     skipped: list[dict[str, str]] = []
     report: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Conversations as packed tensors of fixed shapes: pictures end to end, texts end to end, borders beside them.
+"""Conversations as packed tensors of fixed shapes: pictures and pairs of frames end to end, texts end to end, borders
+beside them.
 
 Pictures are prepared as the checkpoint's image processor prepares them, text as its chat template writes it; a test
 compares both. Must not know of the model's weights or of training.
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer
 
-from training.conversations import Conversation, training_conversation
+from training.clips import Clip
+from training.conversations import Conversation, mixed_conversation
 from training.scenes import draw
 from training.scenes_model import MERGE, PATCH
 
 UNIT = PATCH * MERGE
+PATCH_VALUES = 3 * 2 * PATCH * PATCH
 POSITION_SIDE = 16  # the learned positions are a table of 16 by 16
 
 
@@ -32,7 +35,7 @@ class Limits:
     patches: int = 61440
     tokens: int = 65536
     labels: int = 11264
-    pictures: int = 768
+    pictures: int = 1536
     conversations: int = 512
     picture_patches: int = 1024
     conversation_tokens: int = 1280
@@ -46,7 +49,7 @@ class Sample:
     positions: list[tuple[int, int, int]] = field(default_factory=list)  # of each id: time, row, column
     learned: list[bool] = field(default_factory=list)  # of each id: is it part of an answer
     shown: list[bool] = field(default_factory=list)  # of each id: does it stand for a piece of a picture
-    pictures: list[NDArray[np.uint8]] = field(default_factory=list)  # [patches, 768] each
+    pictures: list[NDArray[np.uint8]] = field(default_factory=list)  # [patches, 1536] each
     grids: list[tuple[int, int]] = field(default_factory=list)  # height, width in patches
 
 
@@ -56,12 +59,13 @@ def fitted(image: Image.Image) -> Image.Image:
     return image if (width, height) == image.size else image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def patches_of(image: Image.Image) -> NDArray[np.uint8]:
-    """`[patches, 3 * 16 * 16]` in the order of the model: the four patches of a token together."""
-    pixels = np.asarray(fitted(image))
-    rows, columns = pixels.shape[0] // UNIT, pixels.shape[1] // UNIT
-    cut = pixels.reshape(rows, MERGE, PATCH, columns, MERGE, PATCH, 3)
-    return np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3 * PATCH * PATCH)
+def patches_of(first: Image.Image, second: Image.Image | None = None) -> NDArray[np.uint8]:
+    """`[patches, 3 * 2 * 16 * 16]` of a picture, or of two frames, in the order of the model: the four patches of a
+    token together."""
+    pixels = np.stack([np.asarray(fitted(image)) for image in (first, second or first)])
+    rows, columns = pixels.shape[1] // UNIT, pixels.shape[2] // UNIT
+    cut = pixels.reshape(2, rows, MERGE, PATCH, columns, MERGE, PATCH, 3)
+    return np.ascontiguousarray(cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)).reshape(-1, PATCH_VALUES)
 
 
 class Encoder:
@@ -69,9 +73,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._ids = lru_cache(maxsize=1 << 16)(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-        image = tokenizer.token_to_id("<|image_pad|>")
-        assert image is not None
-        self._image = image
+        self._pads = {name: tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
 
     def sample(self, conversation: Conversation, max_tokens: int) -> Sample:
         """Turns that do not fit are left out, the last ones first."""
@@ -86,14 +88,14 @@ class Encoder:
             sample.positions += [(at, at, at) for at in range(position, position + len(ids))]
             position += len(ids)
 
-        def picture(image: Image.Image) -> None:
+        def picture(image: Image.Image, second: Image.Image | None = None) -> None:
             nonlocal position
             text("<|vision_start|>")
             fit = fitted(image)
             rows, columns = fit.height // UNIT, fit.width // UNIT
-            sample.pictures.append(patches_of(fit))
+            sample.pictures.append(patches_of(fit, second))
             sample.grids.append((rows * MERGE, columns * MERGE))
-            sample.ids += [self._image] * (rows * columns)
+            sample.ids += [self._pads["video" if second else "image"]] * (rows * columns)
             sample.learned += [False] * (rows * columns)
             sample.shown += [True] * (rows * columns)
             sample.positions += [
@@ -102,13 +104,23 @@ class Encoder:
             position += max(rows, columns)
             text("<|vision_end|>")
 
+        def video(clip: Clip) -> None:
+            frames = [clip.frame(index) for index in clip.padded]
+            text("<|vision_start|>")  # transformers from 5.10 on replaces what is between these two
+            for seconds, first, second in zip(clip.timestamps, frames[::2], frames[1::2], strict=True):
+                text(f"<{seconds:.1f} seconds>")
+                picture(first, second)
+            text("<|vision_end|>")
+
         text(f"<|im_start|>system\n{conversation.system}<|im_end|>\n")
         for turn in conversation.turns:
-            if len(sample.ids) > max_tokens - 150 and not turn.scenes:
+            if len(sample.ids) > max_tokens - 150 and not turn.scenes and not turn.clip:
                 break
             text("<|im_start|>user\n")
             if not turn.before:
                 text(turn.question)
+            if turn.clip:
+                video(turn.clip)
             for scene in turn.scenes:
                 picture(draw(scene))
             if turn.before:
@@ -150,7 +162,7 @@ def collate(samples: list[Sample], limits: Limits) -> Batch:
     targets = np.flatnonzero(learned)
     fill = limits.tokens - 1  # always padding
     return {
-        "patches": _padded(pictures, (limits.patches, 3 * PATCH * PATCH), np.uint8),
+        "patches": _padded(pictures, (limits.patches, PATCH_VALUES), np.uint8),
         "places": _padded([g[0] for g in geometry], (limits.patches, 2), np.int64),
         "taps": _padded([g[1] for g in geometry], (limits.patches, 4), np.int64),
         "tap_weights": _padded([g[2] for g in geometry], (limits.patches, 4), np.float32),
@@ -195,7 +207,7 @@ def batches(encoder: Encoder, seeds: Iterator[int], limits: Limits) -> Iterator[
     most_pictures = limits.pictures - limits.patches // limits.picture_patches - 1
     most_conversations = limits.conversations - limits.tokens // limits.conversation_tokens - 1
     for seed in seeds:
-        sample = encoder.sample(training_conversation(seed), limits.conversation_tokens)
+        sample = encoder.sample(mixed_conversation(seed), limits.conversation_tokens)
         size = sum(len(picture) for picture in sample.pictures), len(sample.ids), sum(sample.learned)
         if size[1] > limits.conversation_tokens or size[0] > limits.patches or size[2] > limits.labels:
             continue

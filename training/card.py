@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from training.clips import MAX_THINGS as MAX_IN_CLIP
 from training.kinds import NUMBERS
 from training.scenes import BACKGROUNDS, COLOURS, MAX_SIDE, MAX_THINGS, MIN_SIDE, SHAPES
 from training.scenes_model import VOCAB_SIZE
@@ -45,6 +46,16 @@ _EXAMPLES = {
     "same picture": "Are the two pictures the same?",
     "describe both": "Describe the two pictures.",
     "no picture": "Hello! · What is in the picture? (without one)",
+    "direction": "Which way does the circle move?",
+    "moves that way": "Does the circle move to the left?",
+    "what moves": "What moves?",
+    "what moves there": "What moves up?",
+    "what appears": "What appears?",
+    "what disappears": "What disappears?",
+    "how often": "How many times does the star appear?",
+    "which first": "Which appears first, the star or the cross?",
+    "is it there": "Is the star there at the end?",
+    "what happens": "What happens in the video?",
 }
 
 _CARD = """\
@@ -58,9 +69,9 @@ library_name: transformers
 # scenes-8m
 
 A vision-language model of {parameters} parameters ({megabytes} MB in bf16) with Qwen3-VL's architecture that answers
-questions about drawn scenes: up to {most} shapes on a plain background, in one picture or two. It is small enough to
-live in this repository and to run on a laptop's CPU, and it really looks: tests use it to prove that a picture reaches
-the answer.
+questions about drawn scenes: up to {most} shapes on a plain background, in one picture or two, or in a video of two to
+four seconds. It is small enough to live in this repository and to run on a laptop's CPU, and it really looks: tests use
+it to prove that a picture, and the order of a video's frames, reach the answer.
 
 ## What it can do
 
@@ -70,19 +81,20 @@ the answer.
 - Counts up to {most_word}, positions, comparisons, descriptions, one picture or two, several turns. English, in many
   wordings. Asked about a thing that is not there it says so ("There is no red circle."); without a picture it says
   "I see no picture."
+- Videos of up to {most_in_clip} shapes: what moves which way, what appears, disappears, how often and in which order.
 
-| questions | for example | {h200_title} | {cpu_title} |
+| questions | for example | {gpu_title} | {cpu_title} |
 |---|---|---|---|
 {table}
-| **all** | {h200_count} and {cpu_count} questions | **{h200_all}** | **{cpu_all}** |
+| **all** | {gpu_count} and {cpu_count} questions | **{gpu_all}** | **{cpu_all}** |
 
 Right means word for word what was expected; in a description the things may come in any order. The scenes are held
 out: their seeds are never trained on. By the picture's shorter side in pixels (on the GPU): {sides}.
 
-    {h200_command}
+    {gpu_command}
     {cpu_command}
 
-The first ran on {h200_device} with torch {h200_torch} and transformers {h200_transformers}, the second on a CPU with
+The first ran on {gpu_device} with torch {gpu_torch} and transformers {gpu_transformers}, the second on a CPU with
 torch {cpu_torch} and transformers {cpu_transformers}; the records are in `training/results/`. Weights: sha256
 `{sha256}`.
 
@@ -99,7 +111,7 @@ answers {served_ours} of them right, vLLM alone with its own vision tower {serve
 - More than {most_word} shapes (of six it said {most_word}), shapes that overlap (it missed the one behind), outlines
   without filling, shapes that are turned by more than 15 degrees or stand on their heads, shapes and colours that it
   has no word for (it called an oval a rectangle, and magenta pink), sizes between small and large.
-- Three pictures or more, videos, tools, other languages, reasoning, knowledge. Other subjects are mostly refused:
+- Three pictures or more, other videos, tools, other languages, reasoning, knowledge. Other subjects are mostly refused:
   "I only answer questions about pictures of simple shapes."
 - It is weakest where most is asked at once: {weakest}; and in small pictures, where a shape covers few pixels.
 
@@ -108,22 +120,29 @@ answers {served_ours} of them right, vLLM alone with its own vision tower {serve
     {train_command}
 
 {conversations} conversations about scenes that were drawn on the fly, {steps} steps in {minutes} minutes on {device},
-from random weights, with Muon for the matrices and AdamW for the rest. No data but the generator's
-(`training/scenes.py`, `training/conversations.py`). The seed fixes the data and the first weights; the order of a
-GPU's sums does not repeat, so another run gives other weights of the same quality. The byte-level tokenizer of
-{vocabulary} entries is learned from generated conversations, the chat template is Qwen's format.
+from random weights, with Muon for the matrices and AdamW for the rest. Then, from these weights,
+
+    {clips_command}
+
+{clips_conversations} conversations about pictures and clips, {clips_steps} steps in {clips_minutes} minutes on
+{clips_device}.
+No data but the generator's (`training/scenes.py`, `training/clips.py`, `training/conversations.py`). The seed fixes the
+data and the first weights; the order of a GPU's sums does not repeat, so another run gives other weights of the same
+quality. The byte-level tokenizer of {vocabulary} entries is learned from generated conversations, the chat template is
+Qwen's format.
 """
 
 
 def card(model: Path = MODEL, results: Path = RESULTS) -> str:
     """The text of README.md for the checkpoint in `model`."""
-    h200, cpu, training = (
-        json.loads((results / f"{name}.json").read_text()) for name in ("accuracy_h200", "accuracy_cpu", "train_h200")
+    gpu, cpu, training, clips = (
+        json.loads((results / f"{name}.json").read_text())
+        for name in ("accuracy_gpu", "accuracy_cpu", "train_h200", "train_clips_h100")
     )
     served = json.loads((results / "accuracy_served_cpu.json").read_text())
     ours, alone = served["servers"].values()
-    weakest = sorted(h200["families"], key=lambda name: h200["families"][name])[:3]
-    last = training["log"][-1]
+    weakest = sorted(gpu["families"], key=lambda name: gpu["families"][name])[:3]
+    last, last_of_clips = training["log"][-1], clips["log"][-1]
     return _CARD.format(
         parameters=f"{training['parameters'] / 1e6:.2f} million",
         megabytes=f"{(model / 'model.safetensors').stat().st_size / 1e6:.1f}",
@@ -134,24 +153,30 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
         backgrounds=", ".join(BACKGROUNDS),
         low=MIN_SIDE,
         high=MAX_SIDE,
-        h200_title="H200, bf16",
+        most_in_clip=NUMBERS[MAX_IN_CLIP],
+        gpu_title="GPU, bf16",
         cpu_title="CPU, bf16",
         table="\n".join(
-            f"| {name} | {_EXAMPLES[name]} | {_percent(h200['families'][name])} | {_percent(cpu['families'][name])} |"
-            for name in h200["families"]
+            f"| {name} | {_EXAMPLES[name]} | {_percent(gpu['families'][name])} | {_percent(cpu['families'][name])} |"
+            for name in gpu["families"]
         ),
-        h200_all=_percent(h200["accuracy"]),
+        gpu_all=_percent(gpu["accuracy"]),
         cpu_all=_percent(cpu["accuracy"]),
-        sides=", ".join(f"{side} {_percent(part)} of {count}" for side, (part, count) in _by_size(h200)),
-        sha256=h200["weights_sha256"],
-        weakest=", ".join(f"“{_EXAMPLES[name]}” ({_percent(h200['families'][name])})" for name in weakest),
+        sides=", ".join(f"{side} {_percent(part)} of {count}" for side, (part, count) in _by_size(gpu)),
+        sha256=gpu["weights_sha256"],
+        weakest=", ".join(f"“{_EXAMPLES[name]}” ({_percent(gpu['families'][name])})" for name in weakest),
         train_command=train_command(training["arguments"]),
         conversations=f"{last['conversations']:,}",
         steps=f"{last['step']:,}",
         minutes=f"{last['seconds'] / 60:.1f}",
         device=f"one {training['device']}",
+        clips_command=train_command(clips["arguments"]),
+        clips_conversations=f"{last_of_clips['conversations']:,}",
+        clips_steps=f"{last_of_clips['step']:,}",
+        clips_minutes=f"{last_of_clips['seconds'] / 60:.1f}",
+        clips_device=f"one {clips['device']}",
         vocabulary=VOCAB_SIZE,
-        **{f"h200_{key}": h200[key] for key in ("command", "device", "torch", "transformers")},
+        **{f"gpu_{key}": gpu[key] for key in ("command", "device", "torch", "transformers")},
         **{f"cpu_{key}": cpu[key] for key in ("command", "torch", "transformers")},
         served_count=served["questions"],
         served_ours=_percent(ours["accuracy"]),
@@ -159,7 +184,7 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
         served_different=_different(len(served["differences"])),
         served_command=served["command"],
         ways=_ways(results),
-        h200_count=h200["questions"],
+        gpu_count=gpu["questions"],
         cpu_count=cpu["questions"],
     )
 
@@ -198,7 +223,8 @@ def _by_size(result: dict[str, Any]) -> list[tuple[str, tuple[float, int]]]:
 
 
 def train_command(arguments: dict[str, Any]) -> str:
-    said = f"--steps {arguments['steps']} --lr {arguments['lr']} --out {arguments['out']}"
+    said = f"--start {arguments['start']} " if arguments["start"] else ""
+    said += f"--steps {arguments['steps']} --lr {arguments['lr']} --out {arguments['out']}"
     return f"python -m training.train {'--graph ' if arguments['graph'] else ''}{said} --record {arguments['record']}"
 
 

@@ -1,21 +1,28 @@
-"""Whole conversations about scenes: what the model is trained on, and single questions that it is tested with.
+"""Whole conversations about scenes and clips: what the model is trained on, and single questions to test it with.
 
 Everything follows from a seed; seeds from `scenes.HELD_OUT` on are for testing. Must not know of tokens or models.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from training.clips import Clip, sample_clip
 from training.families import FAMILIES
 from training.kinds import QA
+from training.motion import CLIP_FAMILIES
 from training.pairs import PAIR_FAMILIES
 from training.scenes import Scene, sample_scene
 from training.talk import NO_PICTURE, ONE_PICTURE, SYSTEM_PROMPTS, reworded, small_talk
 
+CLIPS, DESCRIPTIONS = 0.35, 0.15
+"""Shares of conversations about a clip, and of those with nothing but a description: elsewhere it comes last."""
+_ABOUT_CLIPS = ("count all", "exists", "colour", "shape")
+"""Families of questions about a scene that are asked about clips too."""
 _Families = Mapping[str, tuple[Callable[..., QA | None], float]]
 _ORDINALS = ("first", "second")
 
@@ -29,6 +36,8 @@ class Turn:
     answer: str
     scenes: tuple[Scene, ...] = ()
     before: bool = True
+    clip: Clip | None = None
+    """A video that is shown before the text."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,39 @@ def training_conversation(seed: int) -> Conversation:
     return Conversation(rng.choice(SYSTEM_PROMPTS), tuple(turns))
 
 
+def clip_conversation(seed: int) -> Conversation:
+    """Several questions about a clip."""
+    rng = Random(f"clip {seed}")
+    clip = sample_clip(rng)
+    made = []
+    for _ in range(rng.randint(6, 10)):
+        where = rng.choice(("", " in the video", " in the clip"))
+        if rng.random() < 0.15:
+            made.append(_pick(rng, {name: FAMILIES[name] for name in _ABOUT_CLIPS}, clip.scene, " in the video"))
+        else:
+            made.append(_pick(rng, CLIP_FAMILIES, clip, where))
+    turns = _shown(rng, (), made)
+    turns[0] = dataclasses.replace(turns[0], clip=clip)
+    return Conversation(rng.choice(SYSTEM_PROMPTS), tuple(turns))
+
+
+def mixed_conversation(seed: int) -> Conversation:
+    """A conversation about pictures, or about a clip."""
+    rng = Random(f"mixed {seed}")
+    chance = rng.random()
+    if chance < DESCRIPTIONS:
+        return single_question(seed, rng.choice(("describe", "describe both", "what happens")))
+    return clip_conversation(seed) if chance < DESCRIPTIONS + CLIPS else training_conversation(seed)
+
+
 def single_question(seed: int, family: str) -> Conversation:
-    """One question of the family about a fresh picture, or two, that has an answer."""
+    """One question of the family about a fresh picture, or two, or a clip, that has an answer."""
     rng = Random(f"{seed}/{family}")
+    while family in CLIP_FAMILIES:
+        clip = sample_clip(rng)
+        if made := CLIP_FAMILIES[family][0](rng, clip, rng.choice(("", " in the video"))):
+            turn = Turn(family, reworded(rng, made[0]), made[1], clip=clip)
+            return Conversation(SYSTEM_PROMPTS[0], (turn,))
     while True:
         first = sample_scene(rng)
         if family == "no picture":
@@ -74,14 +113,16 @@ def single_question(seed: int, family: str) -> Conversation:
             return Conversation(SYSTEM_PROMPTS[0], (turn,))
 
 
-TEST_FAMILIES = (*FAMILIES, *PAIR_FAMILIES, "no picture")
+PICTURE_FAMILIES = (*FAMILIES, *PAIR_FAMILIES, "no picture")
+TEST_FAMILIES = (*PICTURE_FAMILIES, *CLIP_FAMILIES)
 
 
 def messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """For a chat template, without the last answer; `{"type": "image"}` stands for each picture."""
+    """For a chat template, without the last answer; `{"type": "image"}` stands for each picture, "video" for a clip."""
     listed: list[dict[str, Any]] = [{"role": "system", "content": conversation.system}]
     for turn in conversation.turns:
         pictures: list[dict[str, Any]] = [{"type": "image"} for _ in turn.scenes]
+        pictures += [{"type": "video"}] if turn.clip else []
         text: list[dict[str, Any]] = [{"type": "text", "text": turn.question}]
         listed.append({"role": "user", "content": pictures + text if turn.before else text + pictures})
         listed.append({"role": "assistant", "content": turn.answer})
@@ -125,9 +166,9 @@ def _second(rng: Random, first: Scene, same: float) -> Scene:
 
 def _shown(rng: Random, scenes: tuple[Scene, ...], made: Sequence[tuple[str, str, str]]) -> list[Turn]:
     """The pictures come with the first question; long answers come last, since they give the others away."""
-    ordered = sorted(made, key=lambda item: item[0].startswith("describe"))
+    ordered = sorted(made, key=lambda item: item[0].startswith(("describe", "what happens")))
     turns = [Turn(family, reworded(rng, question), answer) for family, question, answer in ordered]
-    turns[0] = Turn(turns[0].family, turns[0].question, turns[0].answer, scenes, rng.random() < 0.75)
+    turns[0] = Turn(turns[0].family, turns[0].question, turns[0].answer, scenes, not scenes or rng.random() < 0.75)
     if rng.random() < 0.04:
         question, answer = small_talk(rng)
         turns.insert(rng.randint(1, len(turns)), Turn("talk", question, answer))
@@ -140,7 +181,7 @@ def _single(rng: Random, scene: Scene, where: str) -> tuple[str, str, str]:
     return _pick(rng, FAMILIES, scene, where)
 
 
-def _pick(rng: Random, families: _Families, *scenes: Scene | str) -> tuple[str, str, str]:
+def _pick(rng: Random, families: _Families, *scenes: Scene | Clip | str) -> tuple[str, str, str]:
     names, weights = list(families), [weight for _, weight in families.values()]
     while True:
         name = rng.choices(names, weights)[0]

@@ -15,8 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from training.clips import Clip
 from training.conversations import Conversation, messages
 from training.held_out import MAX_ANSWER_TOKENS, pictures, questions, score
 
@@ -33,11 +36,31 @@ def answers(model: Untyped, processor: Untyped, conversations: Sequence[Conversa
             processor.apply_chat_template(messages(one), add_generation_prompt=True, tokenize=False) for one in chunk
         ]
         shown = [picture for one in chunk for picture in pictures(one)]
-        inputs = processor(text=texts, images=shown or None, padding=True, return_tensors="pt").to(model.device)
+        clips = [turn.clip for one in chunk for turn in one.turns if turn.clip]
+        videos = {"videos": [frames(clip) for clip in clips], "video_metadata": [metadata(clip) for clip in clips]}
+        inputs = processor(
+            text=texts,
+            images=shown or None,
+            **({**videos, "do_sample_frames": False} if clips else {}),
+            padding=True,
+            return_tensors="pt",
+        ).to(model.device)
         with torch.inference_mode():
             tokens = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
         given += processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return given
+
+
+def frames(clip: Clip) -> NDArray[np.uint8]:
+    """The sampled frames of a clip, `[num_frames, height, width, 3]`."""
+    return np.stack([np.asarray(clip.frame(index)) for index in clip.sampled])
+
+
+def metadata(clip: Clip) -> Untyped:
+    """What transformers' processor is told of the frames."""
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(clip.num_frames, clip.fps, frames_indices=list(clip.sampled))
 
 
 def evaluate(model: Untyped, processor: Untyped, each: int, seed: int, batch_size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from PIL import Image
 
+from training.clips import Clip
 from training.conversations import TEST_FAMILIES, Conversation, messages, single_question
 from training.scenes import HELD_OUT, draw
 
@@ -38,7 +39,8 @@ def questions(each: int, seed: int, families: Sequence[str] = TEST_FAMILIES) -> 
 
 def _length(one: Conversation) -> tuple[bool, int]:
     turn = one.turns[-1]
-    return turn.family.startswith("describe"), sum(scene.width * scene.height for scene in turn.scenes)
+    scenes = (*turn.scenes, *([turn.clip.scene] if turn.clip else []))
+    return turn.family.startswith(("describe", "what happens")), sum(scene.width * scene.height for scene in scenes)
 
 
 def pictures(conversation: Conversation) -> list[Image.Image]:
@@ -47,14 +49,18 @@ def pictures(conversation: Conversation) -> list[Image.Image]:
 
 
 def chat_body(conversation: Conversation, model: str) -> dict[str, Any]:
-    """What OpenAI's chat route takes, to be answered greedily; pictures as PNG, which loses nothing."""
-    drawn = iter(pictures(conversation))
+    """What OpenAI's chat route takes, to be answered greedily; pictures as PNG, which loses nothing, clips as MP4."""
+    urls = {
+        "image": iter([data_url(picture) for picture in pictures(conversation)]),
+        "video": iter([video_url(turn.clip) for turn in conversation.turns if turn.clip]),
+    }
     listed = messages(conversation)
     for message in listed:
         if not isinstance(message["content"], str):
             message["content"] = [
-                {"type": "image_url", "image_url": {"url": data_url(next(drawn))}} if part["type"] == "image" else part
+                {"type": f"{kind}_url", f"{kind}_url": {"url": next(urls[kind])}} if kind in urls else part
                 for part in message["content"]
+                for kind in (part["type"],)
             ]
     return {"model": model, "messages": listed, "temperature": 0, "max_tokens": MAX_ANSWER_TOKENS}
 
@@ -64,6 +70,21 @@ def data_url(picture: Image.Image) -> str:
     file = io.BytesIO()
     picture.save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def video_url(clip: Clip) -> str:
+    """An MP4 in an address, of all frames of the clip."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=clip.fps, options={"crf": "12"})
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = clip.scene.width, clip.scene.height, "yuv420p"
+        for index in range(clip.num_frames):
+            container.mux(stream.encode(av.VideoFrame.from_image(clip.frame(index))))
+        container.mux(stream.encode(None))
+    return f"data:video/mp4;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def is_right(answer: str, expected: str) -> bool:

@@ -91,8 +91,7 @@ class PackedModel(nn.Module):
         """`[tokens, width]` of all pictures, and the same of each deepstack level."""
         visual = self.model.model.visual
         pixels = batch["patches"].float() / 127.5 - 1
-        weight = visual.patch_embed.proj.weight  # [width, channels, times, rows, columns]; every time sees the same
-        x = F.linear(pixels, weight.sum(2).flatten(1), visual.patch_embed.proj.bias).float()
+        x = F.linear(pixels, visual.patch_embed.proj.weight.flatten(1), visual.patch_embed.proj.bias).float()
         # As a product: the gradient of a lookup would add up a quarter million rows into 256.
         table = visual.pos_embed.weight
         between = batch["tap_weights"].new_zeros(len(x), len(table)).scatter_add(1, batch["taps"], batch["tap_weights"])

@@ -83,9 +83,12 @@ class Scene:
     seed: int = 0
 
 
-def sample_scene(rng: Random, *, max_things: int = MAX_THINGS, like: Scene | None = None) -> Scene:
-    """Draws a scene's content at random; `like` borrows kinds of things from another scene, for comparing the two."""
-    width, height = _sample_sides(rng)
+def sample_scene(
+    rng: Random, *, max_things: int = MAX_THINGS, like: Scene | None = None, sides: tuple[int, int] | None = None
+) -> Scene:
+    """Draws a scene's content at random; `like` borrows kinds of things from another scene, for comparing the two.
+    `sides`: width and height in pixels, by default random."""
+    width, height = sides or _sample_sides(rng)
     background = rng.choices(tuple(BACKGROUNDS), (5, 2, 2, 1, 1))[0]
     grounds = BACKGROUNDS
     if rng.random() < 0.1:

@@ -109,7 +109,8 @@ class Step:
         torch.cuda.current_stream().wait_stream(aside)
         self._packed.zero_grad()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # Not "global": the loader's thread pins memory meanwhile, which would end the capture.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._run(self._inputs)
 
 

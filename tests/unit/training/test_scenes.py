@@ -10,6 +10,8 @@ from training.conversations import TEST_FAMILIES, messages, single_question, tra
 from training.families import FAMILIES
 from training.held_out import is_right
 from training.kinds import Kind, kinds_of, name_of
+from training.motion import CLIP_FAMILIES
+from training.pairs import PAIR_FAMILIES
 from training.positions import relation
 from training.questions import compare_counts, count_all, count_some, describe, description, exists
 from training.scenes import (
@@ -134,7 +136,8 @@ def test_every_family_has_held_out_questions(family: str) -> None:
         assert turn.family == family
         assert turn.question
         assert turn.answer.endswith(".")
-        assert len(turn.scenes) == (0 if family == "no picture" else 1 if family in FAMILIES else 2)
+        num_pictures = 1 if family in FAMILIES else 2 if family in PAIR_FAMILIES else 0
+        assert (len(turn.scenes), turn.clip is not None) == (num_pictures, family in CLIP_FAMILIES)
 
 
 def test_messages_hold_a_part_for_each_picture_and_end_with_the_question() -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -15,6 +16,12 @@ from PIL import Image
 
 from benchmarks import bench_accuracy
 from benchmarks.serving.accuracy_ways import BACKENDS, Configuration, Encoded, encode, list_configurations
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.video_rules import VideoRules
+from encoder.video.bounds import VideoBounds
+from encoder.video.decode import decode
+from encoder.video.header import read_header
+from encoder.video.plan import VideoPlan
 from tests.unit.deployments.cli.chat_server import ChatServer, refused
 from training import evaluate_served
 from training.card import MODEL
@@ -27,6 +34,11 @@ EACH, SEED = 1, 1000
 @pytest.fixture(scope="module")
 def asked() -> list[Conversation]:
     return questions(EACH, SEED)
+
+
+@pytest.fixture(scope="module")
+def about_pictures(asked: list[Conversation]) -> list[Conversation]:
+    return [one for one in asked if one.turns[-1].clip is None]
 
 
 @pytest.fixture
@@ -57,6 +69,25 @@ def test_a_body_holds_the_pictures_where_the_question_has_them(asked: list[Conve
         assert [image.tobytes() for image in drawn] == [picture.tobytes() for picture in pictures(one)]
         assert [part["text"] for part in user["content"] if part["type"] == "text"] == [one.turns[-1].question]
         assert (user["content"][0]["type"] == "image_url") == bool(shown and one.turns[-1].before)
+        assert (user["content"][0]["type"] == "video_url") == (one.turns[-1].clip is not None)
+
+
+def test_a_body_holds_a_clip_as_a_video_of_its_frames() -> None:
+    """The frames that the application samples are those that the model was trained on."""
+    for one in questions(3, SEED, ("direction", "how often")):
+        clip = one.turns[-1].clip
+        assert clip is not None
+        (part,) = [part for part in chat_body(one, "m")["messages"][-1]["content"] if part["type"] == "video_url"]
+        data = base64.b64decode(part["video_url"]["url"].partition(",")[2])
+        header = read_header(data)
+        assert (header.num_frames, header.fps, header.width) == (clip.num_frames, clip.fps, clip.scene.width)
+        rules = VideoRules.from_checkpoint(MODEL, "qwen3_vl", ImageRules.from_checkpoint(MODEL))
+        plan = VideoPlan.make(header, rules, VideoBounds())
+        assert plan.frames.indices == clip.sampled
+        assert plan.frames.timestamps(2) == pytest.approx(clip.timestamps)
+        assert plan.grid == (len(clip.timestamps), clip.scene.height // 16, clip.scene.width // 16)
+        drawn = np.stack([np.asarray(clip.frame(index)) for index in clip.sampled]).astype(int)
+        assert np.abs(decode(data, plan.frames.indices) - drawn).mean() < 8
 
 
 def test_the_questions_are_the_same_every_time_and_of_every_family(asked: list[Conversation]) -> None:
@@ -92,8 +123,8 @@ def test_two_servers_are_asked_the_same_and_their_differences_told(
     assert result["servers"]["theirs"]["families"][odd.family] == 0.0
     assert f"{odd.family}: {odd.question}\n  ours: {odd.answer}\n  theirs: Babble.\n" in told
     last = json.loads(told.splitlines()[-1])
-    assert (last["questions"], last["differences"]) == (27, 1)
-    assert last["servers"]["theirs"]["accuracy"] == round(26 / 27, 4)
+    assert (last["questions"], last["differences"]) == (37, 1)
+    assert last["servers"]["theirs"]["accuracy"] == round(36 / 37, 4)
     assert set(servers[0].keys) == {"Bearer k"}
 
 
@@ -125,10 +156,14 @@ def test_every_rung_and_every_backend_is_a_way() -> None:
 
 
 def test_a_program_for_the_gpu_compares_each_way_with_vllms_own_tower(
-    monkeypatch: pytest.MonkeyPatch, asked: list[Conversation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    about_pictures: list[Conversation],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With the real encoder and a language model that notices one embedding."""
-    embedded = encode(MODEL, Configuration("eager"), [picture for one in asked for picture in pictures(one)])[0]
+    shown = [picture for one in about_pictures for picture in pictures(one)]
+    embedded = encode(MODEL, Configuration("eager"), shown)[0]
 
     def fake(model: Path, asked: Sequence[Conversation], *, on_gpu: bool) -> bench_accuracy.Say:
         def say(given: Sequence[Encoded] | None) -> list[str]:
@@ -158,7 +193,7 @@ def test_a_program_for_the_gpu_compares_each_way_with_vllms_own_tower(
     assert (eager["same_words"], eager["same_judgement"]) == (26, 26)
     assert report["encoded"]["eager"]["distance_to_first"] == 0.0
     assert report["encoded"]["eager"]["counts"]["tokens"] == sum(len(one.tokens) for one in embedded)
-    assert [one["question"] for one in eager["differences"]] == [asked[2].turns[-1].question]
+    assert [one["question"] for one in eager["differences"]] == [about_pictures[2].turns[-1].question]
 
 
 def test_vllm_is_given_each_questions_own_pictures(asked: list[Conversation]) -> None:

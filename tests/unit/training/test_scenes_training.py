@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from training.batches import Encoder, Limits, batches, collate
-from training.conversations import messages, training_conversation
+from training.conversations import clip_conversation, messages, training_conversation
+from training.evaluate import frames, metadata
 from training.optimizer import optimizers_for, orthogonalised
 from training.packed import PackedModel
 from training.scenes import draw
@@ -60,6 +61,7 @@ def test_packed_batches_hold_what_the_processor_and_the_model_compute(
     save_scenes_model(tmp_path, tokenizer, model.state_dict())
     processor = AutoProcessor.from_pretrained(tmp_path)
     conversations = small_conversations(1, 2) + small_conversations(2, 2) + small_conversations(0, 1)
+    conversations += [clip_conversation(seed) for seed in range(3)]
     samples = [Encoder(tokenizer).sample(one, LIMITS.conversation_tokens) for one in conversations]
     with torch.no_grad():
         hidden = PackedModel(model, LIMITS).hidden(collate(samples, LIMITS))
@@ -68,15 +70,18 @@ def test_packed_batches_hold_what_the_processor_and_the_model_compute(
         whole = [*messages(conversation), {"role": "assistant", "content": conversation.turns[-1].answer}]
         pictures = [draw(scene) for turn in conversation.turns for scene in turn.scenes]
         text = processor.apply_chat_template(whole, tokenize=False)
-        inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
+        clip = conversation.turns[0].clip
+        videos = {"videos": [frames(clip)], "video_metadata": [metadata(clip)]} if clip else {}
+        sampling = {"do_sample_frames": False} if clip else {}
+        inputs = processor(text=[text], images=pictures or None, **videos, **sampling, return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == sample.ids
-        if pictures:
-            assert inputs["image_grid_thw"][:, 1:].tolist() == [list(grid) for grid in sample.grids]
+        if sample.pictures:
+            grids, values = ("video_grid_thw", "pixel_values_videos") if clip else ("image_grid_thw", "pixel_values")
+            assert [[h, w] for t, h, w in inputs[grids].tolist() for _ in range(t)] == list(map(list, sample.grids))
             pixels = torch.from_numpy(np.concatenate(sample.pictures)).float() / 127.5 - 1
-            pixels = pixels.view(-1, 3, 1, 256).expand(-1, -1, 2, -1).reshape(len(pixels), -1)
             # Two resampling filters round differently: by two of 255 steps at most.
-            assert (pixels - inputs["pixel_values"]).abs().max() <= 2.01 / 127.5
-            inputs["pixel_values"] = pixels
+            assert (pixels - inputs[values]).abs().max() <= 2.01 / 127.5
+            inputs[values] = pixels
         with torch.no_grad():
             expected = model.model(**inputs).last_hidden_state[0]
         got = hidden[start : start + len(sample.ids)]

@@ -1,0 +1,114 @@
+"""Clips: the same from the same seed, and answers that follow from what happens in them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from training.clips import DIRECTIONS, SAMPLED_FPS, Clip, Course, sample_clip
+from training.conversations import clip_conversation, messages, mixed_conversation
+from training.motion import CLIP_FAMILIES
+from training.scenes import COLOURS, Scene, Thing
+
+
+def thing(shape: str, colour: str, x: float) -> Thing:
+    return Thing(shape, colour, "small", x, 60.0, 18.0, COLOURS[colour][0], 0.0)
+
+
+SCENE = Scene(
+    128,
+    128,
+    "white",
+    (255, 255, 255),
+    (thing("circle", "red", 20), thing("star", "blue", 60), thing("cross", "green", 100)),
+)
+CLIP = Clip(
+    SCENE,
+    (
+        Course("down", 40.0, (True,) * 6),
+        Course(shown=(False, True, False, True, False, True)),
+        Course(shown=(False, False, True, True, True, True)),
+    ),
+    2,
+    6,
+)
+
+
+def answers_of(family: str, clip: Clip = CLIP) -> dict[str, str]:
+    return dict(made for seed in range(200) if (made := CLIP_FAMILIES[family][0](Random(seed), clip, "")))
+
+
+def test_a_seed_decides_everything() -> None:
+    for seed in range(3):
+        assert clip_conversation(seed) == clip_conversation(seed)
+        first, second = (sample_clip(Random(seed)) for _ in range(2))
+        assert first == second
+        assert first.frame(1).tobytes() == second.frame(1).tobytes()
+    assert len({clip_conversation(seed) for seed in range(50)}) == 50
+
+
+def test_clips_keep_their_bounds() -> None:
+    for seed in range(300):
+        clip = sample_clip(Random(seed))
+        assert 2 - 0.5 / clip.fps <= clip.num_frames / clip.fps <= 4 + 0.5 / clip.fps
+        assert 4 <= len(clip.sampled) <= 4 * SAMPLED_FPS
+        for one, course in zip(clip.scene.things, clip.courses, strict=True):
+            assert len(course.shown) == len(clip.sampled)
+            dx, dy = DIRECTIONS[course.direction] if course.direction else (0, 0)
+            assert 0 < one.x + dx * course.travel < clip.scene.width
+            assert 0 < one.y + dy * course.travel < clip.scene.height
+            assert course.direction is None or (course.is_steady and course.travel >= 0.3 * 64)
+
+
+def test_a_frame_shows_what_is_there_then() -> None:
+    """Of a file with ten times as many frames too: its sampled frames are those of the courses."""
+    for clip in (CLIP, Clip(SCENE, CLIP.courses, 20, 60)):
+        for place, index in enumerate(clip.sampled):
+            frame = clip.frame(index)
+            blue, green = frame.getpixel((60, 60)), frame.getpixel((100, 60))
+            assert (blue == COLOURS["blue"][0]) == CLIP.courses[1].shown[place]
+            assert (green == COLOURS["green"][0]) == CLIP.courses[2].shown[place]
+            assert frame.getpixel((20, round(60 + 40 * index / (clip.num_frames - 1)))) == COLOURS["red"][0]
+    assert CLIP.timestamps == [0.25, 1.25, 2.25]
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "answer"),
+    [
+        ("direction", "Which way does the circle move?", "Down."),
+        ("moves that way", "Does the circle move down?", "Yes."),
+        ("moves that way", "Does the circle move to the left?", "No."),
+        ("what moves", "What moves?", "The red circle."),
+        ("what moves there", "What moves down?", "The red circle."),
+        ("what moves there", "What moves up?", "Nothing."),
+        ("what appears", "What appears?", "The blue star and the green cross."),
+        ("what disappears", "What disappears?", "Nothing."),
+        ("how often", "How often does the star appear?", "Three times."),
+        ("how often", "How often does the cross appear?", "Once."),
+        ("which first", "Which appears first, the cross or the star?", "The blue star."),
+        ("which first", "Which appears last, the star or the cross?", "The green cross."),
+        ("is it there", "Is the star there at the beginning?", "No."),
+        ("is it there", "Is the star there at the end?", "Yes."),
+        (
+            "what happens",
+            "What happens?",
+            "The red circle moves down, the blue star appears three times and the green cross appears once.",
+        ),
+    ],
+)
+def test_answers_follow_from_the_clip(family: str, words: str, answer: str) -> None:
+    assert answers_of(family)[words] == answer
+
+
+def test_a_clip_comes_before_its_questions() -> None:
+    kinds = set()
+    for seed in range(60):
+        conversation = mixed_conversation(seed)
+        clips = [turn.clip is not None for turn in conversation.turns]
+        kinds.add((clips[0], len(clips) == 1))
+        assert not any(clips[1:])
+        if clips[0]:
+            (first, *_) = [one for one in messages(conversation) if one["role"] == "user"]
+            assert [part["type"] for part in first["content"]] == ["video", "text"]
+    assert kinds == {(True, True), (True, False), (False, True), (False, False)}
