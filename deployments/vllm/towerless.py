@@ -34,13 +34,23 @@ def build_towers_on_meta() -> None:
         """`targets`: the tower's classes, of models that build their tower and language model in one context."""
         with mark(self, vllm_config, modalities, targets=targets):
             if targets is None:
+                device = torch.get_default_device()
                 with torch.device("meta"), _StayOnMeta():
                     yield
+                _move_buffers_back(self, device)
             else:
                 with _built_on_meta(targets if isinstance(targets, tuple) else (targets,)):
                     yield
 
     SupportsMultiModal._mark_tower_model = mark_and_build_on_meta  # noqa: SLF001
+
+
+def _move_buffers_back(model: object, device: torch.device) -> None:
+    """Replaces lists of tensors that the model itself holds, by zeros: the language model reads them. In vLLM 0.26,
+    Qwen3-VL's class makes its deepstack buffers together with the tower."""
+    for name, value in list(vars(model).items()):
+        if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) and one.is_meta for one in value):
+            setattr(model, name, [torch.zeros_like(one, device=device) for one in value])
 
 
 class _StayOnMeta(TorchFunctionMode):

@@ -47,6 +47,7 @@ class Model(nn.Module):
         super().__init__()
         with SupportsMultiModal._mark_tower_model(self, "config", "image", targets=targets):
             self.tower, self.other = LargeTower(), nn.Linear(2, 2)
+            self.buffers_of_levels = [torch.zeros(3, 2, dtype=torch.bfloat16) for _ in range(2)]
         self.language_model = nn.Linear(2, 2)
 
 
@@ -60,6 +61,12 @@ def test_the_marked_part_is_on_meta(marked: list[tuple[Any, ...]]) -> None:
     assert marked == [(model, "config", "image", None)]
 
 
+def test_buffers_that_the_language_model_reads_are_where_it_is(marked: list[tuple[Any, ...]]) -> None:
+    """vLLM 0.26 makes those of Qwen3-VL's deepstack together with the tower: its engine ended on a GPU."""
+    for buffer in Model(None).buffers_of_levels:
+        assert (buffer.device.type, buffer.dtype, buffer.abs().sum()) == ("cpu", torch.bfloat16, 0)
+
+
 @pytest.mark.parametrize("targets", [None, LargeTower])
 def test_a_tower_that_is_moved_stays_on_meta_with_its_loaders(marked: list[tuple[Any, ...]], targets: Any) -> None:
     """Kimi K2.5's class moves it to the engine's device, which ended the engine: "Cannot copy out of meta tensor"."""
@@ -69,7 +76,7 @@ def test_a_tower_that_is_moved_stays_on_meta_with_its_loaders(marked: list[tuple
             super().__init__()
             self.to(device="cpu", dtype=torch.float32)
 
-    with SupportsMultiModal._mark_tower_model(None, "config", "image", targets=targets and MovedTower):
+    with SupportsMultiModal._mark_tower_model(nn.Module(), "config", "image", targets=targets and MovedTower):
         tower = MovedTower()
         if targets is None:
             tower = tower.to(device="cpu", dtype=torch.float32)
