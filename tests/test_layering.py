@@ -52,7 +52,7 @@ EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "o
 ADAPTERS = {"encoder/towers/backends/vllm_fa3.py": {"vllm.vllm_flash_attn"}}
 # What deployments/ needs of torch: to describe tensors, view their bytes, name a device. Arithmetic is encoder/'s.
 TENSOR_HANDLING = {
-    "Tensor", "Size", "dtype", "device", "cuda", "overrides", "version", "__version__",
+    "Tensor", "Size", "dtype", "device", "get_default_device", "cuda", "overrides", "version", "__version__",
     "float32", "float16", "bfloat16", "uint8", "uint16", "int16", "int32", "int64", "long", "bool",
     "tensor", "as_tensor", "from_numpy", "frombuffer", "empty", "inference_mode", "no_grad", "set_num_threads",
 }  # fmt: skip

@@ -50,7 +50,7 @@ def _move_buffers_back(model: object, device: torch.device) -> None:
     Qwen3-VL's class makes its deepstack buffers together with the tower."""
     for name, value in list(vars(model).items()):
         if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) and one.is_meta for one in value):
-            setattr(model, name, [torch.zeros_like(one, device=device) for one in value])
+            setattr(model, name, [one.new_zeros(one.shape, device=device) for one in value])
 
 
 class _StayOnMeta(TorchFunctionMode):

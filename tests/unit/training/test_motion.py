@@ -85,7 +85,7 @@ def test_a_frame_shows_what_is_there_then() -> None:
         ("what appears", "What appears?", "The blue star and the green cross."),
         ("what disappears", "What disappears?", "Nothing."),
         ("how often", "How often does the star appear?", "Three times."),
-        ("how often", "How often does the cross appear?", "Once."),
+        ("how often", "How often does the green cross appear?", "Once."),
         ("which first", "Which appears first, the cross or the star?", "The blue star."),
         ("which first", "Which appears last, the star or the cross?", "The green cross."),
         ("is it there", "Is the star there at the beginning?", "No."),
