@@ -73,7 +73,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._ids = lru_cache(maxsize=1 << 16)(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-        self._pads = {name: tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
+        self._pads: dict[str, Any] = {name: tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
 
     def sample(self, conversation: Conversation, max_tokens: int) -> Sample:
         """Turns that do not fit are left out, the last ones first."""

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from training.clips import Clip
@@ -82,7 +83,7 @@ def video_url(clip: Clip) -> str:
         assert isinstance(stream, av.VideoStream)
         stream.width, stream.height, stream.pix_fmt = clip.scene.width, clip.scene.height, "yuv420p"
         for index in range(clip.num_frames):
-            container.mux(stream.encode(av.VideoFrame.from_image(clip.frame(index))))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(clip.frame(index)), format="rgb24")))
         container.mux(stream.encode(None))
     return f"data:video/mp4;base64,{base64.b64encode(file.getvalue()).decode()}"
 

@@ -64,7 +64,7 @@ def test_the_marked_part_is_on_meta(marked: list[tuple[Any, ...]]) -> None:
 def test_buffers_that_the_language_model_reads_are_where_it_is(marked: list[tuple[Any, ...]]) -> None:
     """vLLM 0.26 makes those of Qwen3-VL's deepstack together with the tower: its engine ended on a GPU."""
     for buffer in Model(None).buffers_of_levels:
-        assert (buffer.device.type, buffer.dtype, buffer.abs().sum()) == ("cpu", torch.bfloat16, 0)
+        assert (buffer.device.type, buffer.dtype, buffer.abs().sum().item()) == ("cpu", torch.bfloat16, 0)
 
 
 @pytest.mark.parametrize("targets", [None, LargeTower])
