@@ -80,8 +80,9 @@ class Clip:
     @property
     def timestamps(self) -> list[float]:
         """Seconds of each pair of sampled frames; the last frame fills the last pair."""
-        padded = self.padded
-        return [(first + last) / 2 / self.fps for first, last in zip(padded[::2], padded[1::2], strict=True)]
+        # The order of float operations is the processor's: another order would round some texts differently.
+        seconds = [index / self.fps for index in self.padded]
+        return [(first + last) / 2 for first, last in zip(seconds[::2], seconds[1::2], strict=True)]
 
     @property
     def padded(self) -> tuple[int, ...]:

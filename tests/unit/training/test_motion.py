@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from training.clips import DIRECTIONS, SAMPLED_FPS, Clip, Course, sample_clip
+from encoder.video.header import VideoHeader
+from encoder.video.sampling import Sampling, sample
+from training.clips import _RATES, DIRECTIONS, SAMPLED_FPS, Clip, Course, sample_clip
 from training.conversations import clip_conversation, messages, mixed_conversation
 from training.motion import CLIP_FAMILIES
 from training.scenes import COLOURS, Scene, Thing
@@ -71,6 +74,51 @@ def test_a_frame_shows_what_is_there_then() -> None:
             assert (green == COLOURS["green"][0]) == CLIP.courses[2].shown[place]
             assert frame.getpixel((20, round(60 + 40 * index / (clip.num_frames - 1)))) == COLOURS["red"][0]
     assert CLIP.timestamps == [0.25, 1.25, 2.25]
+
+
+@pytest.mark.parametrize("fps", sorted(set(_RATES)))
+def test_frames_and_timestamps_are_those_that_the_encoder_samples(fps: int) -> None:
+    """Timestamps were once divided in another order, and 7 of the 278 lengths had another text in training."""
+    for count in range(round(2.0 * fps), round(4.0 * fps) + 1):
+        clip = Clip(SCENE, (), fps, count)
+        header = VideoHeader("mp4", "h264", 128, 128, count, count, float(fps), count / fps)
+        frames = sample(header, Sampling("qwen3_vl"))
+        assert (frames.indices, frames.timestamps(2)) == (clip.sampled, clip.timestamps)
+
+
+def backwards(clip: Clip) -> Clip:
+    opposite = {"left": "right", "right": "left", "up": "down", "down": "up", None: None}
+    moves = [(DIRECTIONS[one.direction] if one.direction else (0, 0), one.travel) for one in clip.courses]
+    things = tuple(
+        replace(one, x=one.x + dx * travel, y=one.y + dy * travel)
+        for one, ((dx, dy), travel) in zip(clip.scene.things, moves, strict=True)
+    )
+    courses = tuple(Course(opposite[one.direction], one.travel, one.shown[::-1]) for one in clip.courses)
+    return replace(clip, scene=replace(clip.scene, things=things), courses=courses)
+
+
+def test_answers_about_random_clips_turn_round_with_the_frames() -> None:
+    turned = {"To the left.": "To the right.", "To the right.": "To the left.", "Up.": "Down.", "Down.": "Up."}
+    asked = 0
+    for seed in range(300):
+        clip = sample_clip(Random(seed))
+        back = backwards(clip)
+        answers = [CLIP_FAMILIES["direction"][0](Random(seed), one, "") for one in (clip, back)]
+        if answers[0] and answers[1] and len(clip.scene.things) == 1:
+            asked += answers[0][1] in turned
+            assert answers[0][0] == answers[1][0]
+            assert answers[1][1] == turned.get(answers[0][1], answers[0][1])
+        if all(course.times_shown == 1 for course in clip.courses):
+            appears, disappears = (
+                [set(answers_once(family, one).rstrip(".").lower().replace(" and ", ", ").split(", ")) for one in pair]
+                for family, pair in (("what appears", (clip, back)), ("what disappears", (back, clip)))
+            )
+            assert appears == disappears
+    assert asked > 20
+
+
+def answers_once(family: str, clip: Clip) -> str:
+    return (CLIP_FAMILIES[family][0](Random(0), clip, "") or ("", ""))[1]
 
 
 @pytest.mark.parametrize(
