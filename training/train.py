@@ -3,8 +3,8 @@
     python -m training.train --out models/scenes-8m --steps 8000        (minutes on one H200)
     python -m training.train --out /tmp/try --steps 3 --tiny            (a try without a GPU)
 
-Scenes are drawn on the fly in worker processes; none is seen twice. The same arguments give the same data in the same
-order.
+Scenes are drawn on the fly in worker processes; none is seen twice in a run. The same arguments give the same data in
+the same order. Weights and record are written with each line of the log: `--start` continues a run that was cut off.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ def train(arguments: argparse.Namespace) -> None:
     run = Step(packed, graphed=arguments.graph)
     optimizers = optimizers_for(model, lr=arguments.lr, decay=arguments.decay)
     log: list[dict[str, float]] = []
+    record = {"arguments": vars(arguments), "parameters": parameters, "torch": torch.__version__, "log": log}
+    record["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     started, waited, conversations = time.perf_counter(), 0.0, 0
     recent: list[torch.Tensor] = []
     for step in range(arguments.steps):
@@ -167,13 +169,10 @@ def train(arguments: argparse.Namespace) -> None:
             }
             log.append(entry)
             print(json.dumps(entry), flush=True)
-    out = Path(arguments.out)
-    save_scenes_model(out, tokenizer, model.state_dict())
-    record = {"arguments": vars(arguments), "parameters": parameters, "torch": torch.__version__, "log": log}
-    record["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    if arguments.record:
-        Path(arguments.record).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.record).write_text(json.dumps(record, indent=1) + "\n")
+            save_scenes_model(Path(arguments.out), tokenizer, model.state_dict())
+            if arguments.record:
+                Path(arguments.record).parent.mkdir(parents=True, exist_ok=True)
+                Path(arguments.record).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -185,9 +184,11 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--decay", type=float, default=0.01)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="decides the data; a continuation of the same seed repeats the first run's"
+    )
     parser.add_argument("--workers", type=int, default=15)
-    parser.add_argument("--every", type=int, default=100, help="steps between lines of the log")
+    parser.add_argument("--every", type=int, default=100, help="steps between lines of the log, and between saves")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--graph", action="store_true", help="replay each step as a CUDA graph")
     parser.add_argument("--tiny", action="store_true", help="small batches, for a test run")
