@@ -6,11 +6,14 @@ python -m training.card
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from training.clips import MAX_THINGS as MAX_IN_CLIP
+from training.conversations import PICTURE_FAMILIES
 from training.kinds import NUMBERS
+from training.motion import CLIP_FAMILIES
 from training.scenes import BACKGROUNDS, COLOURS, MAX_SIDE, MAX_THINGS, MIN_SIDE, SHAPES
 from training.scenes_model import VOCAB_SIZE
 
@@ -86,6 +89,7 @@ it to prove that a picture, and the order of a video's frames, reach the answer.
 | questions | for example | {gpu_title} | {cpu_title} |
 |---|---|---|---|
 {table}
+{totals}
 | **all** | {gpu_count} and {cpu_count} questions | **{gpu_all}** | **{cpu_all}** |
 
 Right means word for word what was expected; in a description the things may come in any order. The scenes are held
@@ -160,6 +164,10 @@ def card(model: Path = MODEL, results: Path = RESULTS) -> str:
             f"| {name} | {_EXAMPLES[name]} | {_percent(gpu['families'][name])} | {_percent(cpu['families'][name])} |"
             for name in gpu["families"]
         ),
+        totals="\n".join(
+            f"| **{name}** | {len(of)} families | {_percent(_mean(gpu, of))} | {_percent(_mean(cpu, of))} |"
+            for name, of in (("pictures", PICTURE_FAMILIES), ("videos", tuple(CLIP_FAMILIES)))
+        ),
         gpu_all=_percent(gpu["accuracy"]),
         cpu_all=_percent(cpu["accuracy"]),
         sides=", ".join(f"{side} {_percent(part)} of {count}" for side, (part, count) in _by_size(gpu)),
@@ -218,12 +226,19 @@ def _percent(part: float) -> str:
     return f"{100 * part:.1f} %"
 
 
+def _mean(result: dict[str, Any], families: Sequence[str]) -> float:
+    """Of all questions of the families, of which each has as many."""
+    rights: list[float] = [result["families"][name] for name in families]
+    return sum(rights) / len(rights)
+
+
 def _by_size(result: dict[str, Any]) -> list[tuple[str, tuple[float, int]]]:
     return sorted(result["shorter_side"].items(), key=lambda item: int(item[0].rsplit(" ", 1)[-1]))
 
 
 def train_command(arguments: dict[str, Any]) -> str:
     said = f"--start {arguments['start']} " if arguments["start"] else ""
+    said += f"--seed {arguments['seed']} " if arguments["seed"] else ""
     said += f"--steps {arguments['steps']} --lr {arguments['lr']} --out {arguments['out']}"
     return f"python -m training.train {'--graph ' if arguments['graph'] else ''}{said} --record {arguments['record']}"
 
