@@ -71,13 +71,9 @@ class Failures:
             return error
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):
-            self._counts.add(Counter.SHED_REQUESTS, reason=Shed.REPLICA_QUEUE.value)
-            message = "the server is at its limit; try again"
-            return ApiError(503, message, code="overloaded", retry_after_s=self._overloaded_retry_s())
+            return self._shed(Shed.REPLICA_QUEUE, "the server is at its limit; try again")
         if _has_cause(error, ObjectStoreFullError, OutOfDiskError):
-            self._counts.add(Counter.SHED_REQUESTS, reason=Shed.OBJECT_STORE.value)
-            message = "the memory for files is full; try again"
-            return ApiError(503, message, code="overloaded", retry_after_s=self._overloaded_retry_s())
+            return self._shed(Shed.OBJECT_STORE, "the memory for files is full; try again")
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
         if isinstance(error, TransferFailedError):
@@ -99,6 +95,11 @@ class Failures:
             return lost(503, message, code="replica_lost", retry_after_s=retry)
         logger.error("a replica failed", exc_info=error)
         return ApiError(500, "the server failed to answer", code="internal_error")
+
+    def _shed(self, reason: Shed, message: str) -> ApiError:
+        """Counts a request that is refused for lack of room, and returns its error."""
+        self._counts.add(Counter.SHED_REQUESTS, reason=reason.value)
+        return ApiError(503, message, code="overloaded", retry_after_s=self._overloaded_retry_s())
 
 
 def _has_cause(error: BaseException | None, *kinds: type[BaseException]) -> bool:

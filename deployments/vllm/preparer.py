@@ -210,8 +210,8 @@ class Preparer:
 
 
 def count_video_tokens(num_tokens: Callable[[bytes], int]) -> int:
-    """Returns `GenericIdentity.video_tokens`, 0 if videos are refused. `num_tokens`: tokens of a list of frames. Where
-    so many or so large frames are over the operator's limits, fewer or smaller ones are counted, in proportion."""
+    """Returns `GenericIdentity.video_tokens`, 0 if videos are refused. `num_tokens`: tokens of a list of frames. If
+    their number or size is over the operator's limits, fewer or smaller ones are counted, in proportion."""
     for smaller, fewer in product((1, 2, 4), (1, 2, 4, 8)):
         with suppress(ImageError):
             counted = num_tokens(blank_frames(MEASURED_FRAMES // fewer, MEASURED_SIDE // smaller))

@@ -39,7 +39,7 @@ class Looked(dict[str, float]):
 @pytest.mark.usefixtures("early_in_a_minute")
 def test_a_request_does_not_look_at_every_clients_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each looked through all that there were for some that had expired: 2 ms on the event loop with 10,000 clients in
-    two minutes, 64 with 60,000, and whoever has a network of IPv6 has as many addresses."""
+    two minutes, 64 with 60,000, and a network of IPv6 has as many addresses."""
     ingress = started(
         *(monkeypatch, StandIns()),
         mode="none",

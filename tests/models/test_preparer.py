@@ -134,7 +134,7 @@ def test_limits_under_what_is_measured_refuse_no_medium(omni: Preparer) -> None:
 
 
 def test_frames_of_videos_are_sampled_as_asked(omni: Preparer) -> None:
-    """4 frames of 3 s at one a second, since there are at least so many, and 6 at two a second, which is the default.
+    """4 frames of 3 s at one a second, the least number, and 6 at two a second, which is the default.
     vLLM's loader for this model ignores `num_frames`."""
     by_fps = {fps: omni.prepare(CLIP, "video", DIGEST, VideoSampling(fps=fps)) for fps in (1.0, 2.0)}
     assert 6 * by_fps[1.0].num_tokens == 4 * by_fps[2.0].num_tokens

@@ -130,7 +130,7 @@ class Replica:
         return images, futures, answer
 
     def video(self, grid: tuple[int, int, int], chunks: tuple[int, ...]) -> tuple[ItemHeader, list[EncodedImage]]:
-        """A new video, whose rows are in chunks of so many temporal patches, and its embeddings."""
+        """A new video and its embeddings. `chunks`: temporal patches of each chunk."""
         self.num_made += 1
         t, h, w = grid
         each = h * w // self.merge**2

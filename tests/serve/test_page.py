@@ -167,7 +167,7 @@ def test_dropped_pasted_and_drawn(watched: Watched, qwen3: str) -> None:
 
 
 def test_a_video_and_the_chunks_of_its_frames(watched: Watched, qwen3: str) -> None:
-    """Twelve seconds at the model's two frames a second: three chunks, each with its stages; a picture beside it."""
+    """Twelve seconds at the model's two frames a second: three chunks, each with its stages; and a picture."""
     page = opened(watched, qwen3)
     clip = Clip(96, Fraction(8), width=224, height=224, seed=5).encode()
     files = [file("clip.mp4", clip, "video/mp4"), file("one.png", encoded(picture(3, 64, 64)))]

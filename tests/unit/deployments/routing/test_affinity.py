@@ -1,4 +1,7 @@
-"""Where calls go: to who holds the key, else to the key's own replica, and never past the bound."""
+"""Where calls go: to who holds the key, else to the key's own replica, and never past the bound.
+
+One file, since single rules are tried on the same few replicas and then, by `Followed`, all of them together.
+"""
 
 from __future__ import annotations
 
