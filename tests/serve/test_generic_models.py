@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from tests.programs import free_port
 from tests.serve.application import ServedApplication, application_settings
 from tests.serve.asking import Json, ask, post
 from tests.serve.comparison import difference
-from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, text, user
+from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, text, user, video
 from tests.serve.pictures import data_url
 from tests.serve.test_agents import ask_counted
 from tests.serve.vllm_alone import VllmAlone
+from tests.video_files import Clip
 
 GENERIC = "mistral3"
 """Images of any size, with tokens between their rows. llava and gemma3 have passed as well; each takes two minutes."""
@@ -51,6 +53,16 @@ TURNS: Mapping[str, Body] = {
     "second turn": chat(*LATER),
     "after another beginning": chat({"role": "system", "content": "Be brief."}, *LATER),
 }
+CLIP, OTHER_CLIP = (Clip(24, Fraction(8), 128, 96, seed=seed, block=32).encode() for seed in (1, 2))
+WATCH = text("What happens?")
+VIDEOS: Mapping[str, Body] = {
+    "clip": chat(user(video(CLIP), WATCH)),
+    "other clip": chat(user(video(OTHER_CLIP), WATCH)),
+    "clip of three chunks": chat(user(video(CLIP), WATCH), media_io_kwargs={"video": {"fps": 7}}),
+    "frames, and an image": chat(user(video(media.video(3)), image(data_url(media.image(13))), WATCH)),
+}
+"""For `HYBRID`, which has a tower of ours."""
+EMBEDDINGS = {"clip": 1, "other clip": 1, "clip of three chunks": 3, "frames, and an image": 2 + 1}
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +86,9 @@ def alone(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         }
         for server in servers.values():
             server.wait()
-        return {name: _answers(server.base_url) for name, server in servers.items()}
+        answers = {name: _answers(server.base_url) for name, server in servers.items()}
+        answers[HYBRID].update((name, ask(servers[HYBRID].base_url, body)) for name, body in VIDEOS.items())
+        return answers
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +139,26 @@ def test_answers_of_a_hybrid_model_are_those_of_vllm_alone(
     for name, answer in ours.items():
         assert answer["usage"]["prompt_tokens"] == alone[HYBRID][name]["usage"]["prompt_tokens"]
     assert "early prefill is disabled: some layers keep a recurrent state" in served.log_file(HYBRID, "LLM")
+
+
+def test_answers_of_a_hybrid_model_about_videos_are_those_of_vllm_alone(
+    served: ServedApplication, alone: dict[str, dict[str, Json]], measured: dict[str, float]
+) -> None:
+    ours, tolerance = {}, TOLERANCES[HYBRID]
+    for name, body in VIDEOS.items():
+        ours[name], received, encoded = ask_counted(served.base_url(HYBRID), body)
+        assert received == encoded == EMBEDDINGS[name], name
+        assert ours[name]["usage"]["prompt_tokens"] == alone[HYBRID][name]["usage"]["prompt_tokens"]
+    largest = max(_shift(ours[name], alone[HYBRID][name]) for name in ours)
+    measured[f"{HYBRID}, bfloat16, videos, largest difference (tolerance {tolerance:g})"] = largest
+    same = [_text(ours[name]) == _text(alone[HYBRID][name]) for name in ours]
+    measured[f"{HYBRID}, bfloat16, videos, share of answers with the same tokens"] = sum(same) / len(same)
+    measured[f"{HYBRID}, bfloat16, shift by another video"] = shift = _shift(ours["clip"], ours["other clip"])
+    assert largest <= tolerance < shift
+
+
+def _text(answer: Json) -> str:
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def _shift(one: Json, other: Json) -> float:
