@@ -102,8 +102,9 @@ class TowerRunner:
 
     @property
     def worthwhile_tokens(self) -> int | None:
-        """Tokens per batch beyond which throughput hardly grows; None without measurements or cost-based packing."""
-        if self._no_graphs_reason is Reason.NO_GPU:
+        """Tokens per batch beyond which throughput hardly grows; on a GPU, None without measurements or cost-based
+        packing."""
+        if self.forward.device.type == "cpu":
             return CPU_WORTHWHILE_TOKENS
         table = self._capturer.costs.packing_table() if self._capturer is not None else None
         return table.worthwhile_tokens if table is not None and self._config.packing == "cost" else None

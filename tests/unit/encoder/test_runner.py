@@ -20,7 +20,7 @@ from encoder.graphs.captured import EncoderGraphs
 from encoder.metadata.device_tables import GridTables
 from encoder.metadata.geometry import Grid
 from encoder.packing.run_counts import Fallback, Reason, RunCounts, RunRecord
-from encoder.runner import TowerRunner
+from encoder.runner import CPU_WORTHWHILE_TOKENS, TowerRunner
 from encoder.start_check import FusionError
 from encoder.towers.backends import BackendUnavailableError
 from encoder.towers.tower import VisionTower
@@ -226,6 +226,12 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
     assert runner.counts.eager_runs == {Reason.NO_GPU: 1}
     assert not runner.idle_step()
     assert (runner.graph_bytes, runner.budgets) == (0, (2048, 4096, 8192, 13824))
+
+
+@pytest.mark.parametrize("graphs", ["auto", False])
+def test_a_cpu_launches_few_tokens_at_a_time(tower: VisionTower, graphs: bool | str) -> None:
+    config = EncoderConfig(cudagraph_mm_encoder=graphs)  # type: ignore[arg-type]
+    assert TowerRunner.build(forward_of(tower), config).worthwhile_tokens == CPU_WORTHWHILE_TOKENS
 
 
 @pytest.mark.parametrize(
