@@ -118,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {
         "benchmark": "goodput",
         "tiny": options.tiny,
+        "model": options.model,
         "gpu": device,
         "fleet": dataclasses.asdict(fleet),
         "proxy": "Serve's" if options.serve_proxy else "Serve's HAProxy",
@@ -134,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.tiny:
             make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
         else:
-            make_published("qwen3_vl", checkpoint, text=goodput_plan.LLM_8B)
+            tower, text = goodput_plan.MODELS[options.model]
+            make_published(tower, checkpoint, text=text)
             goodput_plan.published_config(checkpoint)
         print("the checkpoint is ready", flush=True)
         config = goodput_plan.serve_config(fleet, checkpoint, port=own_port(), cache_dir=folder / "state")

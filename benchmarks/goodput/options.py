@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.goodput.plan import MODELS
 from benchmarks.trace.figures import Slo
-from benchmarks.trace.requests import Trace, read_trace
+from benchmarks.trace.requests import Trace, alike_trace, read_trace
 from planner.traces import TraceError
 
 
@@ -23,8 +25,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shared", action="store_true", help="an encoder shares the GPU of each language model")
     parser.add_argument("--parts", type=int, default=1, help="number of parts of each GPU; --gpus then counts parts")
+    parser.add_argument("--model", choices=sorted(MODELS), default="8b", help="size of Qwen3-VL (default 8b)")
     parser.add_argument("--load", type=load, action="append", default=[], metavar="TRACE:SPEED,SPEED:REQUESTS",
-                        help="requests for each speed; may be given several times")  # fmt: skip
+                        help="requests for each speed; may be given several times. TRACE is a file, or such as "
+                        "4x640+400+150 for four images of 640², 400 tokens of text and an answer of 150, once a second "
+                        "on average")  # fmt: skip
     parser.add_argument("--videos", type=videos, metavar="FRAMES:SIDE:CLIENTS:REQUESTS",
                         help="then requests with a new video each, one after the other by each client")  # fmt: skip
     parser.add_argument(
@@ -68,7 +73,11 @@ def load(text: str) -> tuple[tuple[float, ...], list[Trace]]:
     try:
         path, speeds, requests = text.rsplit(":", 2)
         wanted = tuple(float(speed) for speed in speeds.split(","))
-        return wanted, slices(read_trace(Path(path)), len(wanted), int(requests))
+        if alike := re.fullmatch(r"(\d+)x(\d+)\+(\d+)\+(\d+)", path):
+            trace = alike_trace(*map(int, alike.groups()), len(wanted) * int(requests))
+        else:
+            trace = read_trace(Path(path))
+        return wanted, slices(trace, len(wanted), int(requests))
     except (ValueError, OSError, TraceError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not TRACE:SPEED,SPEED:REQUESTS: {error}") from error
 

@@ -8,7 +8,7 @@ take turns. This module starts nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ SHARED_ENCODER, SHARED_LLM = 0.2, 0.8
 MEMORY_SHARE = 0.3
 """Share of the memory of a GPU or part that vLLM requires to be free at its start; it uses what `kv_gib` determines."""
 GIB = 2**30
+MAX_NUM_SEQS = 256
 SHARED_GIB = 16
 """Shared memory of an encoder: `documents.jsonl` at several requests per second fills up to 6 GiB."""
-LLM_8B = {
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 65_536,
+_LLM = {"num_hidden_layers": 36, "vocab_size": 151_936, "max_position_embeddings": 65_536}
+MODELS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "8b": ("qwen3_vl", {**_LLM, "intermediate_size": 12_288}),
+    "4b": ("qwen3_vl_2b", {**_LLM, "intermediate_size": 9_728, "hidden_size": 2_560, "num_attention_heads": 32}),
 }
-"""Configuration of Qwen3-VL-8B's language model except for width and heads (Qwen/Qwen3-VL-8B-Instruct, config.json)."""
+"""By size, the tower's name in `benchmarks/ladder/towers.py` and the language model's configuration, where it is not
+the one that goes with that tower (Qwen/Qwen3-VL-8B-Instruct and Qwen3-VL-4B-Instruct, config.json)."""
 PIXELS = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 """Bounds on the pixels of a picture in the published preprocessor."""
 
@@ -106,7 +107,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
         return {**args, **CPU_ENGINE, "num_gpu_blocks_override": 256}
     return args | {
         "max_model_len": 32_768,
-        "max_num_seqs": 128,
+        "max_num_seqs": MAX_NUM_SEQS,
         "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": int(fleet.videos)},
         "gpu_memory_utilization": MEMORY_SHARE / fleet.parts,
         # vLLM's measurement of free memory is wrong while others allocate memory.
@@ -115,7 +116,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128],
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_NUM_SEQS],
         },
     }
 

@@ -73,7 +73,8 @@ def published_files(
 ) -> Path:
     """Writes a small checkpoint's files with the published tower and a language model of its width; reads no weights.
 
-    `text`: values of the language model's configuration that replace the small ones.
+    `text`: values of the language model's configuration that replace the small ones. The tower's output has the width
+    `hidden_size`.
     """
     from training.checkpoints import make_checkpoint
 
@@ -85,6 +86,7 @@ def published_files(
     if not tiny:
         language = config.get("text_config", config)
         language |= {"intermediate_size": 4096, "num_hidden_layers": 4, **_TEXT[tower], **text}
+        config["vision_config"]["out_hidden_size"] = language["hidden_size"]
         for key in ("rope_scaling", "rope_parameters"):
             if isinstance(language.get(key), dict):
                 language[key]["mrope_section"] = _SECTIONS[arch]

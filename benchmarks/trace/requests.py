@@ -145,8 +145,25 @@ def generate_trace(requests: int = 60, rate: float = 2.0, seed: int = 0) -> Trac
                 images.append(chosen[-1])
         found.append(TraceRequest(round(at_s, 4), tuple(chosen), chance.randint(10, 80), chance.randint(8, 48)))
         at_s += 0.0 if chance.random() < _BURST else chance.expovariate(rate * (1 - _BURST))
-    text = "".join(f"{line}\n" for line in lines(found))
-    return Trace(GENERATED, hashlib.sha256(text.encode()).hexdigest(), tuple(found))
+    return _of(GENERATED, found)
+
+
+def alike_trace(images: int, side: int, prompt_tokens: int, output_tokens: int, requests: int, seed: int = 0) -> Trace:
+    """Returns requests that arrive independently of each other, one a second on average, with new square pictures of
+    `side` pixels and equal lengths of question and answer."""
+    chance = random.Random(seed)
+    at_s = 0.0
+    found: list[TraceRequest] = []
+    for number in range(requests):
+        pictures = tuple(TraceImage(number * images + place, side, side) for place in range(images))
+        found.append(TraceRequest(round(at_s, 4), pictures, prompt_tokens, output_tokens))
+        at_s += chance.expovariate(1)
+    return _of(f"{images}x{side}+{prompt_tokens}+{output_tokens}", found)
+
+
+def _of(name: str, requests: Sequence[TraceRequest]) -> Trace:
+    text = "".join(f"{line}\n" for line in lines(requests))
+    return Trace(name, hashlib.sha256(text.encode()).hexdigest(), tuple(requests))
 
 
 def lines(requests: Sequence[TraceRequest]) -> Iterator[str]:

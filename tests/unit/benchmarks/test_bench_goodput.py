@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from benchmarks.bench_goodput import best, slice_duration_s
 from benchmarks.goodput import answers as goodput_answers
 from benchmarks.goodput import plan as goodput_plan
 from benchmarks.goodput.options import parse, slices
-from benchmarks.goodput.plan import Fleet, engine_args, serve_config, vllm_command
+from benchmarks.goodput.plan import MODELS, Fleet, engine_args, serve_config, vllm_command
 from benchmarks.goodput.servers import peers, start_balancer
+from benchmarks.peers.vllm_tower import published_files
 from benchmarks.serving import gpu_parts
 from benchmarks.serving.latency_client import Answer
 from benchmarks.trace.bodies import Bodies
@@ -34,6 +36,7 @@ from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.vllm.compat import check_args
 from tests.threaded import serving
+from training.architectures import shapes_of
 from training.checkpoints import make_checkpoint
 
 FOUR = Fleet(4, 1, 8192, (2048, 8192), 6, 8, 30.0)
@@ -56,6 +59,31 @@ def test_what_a_speed_takes_is_known_before_it_begins() -> None:
     """A speed that was begun without the time for it would be cut off, and whatever comes after it left out."""
     trace = slices(generate_trace(40), 2, 12)[1]
     assert slice_duration_s(trace, 2.0, 3) == pytest.approx(1.5 * trace.requests[-1].at_s)
+
+
+def test_requests_of_equal_shape_need_no_file() -> None:
+    options = parse(["--load", "4x640+400+150:2,3:50", "--model", "4b"])
+    ((speeds, parts),) = options.load
+    assert (options.model, speeds, [part.name for part in parts]) == ("4b", (2.0, 3.0), ["4x640+400+150"] * 2)
+    shapes = {
+        (len(one.images), one.images[0].width, one.images[0].height, one.prompt_tokens, one.output_tokens)
+        for part in parts
+        for one in part.requests
+    }
+    assert shapes == {(4, 640, 640, 400, 150)}
+    assert len({image.id for part in parts for image in part.images}) == 2 * 50 * 4
+    assert parts[0].requests[-1].at_s == pytest.approx(50, rel=0.4)
+
+
+@pytest.mark.parametrize("size", MODELS)
+def test_each_size_is_a_whole_configuration(size: str, tmp_path: Path) -> None:
+    tower, text = MODELS[size]
+    config = json.loads((published_files(tower, tmp_path, text=text) / "config.json").read_text())
+    width, vision = config["text_config"]["hidden_size"], config["vision_config"]
+    shapes = shapes_of(config)
+    assert (vision["out_hidden_size"], shapes["model.language_model.embed_tokens.weight"]) == (width, (151_936, width))
+    parameters = sum(math.prod(shape) for name, shape in shapes.items() if "visual" not in name)
+    assert parameters / 1e9 == pytest.approx({"8b": 8.2, "4b": 4.4}[size], rel=0.02)
 
 
 @pytest.mark.parametrize("text", ["missing.jsonl:1:10", "1,2", "trace.jsonl:fast:10"])
