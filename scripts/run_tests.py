@@ -19,10 +19,26 @@ from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVERS = ("tests/serve",)
-CLUSTERS = ("tests/cluster",)
-"""Folders of tests that start language models, and clusters."""
-OTHERS = ("tests", *(f"--ignore={folder}" for folder in (*SERVERS, *CLUSTERS)))
+APART = (
+    "tests/serve/test_generic_models.py",
+    "tests/serve/test_media.py",
+    "tests/cluster/test_served_haproxy.py",
+)
+"""Tests of these folders with servers of their own and without limits on time, which run among the others, so that both
+processes take about as long."""
+SERVERS, CLUSTERS = (
+    (folder, *(f"--ignore={file}" for file in APART if file.startswith(folder)))
+    for folder in ("tests/serve", "tests/cluster")
+)
+"""pytest arguments that select tests that start language models, and clusters."""
+OTHERS = (
+    *sorted(
+        f"tests/{path.name}"
+        for path in (ROOT / "tests").iterdir()
+        if path.name not in ("serve", "cluster", "__pycache__") and (path.is_dir() or path.match("test_*.py"))
+    ),
+    *APART,
+)
 """pytest arguments that select, together with those above, all tests."""
 STOP_GRACE_S = 10.0
 BACKGROUND_NICENESS = 10
