@@ -74,7 +74,8 @@ def load(text: str) -> tuple[tuple[float, ...], list[Trace]]:
         path, speeds, requests = text.rsplit(":", 2)
         wanted = tuple(float(speed) for speed in speeds.split(","))
         if alike := re.fullmatch(r"(\d+)x(\d+)\+(\d+)\+(\d+)", path):
-            trace = alike_trace(*map(int, alike.groups()), len(wanted) * int(requests))
+            images, side, prompt_tokens, output_tokens = map(int, alike.groups())
+            trace = alike_trace(images, side, prompt_tokens, output_tokens, len(wanted) * int(requests))
         else:
             trace = read_trace(Path(path))
         return wanted, slices(trace, len(wanted), int(requests))
