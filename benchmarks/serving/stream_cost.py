@@ -37,7 +37,8 @@ def role(title: Sequence[str]) -> str:
         return found.strip(":")
     if "vllm" in text and "api_server" in text:
         return "ApiServer"
-    return Path(title[0]).name if title and title[0] else ""
+    program = Path(text.split(" ")[0]).name
+    return program.split(".")[0] if program.startswith("ray::") else program  # without the method that it runs
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -49,6 +50,7 @@ def cpu_seconds() -> dict[str, float]:
             found[role(process.cmdline())] += times.user + times.system
         except psutil.Error:
             continue
+    found.pop("", None)  # the kernel's
     return dict(found)
 
 

@@ -22,6 +22,7 @@ US_PER_TOKEN = 200.0
         (["VLLM::EngineCore"], "EngineCore"),
         (["/usr/bin/python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"], "ApiServer"),
         (["/opt/haproxy", "-f", "haproxy.cfg"], "haproxy"),
+        (["ray::ServeController.listen_for_change"], "ray::ServeController"),
         ([], ""),
     ],
 )
