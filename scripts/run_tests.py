@@ -24,8 +24,8 @@ APART = (
     "tests/serve/test_media.py",
     "tests/cluster/test_served_haproxy.py",
 )
-"""Tests of these folders with servers of their own and without limits on time, which run among the others, so that both
-processes take about as long."""
+"""Tests of these folders that start servers of their own. They run among the others, so that both processes take about
+as long."""
 SERVERS, CLUSTERS = (
     (folder, *(f"--ignore={file}" for file in APART if file.startswith(folder)))
     for folder in ("tests/serve", "tests/cluster")

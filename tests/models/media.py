@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import wave
+from fractions import Fraction
 
 import numpy as np
 from PIL import Image
@@ -46,6 +47,13 @@ def video(seed: int, frames: int = 12, height: int = 96, width: int = 128) -> by
         frame.save(file := io.BytesIO(), "JPEG", quality=90)
         files.append(base64.b64encode(file.getvalue()))
     return b",".join(files)
+
+
+def clip(seed: int) -> bytes:
+    """An MP4 file of three seconds at eight frames a second."""
+    from tests.video_files import Clip
+
+    return Clip(24, Fraction(8), 128, 96, seed=seed, block=SQUARE).encode()
 
 
 def items(modality: str) -> list[bytes]:

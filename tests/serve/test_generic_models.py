@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, 
 from tests.serve.pictures import data_url
 from tests.serve.test_agents import ask_counted
 from tests.serve.vllm_alone import VllmAlone
-from tests.video_files import Clip
 
 GENERIC = "mistral3"
 """Images of any size, with tokens between their rows. llava and gemma3 have passed as well; each takes two minutes."""
@@ -53,7 +51,7 @@ TURNS: Mapping[str, Body] = {
     "second turn": chat(*LATER),
     "after another beginning": chat({"role": "system", "content": "Be brief."}, *LATER),
 }
-CLIP, OTHER_CLIP = (Clip(24, Fraction(8), 128, 96, seed=seed, block=32).encode() for seed in (1, 2))
+CLIP, OTHER_CLIP = map(media.clip, (1, 2))
 WATCH = text("What happens?")
 VIDEOS: Mapping[str, Body] = {
     "clip": chat(user(video(CLIP), WATCH)),

@@ -44,7 +44,7 @@ def sound_url(file: bytes) -> Body:
 
 
 FIRST, SHORT, OTHER = media.items("audio")
-CLIP, OTHER_CLIP, THIRD_CLIP = (Clip(24, Fraction(8), 128, 96, seed=seed, block=32).encode() for seed in (1, 2, 3))
+CLIP, OTHER_CLIP, THIRD_CLIP = map(media.clip, (1, 2, 3))
 QUESTION = text("What is in there?")
 QUESTIONS: Mapping[str, Body] = {
     "one": chat(user(sound(FIRST), QUESTION)),
