@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from configs.schema import AppConfig
-from deployments.common.messages import NOT_STORED, ImageJob, SharedEmbedding
+from deployments.common.messages import NOT_STORED, ChunkOfVideo, ImageJob, SharedEmbedding, StoredFile
 from deployments.common.replica_errors import OtherIdentityError, QueueFullError
 from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.deployment import EncoderReplica
@@ -25,6 +25,7 @@ from deployments.encoder_replica.embedding_cache import EmbeddingCache
 from deployments.encoder_replica.gpu.jobs import Encoded
 from deployments.encoder_replica.single_flight import SingleFlight
 from deployments.routing.affinity import Call
+from deployments.scaling.encoder_scaler import RECEIVED_TOKENS
 from deployments.telemetry.metrics import Counter, Tier
 from deployments.transfer import remote_sender, shared_store, unix_socket
 from deployments.transfer.header import HEADER_BYTES, Header
@@ -35,6 +36,8 @@ from deployments.transfer.shared_memory import PAGE_BYTES
 from deployments.transfer.tcp_client import TcpClients
 from deployments.transfer.unix_socket import ListenerError
 from encoder.pixels.preprocess import Pixels
+from encoder.video.bounds import VideoBounds
+from encoder.video.size import VideoChunk
 from tests.unit.deployments.samples import IDENTITY, png
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
 from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, WIDTH, barrier, digest, encoded, eventually
@@ -74,7 +77,8 @@ class Replica(EncoderReplica):
         self._worker: Any = SimpleNamespace(
             identity=IDENTITY, tokens_per_s=0.0, fault=None, is_alive=True, stop=lambda: None
         )
-        self._decoders: Any = SimpleNamespace(decode=self._pixels, stop=lambda: None)
+        self._decoders: Any = SimpleNamespace(decode=self._pixels, decode_chunk=self._pixels, stop=lambda: None)
+        self._video_bounds = VideoBounds()
         self._has_batching_task = False
 
     async def _pixels(self, *_: object) -> Pixels:
@@ -95,8 +99,8 @@ class Replica(EncoderReplica):
         if self._remote is not None:
             self._remote.close()
 
-    def answer(self, number: int = 1, *, identity: str = IDENTITY.fingerprint) -> Any:
-        job = ImageJob(png(), None, digest(number), identity, (4, 4), 6)
+    def answer(self, number: int = 1, *, identity: str = IDENTITY.fingerprint, **fields: Any) -> Any:
+        job = ImageJob(png(), None, digest(number), identity, (4, 4), 6, **fields)
         return asyncio.run(self.encode(job))
 
 
@@ -108,6 +112,15 @@ def replica() -> Iterator[Replica]:
 
 def acquire(client: ShmClient, image: SharedEmbedding) -> Lease:
     return client.acquire(Header.of(image)).result(PATIENCE_S)
+
+
+def test_chunks_of_videos_count_by_their_medium_and_as_tokens_of_the_load(replica: Replica) -> None:
+    chunk = ChunkOfVideo("v" * 64, (0, 1), VideoChunk(0, 2, GRID, 6), StoredFile(b"file"))
+    replica.answer(1)
+    replica.answer(2, modality="video", chunk=chunk)
+    for medium in ("image", "video"):
+        assert replica.counts.added[Counter.IMAGES_ENCODED, medium] == 1
+    assert replica.record_autoscaling_stats()[RECEIVED_TOKENS] == 6 + 6
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**20])
