@@ -16,7 +16,13 @@ from deployments.common.messages import HttpRequest, VideoSampling
 from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, ImagePart
-from deployments.ingress.image_jobs import RequestImages, build_encoder_jobs, build_engine_request, measure_image
+from deployments.ingress.image_jobs import (
+    RequestImages,
+    build_encoder_jobs,
+    build_engine_request,
+    fetch_images,
+    measure_image,
+)
 from encoder.checkpoint.video_rules import VideoRules
 from encoder.images.generic_identity import GenericIdentity, Identity
 from encoder.images.identity import EncoderIdentity
@@ -307,6 +313,25 @@ def test_sounds_that_are_refused(
         build_encoder_jobs([sound(file)], None, identity, IngressConfig(audio=AudioConfig(**limits)))
     assert (refused.value.status, refused.value.code, refused.value.param) == (400, code, "messages")
     assert refused.value.message.startswith(f"audio 1 of 1: {message}")
+
+
+@pytest.mark.parametrize("modality", ["image", "audio", "video"])
+def test_a_file_of_each_medium_is_fetched_within_its_own_bound(modality: str) -> None:
+    asked = []
+
+    class Fetcher(Files):
+        async def fetch(self, url: str, **options: object) -> bytes:
+            asked.append((url, options["max_bytes"]))
+            return b"file"
+
+    bounds = {"max_image_bytes": 11, "audio": {"max_bytes": 12}, "video": {"max_bytes": 13}}
+    limits = IngressConfig.model_validate(bounds)
+    part = replace(sound(b"", modality), url="https://example.com/file", file=None)
+    [fetched] = asyncio.run(fetch_images([part], Fetcher(), limits))
+    assert (fetched.file, asked) == (
+        b"file",
+        [("https://example.com/file", {"image": 11, "audio": 12, "video": 13}[modality])],
+    )
 
 
 def test_a_video_is_named_by_its_file_and_its_sampling() -> None:
