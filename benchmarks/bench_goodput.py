@@ -1,12 +1,12 @@
 """Goodput of separate encoders and language models against vLLM servers: `python benchmarks/bench_goodput.py`.
 
 Both use the same GPUs, or parts of them, and one checkpoint of Qwen3-VL-8B's shapes with random weights: the
-application with encoders and language models on their own GPUs, and a vLLM server with its own tower on each GPU behind
-HAProxy. All run at once and take turns; the others are idle. Each speed gets its own slices of the traces, so that no
-cache contains their pictures. One request with a small picture is also repeated for one token with warm caches, which
-measures the overhead of the server. `--videos` measures requests with a new video each, at full load. The last line on
-stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs; `--tiny`
-runs without one, on small models. Exits with 1 if a request failed or the client was late.
+application with encoders and language models on their own GPUs, and a vLLM server with its own tower on each GPU
+behind HAProxy. All run at once and take turns, with another one first at each speed; the others are idle. Each speed
+gets its own slices of the traces, so that no cache contains their pictures. One request with a small picture is also
+repeated for one token with warm caches, which measures the overhead of the server. `--videos` measures requests with a
+new video each, at full load. The last line on stdout is JSON. Needs Ray with HAProxy, vLLM and GPUs; `--tiny` runs
+without one, on small models. Exits with 1 if a request failed or the client was late.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
-            options.decode_workers, options.kv_gib, options.peer_processes, options.shared,
+            options.decode_workers, options.kv_gib, options.peer_processes, options.peer_threads, options.shared,
             options.parts, options.videos is not None, gpu=device is not None,
         )  # fmt: skip
     except ValueError as error:
@@ -190,7 +190,8 @@ def run(
                 if deadline.left < slice_duration_s(trace, speed, len(all_of)):
                     print(f"no time left for {trace.name} at {speed:g}", flush=True)
                     continue
-                row = measure_slice(trace, speed, all_of, options, pictures)
+                first = len(report["rows"]) % len(all_of)  # each server is first, second, … in turn
+                row = measure_slice(trace, speed, all_of[first:] + all_of[:first], options, pictures)
                 report["rows"].append(row | {"due_s": row["trace"]["seconds"] / speed})
                 if options.out is not None:
                     save(report, options.out)

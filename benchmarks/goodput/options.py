@@ -47,6 +47,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-processes", type=numbers, default=(1,), help="numbers of vLLM's API processes, such as 1,4 (default 1)"
     )
+    parser.add_argument(
+        "--peer-threads",
+        type=numbers,
+        default=(0,),
+        help="torch's CPU threads in each of vLLM's processes, such as 0,1 (default 0: torch's own choice)",
+    )
     parser.add_argument("--ingresses", type=int, default=4)
     parser.add_argument("--decode-workers", type=int, default=8, help="decoder processes per encoder (default 8)")
     parser.add_argument("--kv-gib", type=float, default=30.0, help="KV cache of each engine in GiB (default 30)")

@@ -46,6 +46,12 @@ class PeerSet:
     """`max_num_batched_tokens`."""
     processes: int
     """API server processes of each server."""
+    threads: int = 0
+    """CPU threads of torch in each process; 0: torch's own choice."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Fleet:
     """KV cache of each engine in GiB."""
     peer_processes: tuple[int, ...] = (1,)
     """API server processes of a vLLM server; each value makes a set of servers."""
+    peer_threads: tuple[int, ...] = (0,)
+    """`PeerSet.threads` of a vLLM server; each value makes a set of servers."""
     shared: bool = False
     """Every GPU has a language model, and at most one encoder that shares it; always so with a single GPU."""
     parts: int = 1
@@ -94,9 +102,17 @@ class Fleet:
 
     def peers(self) -> list[PeerSet]:
         return [
-            PeerSet(f"{PEER}-{tokens}" + (f"-{processes}api" if processes > 1 else ""), tokens, processes)
+            PeerSet(
+                f"{PEER}-{tokens}"
+                + (f"-{processes}api" if processes > 1 else "")
+                + (f"-{threads}threads" if threads else ""),
+                tokens,
+                processes,
+                threads,
+            )
             for tokens in self.peer_batched_tokens
             for processes in self.peer_processes
+            for threads in self.peer_threads
         ]
 
 

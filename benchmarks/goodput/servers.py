@@ -41,6 +41,7 @@ def peers(fleet: Fleet, checkpoint: Path) -> dict[str, list[Peer]]:
         for gpu_number in range(fleet.gpus):
             port = peer_port(sum(map(len, found.values())))
             command = goodput_plan.vllm_command(fleet, checkpoint, one, port=port)
-            variables = {"CUDA_VISIBLE_DEVICES": str(gpu_number // fleet.parts)} if fleet.gpu else {}
+            gpu = {"CUDA_VISIBLE_DEVICES": str(gpu_number // fleet.parts)} if fleet.gpu else {}
+            variables = {**one.environment, **gpu}
             found.setdefault(one.name, []).append(Peer(f"{one.name}-{gpu_number}", command, port, variables))
     return found

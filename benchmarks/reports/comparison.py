@@ -6,7 +6,8 @@ Each row states its conditions and links to the dated log entry of its run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from benchmarks.reports.tables import table_row, table_rule
 LADDER = "ladder_h200.json"
 TWO_GPUS = "goodput_x2_again_h200.json"
 HALVES = "goodput_x4_halves_h200.json"
-ONE_GPU = "goodput_shared_again_h200.json"
+ONE_GPU = "goodput_shared_threads_h200.json"
+EQUAL = "goodput_4b_threads_h200.json"
 FOUR_IMAGES = "serving_transfer_h200.json"
 LOGS = {
     LADDER: "2026-11-25-fair-ladder-three-towers.md",
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
     HALVES: "2026-11-23-goodput-half-gpus.md",
-    ONE_GPU: "2026-11-22-goodput-one-gpu.md",
+    ONE_GPU: "2026-11-27-equal-requests-haproxy.md",
+    EQUAL: "2026-11-27-equal-requests-haproxy.md",
     FOUR_IMAGES: "2026-11-21-serving-one-gpu.md",
 }
 """The log entry that describes the run, by result file."""
@@ -36,6 +39,7 @@ def markdown(folder: Path) -> str:
     lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
     lines += _goodput_rows(folder, HALVES, "four halves of GPUs (MPS), one for the encoder")
     lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
+    lines += _equal_rows(folder)
     lines += _tower_rows(folder)
     lines.append(_repeated_row(folder))
     lines.append(_four_images_row(folder))
@@ -43,19 +47,61 @@ def markdown(folder: Path) -> str:
 
 
 def _goodput_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
+    """Yields the fastest rate of each trace, by the strictest SLO of the run."""
     result = json.loads((folder / name).read_text())
-    slo = result["slos"][0] if "slos" in result else result["slo"]
-    for row in result["rows"]:
+    slo = min(result["slos"], key=lambda one: one["ttft_ms"]) if "slos" in result else result["slo"]
+    for row in _fastest(result["rows"]):
         trace, servers = row["trace"], row["servers"]
         rate = trace["requests"] / trace["seconds"] * row["speed"]
-        peers = [server["goodput_share"] for kind, server in servers.items() if kind != _OURS]
+        shares = {kind: _share(server, slo) for kind, server in servers.items()}
+        peers = [share for kind, share in shares.items() if kind != _OURS]
+        threads = "" if 1 in result["fleet"].get("peer_threads", ()) else "; vLLM with torch's default threads"
         yield table_row(
             [
                 f"requests within the SLO, {trace['name']} at {rate:.3g}/s",
-                f"{servers[_OURS]['goodput_share']:.0%}",
+                f"{shares[_OURS]:.0%}",
                 f"{max(peers):.0%}",
                 f"{layout}; SLO: TTFT {slo['ttft_ms'] / 1000:g} s, TPOT {slo['tpot_ms']:g} ms; {trace['requests']} "
-                f"requests, {result['date'][:10]} ({_log(name)})",
+                f"requests{threads}, {result['date'][:10]} ({_log(name)})",
+            ]
+        )
+
+
+def _fastest(rows: Sequence[Record]) -> list[Record]:
+    """Returns the row of each trace with the most requests a second, in the order of the traces."""
+    rates = {id(row): row["trace"]["requests"] / row["trace"]["seconds"] * row["speed"] for row in rows}
+    names = dict.fromkeys(row["trace"]["name"] for row in rows)
+    return [
+        max((row for row in rows if row["trace"]["name"] == name), key=lambda row: rates[id(row)]) for name in names
+    ]
+
+
+def _share(server: Record, slo: Record) -> float:
+    """Returns the share of a server's requests within an SLO, of which newer results have several."""
+    share: float = server.get("goodput_shares", {}).get(
+        f"{slo['ttft_ms']:g}:{slo['tpot_ms']:g}", server["goodput_share"]
+    )
+    return share
+
+
+def _equal_rows(folder: Path) -> Iterator[str]:
+    """Yields the fastest rate of each shape of requests, beside vLLM's configuration with the earliest first token."""
+    result = json.loads((folder / EQUAL).read_text())
+    for row in _fastest(result["rows"]):
+        images, side, prompt_tokens, _ = re.split("[x+]", row["trace"]["name"])
+        if prompt_tokens != "400":
+            continue
+        peers = [server for kind, server in row["servers"].items() if kind != _OURS]
+        pair = row["servers"][_OURS], min(peers, key=lambda server: server["ttft_ms"]["mean"])
+        ours, theirs = (f"{one['ttft_ms']['mean']:.0f}, {one['tpot_ms']['mean']:.1f} ms" for one in pair)
+        trace = row["trace"]
+        sent_per_s = trace["requests"] / trace["seconds"] * row["speed"]
+        yield table_row(
+            [
+                f"TTFT, TPOT, mean: {images} × {side}² and {prompt_tokens} tokens at {sent_per_s:.3g}/s",
+                ours,
+                theirs,
+                f"Qwen3-VL-4B, one GPU, shared with the encoder, {result['date'][:10]} ({_log(EQUAL)})",
             ]
         )
 

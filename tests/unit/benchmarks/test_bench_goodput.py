@@ -7,10 +7,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -23,15 +24,17 @@ from benchmarks.goodput import plan as goodput_plan
 from benchmarks.goodput.options import parse, slices
 from benchmarks.goodput.plan import MODELS, Fleet, engine_args, serve_config, vllm_command
 from benchmarks.goodput.servers import peers, start_balancer
+from benchmarks.ladder.measure import Deadline
 from benchmarks.peers.vllm_tower import published_files
 from benchmarks.serving import gpu_parts
 from benchmarks.serving.latency_client import Answer
+from benchmarks.serving.servers import Peer, Servers
 from benchmarks.trace.bodies import Bodies
 from benchmarks.trace.client import Run, Sent
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.images import picture
-from benchmarks.trace.requests import generate_trace
-from benchmarks.trace.run import _piece_bodies
+from benchmarks.trace.requests import Trace, generate_trace
+from benchmarks.trace.run import Server, _piece_bodies
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.vllm.compat import check_args
@@ -247,6 +250,34 @@ def test_servers_with_several_api_processes_are_sets_of_their_own() -> None:
     assert ["--api-server-count 4" in command for command in commands] == [False, True]
     options = [command.partition(" --model ")[2] for command in commands]
     assert options[0] == options[1] != "", "alike in all else"
+
+
+def test_servers_with_one_thread_are_sets_of_their_own() -> None:
+    """vLLM's engine keeps many cores busy with images, and is slower for it."""
+    default, one = Fleet(1, 1, 2048, (8192,), 4, 8, 30.0, (4,), (0, 1)).peers()
+    assert (default.name, one.name) == ("vllm-8192-4api", "vllm-8192-4api-1threads")
+    assert (default.environment, one.environment) == ({}, {"OMP_NUM_THREADS": "1"})
+    found = peers(Fleet(2, 1, 2048, (8192,), 4, 8, 30.0, (1,), (1,)), Path("model"))
+    assert [each.environment for each in found["vllm-8192-1threads"]] == [
+        {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(number)} for number in range(2)
+    ]
+
+
+def test_another_server_is_first_at_each_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[str]] = []
+
+    def measured(trace: Trace, speed: float, servers: Sequence[Server], *_: object) -> dict[str, Any]:
+        orders.append([one.label for one in servers])
+        one = {"sent": 1, "goodput_share": 1.0, "goodput_per_s": 1.0}
+        return {"trace": {"name": trace.name, "seconds": 1.0}, "servers": dict.fromkeys(orders[-1], one)}
+
+    monkeypatch.setattr(bench_goodput, "measure_slice", measured)
+    monkeypatch.setattr(bench_goodput, "start_balancer", lambda ports, scratch: nullcontext(1))
+    options = parse(["--load", "1x64+8+4:1,2,3,4:2", "--again", "0"])
+    servers = cast(Servers, SimpleNamespace(urls={"vitray": "http://a"}))
+    sets = {name: [Peer(name, [], 1)] for name in ("b", "c")}
+    bench_goodput.run({"rows": []}, FOUR, servers, sets, options, Path("unused"), Deadline(60))
+    assert orders[2:] == [["vitray", "b", "c"], ["b", "c", "vitray"], ["c", "vitray", "b"], ["vitray", "b", "c"]]
 
 
 class Named(BaseHTTPRequestHandler):

@@ -225,10 +225,24 @@ def test_times_of_answers_that_are_not_finite_are_not_shown(alone: Path) -> None
 def test_the_readmes_rows_are_of_the_results() -> None:
     lines = comparison.markdown(report.RESULTS).splitlines()
     goodput = json.loads((report.RESULTS / comparison.TWO_GPUS).read_text())
-    row = next(row for row in goodput["rows"] if row["trace"]["name"] == "documents")
-    ours, theirs = (row["servers"][name]["goodput_share"] for name in ("vitray", "vllm-8192-4api"))
+    documents = [row for row in goodput["rows"] if row["trace"]["name"] == "documents"]
+    row = max(documents, key=lambda row: row["trace"]["requests"] / row["trace"]["seconds"] * row["speed"])
+    shares = {name: server["goodput_share"] for name, server in row["servers"].items()}
+    ours, theirs = shares.pop("vitray"), max(shares.values())
     assert any(f"| {ours:.0%} | {theirs:.0%} |" in line for line in lines)
     assert all("[log](benchmarks/log/2026-11-2" in line for line in lines[2:])
+
+
+def test_the_readmes_peer_is_the_best_one_and_its_threads_are_told() -> None:
+    """vLLM is faster with one CPU thread for torch; results before that was known say so."""
+    lines = comparison.markdown(report.RESULTS).splitlines()
+    (documents,) = (line for line in lines if "documents at 0.909/s" in line)
+    assert "| 93% | 80% | one GPU" in documents, "by the strictest SLO, vLLM with one thread"
+    assert "SLO: TTFT 1 s, TPOT 50 ms" in documents
+    assert "default threads" not in documents
+    assert all("vLLM with torch's default threads" in line for line in lines if "two GPUs" in line)
+    (four,) = (line for line in lines if "4 × 640² and 400 tokens" in line)
+    assert "15/s | 277, 20.1 ms | 408, 21.4 ms |" in four
 
 
 def test_a_run_whose_peer_did_not_take_turns_says_so() -> None:
