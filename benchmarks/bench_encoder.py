@@ -3,8 +3,9 @@
 Towers have the published shapes and random weights, so no checkpoint is needed. Patches are on the device, embeddings
 stay there, and there is no embedding cache. All contestants take turns in random order, with vLLM's in a separate
 process; then the fastest of each side run alone for `--sustain` seconds. Every figure has the GPU's clock and power.
-Needs torch, numpy and safetensors, on a GPU triton, and for errors transformers. The last line on stdout is JSON, and
-`--out` is written after each shape, so that an interrupted run keeps its results; `--resume` continues from them.
+`--accuracy MODEL` measures errors on a checkpoint's own weights instead. Needs torch, numpy and safetensors, on a GPU
+triton, and for errors transformers. The last line on stdout is JSON, and `--out` is written after each shape, so that
+an interrupted run keeps its results; `--resume` continues from them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.ladder.accuracy import accuracy_table, measure_accuracy
 from benchmarks.ladder.baton import Peer
 from benchmarks.ladder.gpu_clock import Readings, sample_gpu
 from benchmarks.ladder.ladder import NO_TIME, Ladder, Options, new_record
@@ -67,6 +69,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sustain-all", action="store_true", help="sustain every configuration, not only the fastest of each side"
     )
+    parser.add_argument(
+        "--accuracy",
+        metavar="MODEL",
+        help="instead of times, the error of each rung on this checkpoint's weights against float32; once more with "
+        "--without-hopper for the kernels of an A100",
+    )
     parser.add_argument("--resume", action="store_true", help="measure what the file of --out lacks")
     parser.add_argument(
         "--without-hopper",
@@ -85,6 +93,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--resume needs --out")
     if min(asked.sustain, asked.settle) < 0:
         parser.error(f"--sustain is {asked.sustain} and --settle {asked.settle}; they must be at least 0")
+    if asked.accuracy is not None and (asked.tiny or asked.resume or asked.peers):
+        parser.error("--accuracy goes with --only, --device, --without-hopper, --out and --commit")
     if asked.rounds < 1:
         parser.error(f"--rounds is {asked.rounds}; it must be at least 1")
     return asked
@@ -107,6 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline = Deadline(60 * options.minutes)
     if options.without_hopper:
         _hide_hopper(options.device)
+    if options.accuracy is not None:
+        found = measure_accuracy(options.accuracy, _rungs(options), torch.device(options.device))
+        print(accuracy_table(found), flush=True)
+        source = provenance(options.commit, arguments)
+        report = {"benchmark": "accuracy", "without_hopper": options.without_hopper, **found, **source}
+        write({**report, "gpu": None if options.device == "cpu" else gpu()}, options.out)
+        return 0
     report = _begun(options, arguments)
     folder = options.out.parent if options.out is not None else Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

@@ -47,13 +47,12 @@ class EncoderConfig:
     not set. true: an error if they cannot be used."""
     fp8: bool = False
     """GEMMs in 8 bits (e4m3), with fused kernels and dtype bfloat16, on GPUs of compute capability 9.0 (Hopper) and
-    newer. At start-up the tower is compared with itself in bfloat16 on trial images, and each image in a batch with the
-    same image alone; layers that exceed the two limits below stay in bfloat16, and if all would, the start fails."""
-    fp8_min_token_cosine: float = 0.99
-    """Lowest cosine allowed between a token's embedding in fp8 and in bfloat16, and between its embedding in a batch
-    and alone; the main part and each deepstack level are compared separately."""
-    fp8_min_image_cosine: float = 0.999
-    """The same limit for an image's embeddings as a whole."""
+    newer. At start-up the tower is compared with itself in float32 on trial images, and each image in a batch with the
+    same image alone; layers that exceed the limit below stay in bfloat16, and if all would, the start fails."""
+    fp8_max_error: float = 3.0
+    """Largest error of an image in fp8, as a multiple of the largest error of the same tower in bfloat16, both against
+    float32 on trial images; also of what an image differs by between a batch and alone. The main part and each
+    deepstack level are compared separately."""
     compile_mm_encoder: bool = False
     """Run the tower's blocks through torch.compile. It has no effect with fused kernels."""
     attention_backend: AttentionName = "auto"
@@ -100,6 +99,7 @@ class EncoderConfig:
             "encoder_cudagraph_max_images_per_batch",
             "encoder_cudagraph_memory_bytes",
             "staging_pinned_bytes",
+            "fp8_max_error",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
@@ -108,9 +108,6 @@ class EncoderConfig:
             raise ValueError(
                 f"fp8 is true, and fused_kernels is {self.fused_kernels!r}{beside}; fp8 needs fused_kernels to be true"
             )
-        for name in ("fp8_min_token_cosine", "fp8_min_image_cosine"):
-            if not -1 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; a cosine lies between -1 and 1")
         self._check_budgets(self.encoder_cudagraph_token_budgets)
         for size in self.warm_image_sizes:
             if len(size) != 2 or min(size) < 1:

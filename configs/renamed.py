@@ -10,6 +10,8 @@ RENAMED = {
     "capture": 'graph_capture ("startup" for eager, "on_demand" for lazy, "hybrid")',
     "warm_grids": "warm_image_sizes",
     "state_folder": "cache_dir",
+    "fp8_min_token_cosine": "fp8_max_error (a multiple of bfloat16's error instead of a cosine)",
+    "fp8_min_image_cosine": "fp8_max_error (a multiple of bfloat16's error instead of a cosine)",
     # args.encoder_replica and args.llm
     "shared_pixel_bytes": "pixel_shm_bytes",
     "shared_embedding_bytes": "embedding_shm_bytes",

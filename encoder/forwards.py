@@ -63,7 +63,7 @@ class TowerForward:
     run_into: Callable[[Tensor, TowerMetadata, Tensor], None] | None = None
     """Like `run`, into memory of the caller; None if the forward does not support it."""
     agreement: Agreement | None = None
-    """Agreement of the 8-bit forward with bfloat16 on trial images; None without 8 bits."""
+    """Errors of the 8-bit forward on trial images; None without 8 bits."""
     fallback: Fallback | None = None
     """Why the forward is not fused although the settings and the device call for it; else None."""
     same_rows_tolerance: float | None = None
@@ -138,7 +138,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
     Raises:
         ValueError: fused kernels or 8-bit GEMMs are required and not available for this device or tower.
         FusionError: fused kernels are required, and their embeddings differ from the eager tower's.
-        Fp8RefusedError: 8-bit GEMMs are required, and their embeddings differ from bfloat16 by too much.
+        Fp8RefusedError: 8-bit GEMMs are required, and their errors are larger than the settings allow.
         BackendUnavailableError: the attention backend that the settings name is not available.
     """
     if config.fp8:
@@ -233,7 +233,7 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
         return forward
     fused, agreement = build_fp8_tower(tower, fused, config, rules)
     # A graph and an eager run may round in different places, and 8-bit GEMMs amplify the difference.
-    tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.largest_error), MAX_TOLERANCE)
+    tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.bfloat16_difference), MAX_TOLERANCE)
     forward = replace(
         forward,
         name="fp8",

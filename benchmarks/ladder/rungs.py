@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
+from encoder.checkpoint.image_rules import ImageRules
 from encoder.forwards import choose_forward
 from encoder.metadata.geometry import Grid
 from encoder.runner import TowerRunner
@@ -22,13 +23,12 @@ _SWITCHES: Mapping[str, Mapping[str, object]] = {
     "cudagraph": {"fused_kernels": False, "compile_mm_encoder": True, "cudagraph_mm_encoder": True},
     # Fused kernels leave nothing to compile.
     "fusion": {"fused_kernels": True, "cudagraph_mm_encoder": True},
-    # The cosines are recorded and not checked, because the weights are random.
+    # The error is recorded and not checked: random weights exceed the product's limit.
     "fp8": {
         "fused_kernels": True,
         "cudagraph_mm_encoder": True,
         "fp8": True,
-        "fp8_min_token_cosine": 0.0,
-        "fp8_min_image_cosine": 0.0,
+        "fp8_max_error": 1e6,
     },
 }
 RUNGS = tuple(_SWITCHES)
@@ -66,8 +66,9 @@ def switches_of(name: str) -> dict[str, object]:
     return dict(_SWITCHES[name])
 
 
-def make_rung(name: str, tower: VisionTower) -> Rung:
-    """Builds a rung on a loaded eager tower, whose weights it shares if possible.
+def make_rung(name: str, tower: VisionTower, rules: ImageRules | None = None) -> Rung:
+    """Builds a rung on a loaded eager tower, whose weights it shares if possible. `rules`: those of its checkpoint, for
+    the images that validate it.
 
     Raises:
         RungUnavailableError: a device, a package or a switch is missing.
@@ -75,7 +76,7 @@ def make_rung(name: str, tower: VisionTower) -> Rung:
     config = EncoderConfig(warm_image_sizes=(), **switches_of(name))  # type: ignore[arg-type]
     began = time.perf_counter()
     try:
-        runner = TowerRunner.build(choose_forward(tower, config), config)
+        runner = TowerRunner.build(choose_forward(tower, config, rules), config)
     except (ValueError, BackendUnavailableError) as error:
         raise RungUnavailableError(str(error)) from error
     build_s = time.perf_counter() - began

@@ -36,7 +36,7 @@ def _limits(record: Record) -> str:
     """Returns the difference between fp8 rows and the product's default."""
     if not any(row["name"] == FP8 for row in record["rows"]):
         return ""
-    return " fp8 has its cosine limits off; the product refuses it by default on these random weights."
+    return " Our fp8 runs without a limit on its error; the product refuses it by default on these random weights."
 
 
 def _named(result: Record) -> str:
@@ -61,9 +61,8 @@ def _alone_text(result: Record, record: Record) -> str:
         f"{result['date'][:10]}. Each configuration ran **alone** for {result['sustain_s']:g} s after a warm-up of "
         f"{result['settle_s']:g} s: median milliseconds, median SM clock and mean power. vLLM has the same weights. "
         "None of our budgets was chosen by 1×640×480, 1×1920×1080, 3×1240×1754 and 1×3000×2000, while vLLM's “fitted” "
-        "budgets are those of each shape. A configuration of vLLM whose output is not finite does not count. fp8 "
-        "compares ours with the cosine limits off, which the product refuses by default, and vLLM's "
-        "`--quantization fp8`.",
+        "budgets are those of each shape. A configuration of vLLM whose output is not finite does not count. vLLM's "
+        f"fp8 is `--quantization fp8`.{_limits(record)}",
         "",
         table_row(titles),
         table_rule(len(titles)),

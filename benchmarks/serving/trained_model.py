@@ -11,7 +11,7 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.forwards import TowerForward, choose_forward
 from encoder.fp8.calibration_images import trial_batch
-from encoder.fp8.validation import Agreement, compare_embeddings
+from encoder.fp8.validation import Difference, compare_embeddings
 from encoder.metadata.builder import MetadataBuilder
 from encoder.towers.backends import BackendUnavailableError
 from encoder.towers.weights import load_tower
@@ -31,19 +31,17 @@ def trained_agreement(device: torch.device) -> dict[str, object]:
     counts = [t * h * w // exact.config.merge_unit for t, h, w in grids]
     expected = exact(patches, exact.prepare(grids))
 
-    def of(forward: TowerForward) -> Agreement:
+    def of(forward: TowerForward) -> Difference:
         metadata = MetadataBuilder(forward.config).build(grids, device=device, backend=forward.backend)
         return compare_embeddings(forward.run(patches, metadata), expected, counts, forward.config.out_hidden_size)
 
     found: dict[str, object] = {"model": MODEL, "images": len(grids), "patches": patches.shape[0]}
     try:
         rounded = load_tower(path, dtype=torch.bfloat16, device=device)
-        narrow = choose_forward(
-            rounded, EncoderConfig(fused_kernels=True, fp8=True, fp8_min_token_cosine=0, fp8_min_image_cosine=0), rules
-        )
+        narrow = choose_forward(rounded, EncoderConfig(fused_kernels=True, fp8=True, fp8_max_error=float("inf")), rules)
         assert narrow.agreement is not None
         return found | {
-            "fp8_beside_bfloat16": asdict(narrow.agreement),
+            "fp8_on_trial_images": asdict(narrow.agreement),
             "fp8_beside_float32": asdict(of(narrow)),
             "bfloat16_beside_float32": asdict(of(choose_forward(rounded, EncoderConfig(fused_kernels=True), rules))),
         }

@@ -26,6 +26,7 @@ def bench() -> None:
     vitray bench serve http://127.0.0.1:8000          a small trace at its own speed
     vitray bench serve URL --against OTHER --trace t.jsonl --plot out.png
     vitray bench encoder --arch qwen3_vl              each rung of the ladder on this machine's GPU
+    vitray bench encoder --accuracy MODEL             the error of each rung on a checkpoint's weights
     vitray bench packing trace.jsonl                  padding of the token budgets on a trace of images
 
     Each of them has its own options: `vitray bench serve --help`.

@@ -1,1 +1,1 @@
-"""8-bit GEMMs of the fused towers, and their validation against bfloat16."""
+"""8-bit GEMMs of the fused towers, and their validation against float32."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from encoder.fp8.activation_range import hidden_scales
+from encoder.fp8.channel_means import ChannelMeans
 from encoder.fused.affine import Affine, ScaledRows
 from encoder.fused.gemm import Epilogue, Gemm, Layer, Rows
 from encoder.fused.rope_in_gemm import Rotation
@@ -39,10 +40,18 @@ class Fp8Gemm(Gemm):
     `wide` computes all others. Attention's output stays in 16 bits: another quantisation pass costs what 8 bits
     save."""
 
-    def __init__(self, wide: Gemm, *, layers: Collection[Layer] = tuple(Layer), first_block: int = 0) -> None:
-        """`layers`: the layers in 8 bits, in the blocks from `first_block` on."""
+    def __init__(
+        self,
+        wide: Gemm,
+        *,
+        layers: Collection[Layer] = tuple(Layer),
+        first_block: int = 0,
+        means: ChannelMeans | None = None,
+    ) -> None:
+        """`layers`: the layers in 8 bits, in the blocks from `first_block` on. `means`: of channels with massive
+        activations in their inputs, subtracted before rows are quantised."""
         self._wide, self.rotates = wide, wide.rotates
-        self._layers, self._first_block = layers, first_block
+        self._layers, self._first_block, self._means = layers, first_block, means or {}
         self._quack: QuackFp8Kernels | None = None
         if wide.rotates:
             from encoder.fp8.quack_gemm import QuackFp8Kernels
@@ -64,6 +73,8 @@ class Fp8Gemm(Gemm):
             return layer
         if any(side % _MULTIPLE for side in layer.weight.shape):
             return layer
+        mean = self._means.get((block, kind))
+        layer = layer if mean is None else layer.centered(mean)
         return replace(layer, scaled=scaled(layer.weight.contiguous()))
 
     def load_mlp(
@@ -73,7 +84,8 @@ class Fp8Gemm(Gemm):
         up, down = super().load_mlp(up, down, block, norm)
         if self._quack is None or norm is None or up.scaled is None or down.scaled is None:
             return up, down
-        scales = hidden_scales(up, *norm)
+        weight, bias = norm
+        scales = hidden_scales(up, weight, bias if up.center is None else bias.float() - up.center)
         # Exact, since the scales are powers of two.
         divided = scaled((down.weight / scales.to(down.weight.dtype)).contiguous())
         return replace(up, hidden_scale=scales), replace(down, scaled=divided)
@@ -83,6 +95,7 @@ class Fp8Gemm(Gemm):
         if isinstance(x, Tensor):
             if layer.scaled is None:
                 return self._wide(layer, x, epilogue, out)
+            assert layer.center is None, "only norms subtract it"
             x = scaled(x)
         assert out is None
         assert epilogue is Epilogue.NONE

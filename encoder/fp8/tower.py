@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
-from encoder.fp8.validation import Agreement, RunGrids, Share, try_fp8
+from encoder.fp8.calibration_images import trial_batch
+from encoder.fp8.channel_means import channel_means
+from encoder.fp8.validation import Agreement, RunGrids, Share, default_rules, try_fp8
+from encoder.metadata.geometry import Grid
 from encoder.towers.tower import VisionTower
 
 if TYPE_CHECKING:
@@ -39,8 +45,10 @@ def build_fp8_tower(
 ) -> tuple[FusedTower, Agreement]:
     """Returns `wide`, made of `tower`, with the first of `SHARES` in 8 bits that agrees with it, and the agreement.
 
+    A copy of `tower` in float32 is on the device for one run.
+
     Raises:
-        Fp8RefusedError: with every share, embeddings differ by more than the settings allow.
+        Fp8RefusedError: with every share, errors are larger than the settings allow.
     """
     from encoder.fp8.gemm import Fp8Gemm
     from encoder.fused.tower import FusedTower
@@ -48,15 +56,37 @@ def build_fp8_tower(
     def run_of(fused: FusedTower) -> RunGrids:
         return lambda patches, grids: fused(patches, fused.prepare(grids))
 
+    patches, grids = trial_batch(rules or default_rules(tower.config), tower.device, 1)
+    means = channel_means(tower, patches, grids)
+    expected = _in_float32(tower, patches, grids)
     made: list[FusedTower] = []
 
     def narrow(share: Share) -> RunGrids:
         made.clear()
         first_block = share.first_block(tower.config.depth)
         with torch.cuda.device(tower.device):
-            gemm = Fp8Gemm(wide.gemm, layers=share.layers, first_block=first_block)
+            gemm = Fp8Gemm(wide.gemm, layers=share.layers, first_block=first_block, means=means)
             made.append(FusedTower(tower, wide.attention_plan, gemm))
         return run_of(made[0])
 
-    _, agreement = try_fp8(narrow, run_of(wide), tower.config, config, rules=rules, device=tower.device)
+    _, agreement = try_fp8(
+        narrow,
+        run_of(wide),
+        expected,
+        tower.config,
+        config,
+        patches=patches,
+        grids=grids,
+    )
     return made[0], agreement
+
+
+@torch.inference_mode()
+def _in_float32(tower: VisionTower, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """Returns the embeddings `[num_tokens, width]` of a float32 copy of the tower, whose memory is returned."""
+    exact = copy.deepcopy(tower).float()
+    found = exact(patches, exact.prepare(grids))
+    del exact
+    if tower.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found

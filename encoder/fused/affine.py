@@ -31,6 +31,14 @@ class Affine:
     hidden_scale: Tensor | None = None
     """For the MLP's first layer, if it writes 8 bits for the second: the factor of each hidden feature, by which the
     second layer's quantised weight is divided. float32 `[out]`."""
+    center: Tensor | None = None
+    """For a quantised layer after a norm: subtracted from the norm's rows before they are quantised. Its product with
+    the weight is part of the bias. float32 `[in]`."""
+
+    def centered(self, center: Tensor) -> Affine:
+        """Returns the same function for rows from which `center` has been subtracted, up to the bias's rounding."""
+        bias = self.bias.float() + self.weight.float() @ center
+        return replace(self, bias=bias.to(self.bias.dtype), center=center)
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Affine:

@@ -34,9 +34,14 @@ class FusedNorm:
         return None if self._bias is None else (self._weight, self._bias)
 
     def __call__(
-        self, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None, scales: Tensor | None = None
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        sums: Tensor | None = None,
+        scales: Tensor | None = None,
+        center: Tensor | None = None,
     ) -> Tensor:
-        """Returns `[rows, width]`. `valid`, `sums`, `scales`: see `encoder.kernels.norm.norm`."""
+        """Returns `[rows, width]`. `valid`, `sums`, `scales`, `center`: see `encoder.kernels.norm.norm`."""
         width = self._weight.shape[0]
         return norm(
             x.view(-1, width),
@@ -47,6 +52,7 @@ class FusedNorm:
             valid=valid,
             sums=None if sums is None else sums.view(sums.shape[0], -1, width),
             scales=scales,
+            center=center,
         )
 
     def before(self, layer: Affine, x: Tensor, valid: Tensor | None = None, sums: Tensor | None = None) -> Rows:
@@ -54,4 +60,4 @@ class FusedNorm:
         if layer.scaled is None:
             return self(x, valid, sums)
         scales = x.new_empty(x.numel() // self._weight.shape[0], 1, dtype=torch.float32)
-        return ScaledRows(self(x, valid, sums, scales), scales)
+        return ScaledRows(self(x, valid, sums, scales, layer.center), scales)

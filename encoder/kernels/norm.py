@@ -53,6 +53,7 @@ def _norm_kernel(
     valid_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    center_ptr: tl.tensor,
     rows: int,
     eps: float,
     WIDTH: tl.constexpr,
@@ -64,6 +65,7 @@ def _norm_kernel(
     HAS_VALID: tl.constexpr,
     SUMS: tl.constexpr,
     SCALED: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     begin_after(OVERLAP)
@@ -99,12 +101,16 @@ def _norm_kernel(
     x = x * scale * tl.load(weight_ptr + head).to(tl.float32)
     if not RMS:
         x += tl.load(bias_ptr + head).to(tl.float32)
+    if HAS_CENTER:
+        x -= tl.load(center_ptr + head)
     # Selected, not multiplied: a padding row may hold NaN.
     x = tl.where(counts, x, 0.0)
     if TAIL:
         y = y * scale * _load(weight_ptr + tail, within)
         if not RMS:
             y += _load(bias_ptr + tail, within)
+        if HAS_CENTER:
+            y -= _load(center_ptr + tail, within)
         y = tl.where(counts, y, 0.0)
     if SCALED:
         largest = tl.max(tl.abs(x), axis=1, keep_dims=True)
@@ -130,13 +136,15 @@ def norm(
     valid: Tensor | None = None,
     sums: Tensor | None = None,
     scales: Tensor | None = None,
+    center: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm with a `bias`, RMSNorm without, of `x + shift`, computed in float32 and rounded once.
 
     `x`, result: `[rows, width]`, contiguous; `weight`, `bias`: `[width]`; `shift`: float32 `[width]`. `valid`: int32
     `[1]` on the device or None: rows from `valid` on are written as zeros, whatever they hold. `sums`:
     `[parts, rows, width]`, contiguous, float32 or the dtype of `x`, or None: added to `x` in place first, rounded once.
-    `scales`: float32 `[rows, 1]` or None: if given, the result is float8_e4m3fn, with the rows' scales in it.
+    `scales`: float32 `[rows, 1]` or None: if given, the result is float8_e4m3fn, with the rows' scales in it. `center`:
+    float32 `[width]` or None: subtracted from the result before it is rounded.
     """
     out = torch.empty_like(x, dtype=x.dtype if scales is None else torch.float8_e4m3fn)
     rows, width = x.shape
@@ -153,6 +161,7 @@ def norm(
         x if valid is None else valid,
         x if sums is None else sums,
         x if scales is None else scales,
+        weight if center is None else center,
         rows,
         eps,
         WIDTH=width,
@@ -164,6 +173,7 @@ def norm(
         HAS_VALID=valid is not None,
         SUMS=0 if sums is None else sums.shape[0],
         SCALED=scales is not None,
+        HAS_CENTER=center is not None,
         **overlapping(x),
         num_warps=1 if a_warp_each else 4 if width <= 2048 else 8,
         **OPTIONS,

@@ -106,10 +106,15 @@ def reaches(value: Callable[[], float], expected: float) -> None:
 def settled(value: Callable[[], float]) -> float:
     """A metric's value once it has been the same for SETTLED_S: until then, earlier requests may still be added to it,
     and would look like those of the test."""
-    seen, since = value(), time.monotonic()
+    return settled_together(value)[0]
+
+
+def settled_together(*values: Callable[[], float]) -> list[float]:
+    """The same of several metrics, in the time of one."""
+    seen, since = [value() for value in values], time.monotonic()
     while time.monotonic() < since + SETTLED_S:
         time.sleep(0.5)
-        if (now := value()) != seen:
+        if (now := [value() for value in values]) != seen:
             seen, since = now, time.monotonic()
     return seen
 

@@ -10,7 +10,7 @@ import pytest
 
 from deployments.telemetry.metrics import Counter
 from tests.serve.application import ServedApplication
-from tests.serve.asking import Json, ask, post, settled, until
+from tests.serve.asking import Json, ask, post, settled_together, until
 from tests.serve.comparison import difference
 from tests.serve.conversations import AGENT, AGENT_TURNS, Body, chat, screenshots
 from tests.serve.test_embedding_cache import CHAT, timing
@@ -44,7 +44,7 @@ def test_each_screenshot_is_encoded_once_and_transferred_once(
     def skipped() -> float:
         return application.exported(arch, "LLM", Counter.EMBEDDINGS_SKIPPED)
 
-    encoded_before, skipped_before = settled(encoded), settled(skipped)
+    encoded_before, skipped_before = settled_together(encoded, skipped)
     for turn in range(1, AGENT_TURNS + 1):
         answer, num_received, num_encoded = ask_counted(base_url, screenshots(turn))
         assert (num_received, num_encoded) == (1, 1), f"turn {turn}"
@@ -92,11 +92,12 @@ def test_what_the_prefix_cache_has_lost_is_encoded_or_sent_again(
         filler = " ".join(f"{number}.{chance.randrange(10)}" for _ in range(FILLER_WORDS))
         usage = ask(base_url, chat({"role": "user", "content": filler}))["usage"]
         assert 2 * FILLER_WORDS <= usage["prompt_tokens"] <= MAX_MODEL_LEN
-    before, twice_before = settled(encoded), settled(encoded_twice)
+    before, twice_before = settled_together(encoded, encoded_twice)
     answer, num_received, num_encoded = ask_counted(base_url, body)
     assert num_received == AGENT_TURNS
     assert num_encoded == 0 if arch == "qwen3" else num_encoded > 0
     difference(answer, reference.agent[arch][f"turn {AGENT_TURNS}"], tolerance=TOLERANCE)
     until(lambda: encoded() >= before + num_encoded)
-    assert settled(encoded) <= before + num_encoded + settled(encoded_twice) - twice_before
+    after, twice_after = settled_together(encoded, encoded_twice)
+    assert after <= before + num_encoded + twice_after - twice_before
     assert ask_counted(base_url, body)[1] == 1, "the prefix cache has the others again"

@@ -55,15 +55,18 @@ def is_same_answer(one: Any, other: Any, stream: bool) -> None:
     assert one.usage.input_tokens == other.usage.input_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_about_an_image_goes_on(
-    application: ServedApplication, arch: str, client: openai.OpenAI, stream: bool
-) -> None:
+def test_conversations_about_images_go_on(application: ServedApplication, arch: str, client: openai.OpenAI) -> None:
     """The second and third turn name the one before; tokens and log-probabilities are those of the same conversation
-    sent whole. The image is encoded once. `instructions` are not inherited."""
+    sent whole. Each image is encoded once. `instructions` are not inherited."""
+    encoded = settled(lambda: application.exported(arch, "Encoder", Counter.IMAGES_ENCODED))
+    for stream in (False, True):
+        converse_about_images(client, stream)
+    assert settled(lambda: application.exported(arch, "Encoder", Counter.IMAGES_ENCODED)) == encoded + 4
+
+
+def converse_about_images(client: openai.OpenAI, stream: bool) -> None:
     shown: Any = user(input_image(pictures.url(810 + stream, 120, 90, "JPEG")), WORDS)
     again: Any = user(input_image(pictures.url(812 + stream, 64, 90)), {"type": "input_text", "text": "And this?"})
-    encoded = settled(lambda: application.exported(arch, "Encoder", Counter.IMAGES_ENCODED))
     first = answered(client, stream, input=[shown], instructions="Be terse.")
     second = answered(client, stream, input="Are you sure?", previous_response_id=first.id, **LOGPROBS)
     third = answered(client, stream, input=[again], previous_response_id=second.id, **LOGPROBS)
@@ -75,7 +78,6 @@ def test_a_conversation_about_an_image_goes_on(
     other = answered(client, stream, input=[again, *items[1:]], store=False, **LOGPROBS)
     with pytest.raises(AssertionError):
         is_same_answer(third, other, stream)
-    assert settled(lambda: application.exported(arch, "Encoder", Counter.IMAGES_ENCODED)) == encoded + 2
 
 
 @pytest.mark.parametrize("arch", ["qwen3"])  # the other's weights fill the arguments without end

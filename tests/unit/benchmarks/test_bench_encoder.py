@@ -24,6 +24,7 @@ from benchmarks.ladder.towers import SECTIONS, config_of, random_patches, random
 from benchmarks.ladder.turns import FEWEST_ROUNDS, RunFailedError, Spell, Timed
 from benchmarks.peers import vllm_tower
 from configs.encoder_config import EncoderConfig
+from encoder.checkpoint.files import CheckpointError
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.forwards import choose_forward
 from encoder.runner import TowerRunner
@@ -122,6 +123,21 @@ def test_images_come_back_in_their_order() -> None:
     expected = tower(patches, tower.prepare(grids)).split([h * w // 4 for _, h, w in grids])
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_errors_on_a_checkpoints_own_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "accuracy.json"
+    asked = ["--accuracy", "models/scenes-8m", "--device", "cpu", "--only", "eager,fusion,fp8", "--out", str(out)]
+    assert bench_encoder.main(asked) == 0
+    told = capsys.readouterr().out
+    found = json.loads(told.splitlines()[-1])
+    assert found == json.loads(out.read_text())
+    assert found["rows"]["eager"]["over_bfloat16"] == pytest.approx(1, abs=0.2)
+    assert 1e-4 < found["rows"]["eager"]["error"] < 0.05
+    assert set(found["skipped"]) == {"fusion", "fp8"}
+    assert "until the error is at most 3 times bfloat16's" in told
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        bench_encoder.main(["--accuracy", "./nothing", "--device", "cpu"])
 
 
 def test_a_rung_that_fails_costs_the_others_nothing(

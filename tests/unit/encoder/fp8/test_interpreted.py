@@ -105,6 +105,9 @@ for rows, width in ((5, 144), (3, 128), (2, 1152)):
         stream = x.clone()
         right(*norm_scaled(stream, weight, offset, 1e-6, shift=shift, sums=addend[None]), plain.double())
         assert torch.equal(stream, summed)
+        center = 3 * torch.randn(width)
+        arguments = {"shift": shift, "sums": addend[None], "center": center}
+        right(*norm_scaled(x.clone(), weight, offset, 1e-6, **arguments), plain.double() - center)
         # Rows that do not count are zeros, whatever is in them.
         valid = torch.tensor([rows - 1], dtype=torch.int32)
         stream = x.clone()
@@ -123,9 +126,13 @@ print("equal")
 """
 
 TOWER = """
+from dataclasses import replace
+from configs.encoder_config import EncoderConfig
 from encoder.metadata.segments import AttentionBackend
+from encoder.fp8 import tower as fp8_tower
+from encoder.fp8.channel_means import channel_means
 from encoder.fp8.gemm import Fp8Gemm
-from encoder.fp8.validation import compare_embeddings
+from encoder.fp8.validation import SHARES, Fp8RefusedError, compare_embeddings
 from encoder.fused.tower import FusedTower
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
 from encoder.fused.gemm import CublasGemm
@@ -169,6 +176,41 @@ assert far.lowest_image_cosine > 0.95 and 0.02 < far.largest_error < 0.35
 def rounded(x):
     scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
     return (x / scales).to(torch.float8_e4m3fn).float() * scales
+
+# Means subtracted before rows are quantised: the same function, and nearer to it with massive activations.
+means = channel_means(eager, patches, grids)
+tower = FusedTower(eager, plan, Fp8Gemm(CublasGemm(), means=means))
+centered = compare_embeddings(tower(patches, tower.prepare(grids)), expected, counts, eager.config.out_hidden_size)
+print(centered)
+assert centered.lowest_image_cosine > 0.95 and 0.02 < centered.largest_error < 0.35
+if hasattr(eager.blocks[0].norm1, "bias"):
+    # A channel far above the others behind each norm, the same in all rows, which the next layer's bias cancels.
+    massive = load_tower(reference.path, dtype=torch.float32, device=torch.device("cpu"))
+    for block in massive.blocks:
+        for norm, layer in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.linear_fc1)):
+            norm.bias.data[5] += 1000
+            layer.bias.data -= 1000 * layer.weight.data[:, 5]
+    errors = []
+    for means in (None, channel_means(massive, patches, grids)):
+        tower = FusedTower(massive, plan, Fp8Gemm(CublasGemm(), means=means))
+        found = tower(patches, tower.prepare(grids))
+        errors.append(compare_embeddings(found, expected, counts, eager.config.out_hidden_size).largest_error)
+    print(errors)
+    assert errors[0] > 0.6 and errors[1] < 0.35
+
+# As at the start: float32, means, and the first share within the limit, which is large beside a float32 tower's error.
+fp8_tower.trial_batch = lambda rules, device, rows: (patches, grids)
+wide = FusedTower(eager, plan, CublasGemm())
+config = EncoderConfig(fused_kernels=True, fp8=True, fp8_max_error=1e9)
+narrow, agreement = fp8_tower.build_fp8_tower(eager, wide, config, None)
+print(agreement)
+assert agreement.share == str(SHARES[0]) and agreement.bfloat16_error < 1e-4 < 0.02 < agreement.error < 0.35
+assert torch.equal(narrow(patches, narrow.prepare(grids)), whole)
+try:
+    fp8_tower.build_fp8_tower(eager, wide, replace(config, fp8_max_error=10), None)
+    raise SystemExit("it was accepted")
+except Fp8RefusedError as error:
+    assert "the limit is 10 (fp8_max_error)" in str(error), error
 
 # The last block alone, and the same in plain PyTorch: both sides of its products are rounded. With more blocks, single
 # roundings that turn with the order of a sum would turn more in the next.

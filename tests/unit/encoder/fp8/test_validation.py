@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ladder.towers import config_of, random_patches, random_tower
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.fp8.calibration_images import trial_batch, trial_images
+from encoder.fp8.channel_means import channel_means
 from encoder.fp8.tower import check_fp8
-from encoder.fp8.validation import SHARES, Agreement, Fp8RefusedError, Share, compare_embeddings, default_rules, try_fp8
+from encoder.fp8.validation import (
+    SHARES,
+    Agreement,
+    Difference,
+    Fp8RefusedError,
+    Share,
+    compare_embeddings,
+    default_rules,
+    part_errors,
+    try_fp8,
+)
+from encoder.fused.affine import Affine
+from encoder.fused.gemm import Layer
 from encoder.metadata.geometry import Grid
 
 CPU = torch.device("cpu")
@@ -25,44 +41,46 @@ OUT = 8
 
 @pytest.fixture(scope="module")
 def tower() -> VisionConfig:
-    from benchmarks.ladder.towers import config_of
-
     return dataclasses.replace(config_of("qwen3_vl", tiny=True, dtype="bfloat16"), out_hidden_size=OUT)
 
 
-def embeddings(config: VisionConfig, patches: Tensor, grids: list[Grid]) -> Tensor:
+def embeddings(config: VisionConfig, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
     """Tokens as wide as the tower's, made of the patches alone."""
     tokens = patches.unflatten(0, (-1, config.merge_unit)).mean(1)
     mixed = torch.randn(tokens.shape[1], config.width, generator=torch.Generator().manual_seed(0))
     return tokens @ mixed + torch.randn(config.width, generator=torch.Generator().manual_seed(1))
 
 
-def tried(config: EncoderConfig, tower: VisionConfig, *spoils: float, alone: float | None = None) -> Agreement:
-    """With narrow runs that turn the first token of each image by one of `spoils` for each of `SHARES`, the last for
-    the rest; by `alone` where an image is run alone."""
+def wrong(config: VisionConfig, patches: Tensor, grids: Sequence[Grid], error: float) -> Tensor:
+    """The same with an error of this size in the last part of the width of each image."""
+    found = embeddings(config, patches, grids)
+    for image in found.split([t * h * w // config.merge_unit for t, h, w in grids]):
+        part = image[:, -OUT:]
+        noise = torch.randn(part.shape, generator=torch.Generator().manual_seed(2))
+        part += error * noise * (part.norm() / noise.norm())
+    return found
 
-    def wide(patches: Tensor, grids: list[Grid]) -> Tensor:
-        return embeddings(tower, patches, grids)
 
-    def narrow(share: Share, patches: Tensor, grids: list[Grid]) -> Tensor:
-        spoil = spoils[min(SHARES.index(share), len(spoils) - 1)]
-        if alone is not None and len(grids) == 1:
-            spoil = alone
-        found = embeddings(tower, patches, grids)
-        for image in found.split([t * h * w // tower.merge_unit for t, h, w in grids]):
-            token = image[0, -OUT:].clone()
-            aside = torch.linalg.qr(torch.stack((token, torch.ones(OUT)), 1))[0][:, 1]
-            # Of one sign, whatever batch the token is in.
-            image[0, -OUT:] = token + spoil * token.norm() * aside * aside[0].sign()
-        return found
+OWN = 0.01
+"""The tower's error in bfloat16."""
 
+
+def tried(config: EncoderConfig, tower: VisionConfig, *errors: float, alone: float | None = None) -> Agreement:
+    """With narrow runs of these errors for `SHARES`, the last for the rest; `alone` where an image is run alone."""
+
+    def narrow(share: Share, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        error = errors[min(SHARES.index(share), len(errors) - 1)]
+        return wrong(tower, patches, grids, alone if alone is not None and len(grids) == 1 else error)
+
+    patches, grids = trial_batch(default_rules(tower), CPU, 1)
     run, found = try_fp8(
         lambda share: partial(narrow, share),
-        wide,  # type: ignore[arg-type]
+        lambda patches, grids: wrong(tower, patches, grids, -OWN),
+        embeddings(tower, patches, grids),
         tower,
         config,
-        rules=None,
-        device=CPU,
+        patches=patches,
+        grids=grids,
     )
     assert isinstance(run, partial)
     assert [str(share) for share in run.args] == [found.share]
@@ -73,50 +91,90 @@ def test_a_tower_that_agrees_is_taken_and_its_figures_are_kept(
     tower: VisionConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    found = tried(FP8, tower, 0.1)
-    # cos(arctan(0.1)): only a part of the token's width was turned, and counts by itself.
-    assert found.lowest_token_cosine == pytest.approx(1.01**-0.5, abs=1e-4)
-    assert 0.999 < found.lowest_image_cosine < 1
-    assert f"{found.lowest_token_cosine:.5f}" in caplog.text
+    found = tried(FP8, tower, 0.02)
+    assert found.error == pytest.approx(0.02)
+    assert found.bfloat16_error == pytest.approx(OWN)
+    assert found.over_bfloat16 == pytest.approx(2)
+    assert 0 < found.bfloat16_difference <= 0.03, "errors of opposite signs, over the whole width"
+    assert "error 2.00e-02" in caplog.text
+    assert "of bfloat16 1.00e-02; used" in caplog.text
 
 
-def test_one_token_under_the_limit_refuses_naming_value_and_limit(tower: VisionConfig) -> None:
+def test_an_error_over_the_limit_refuses_naming_value_and_limit(tower: VisionConfig) -> None:
     with pytest.raises(
-        Fp8RefusedError, match=r"cosine of a token .* is 0\.95[0-9]+; the limit is 0\.99 \(fp8_min_token"
+        Fp8RefusedError,
+        match=r"error of an image is 5\.00 times the error of bfloat16 \(1\.00e-02\); the limit is 3 \(fp8_max_error\)",
     ):
-        tried(FP8, tower, 0.3)
-    allowed = dataclasses.replace(FP8, fp8_min_token_cosine=0.9, fp8_min_image_cosine=0.9)
-    assert tried(allowed, tower, 0.3).lowest_token_cosine < 0.99
+        tried(FP8, tower, 0.05)
+    assert tried(dataclasses.replace(FP8, fp8_max_error=6), tower, 0.05).over_bfloat16 == pytest.approx(5)
+
+
+def test_what_the_start_would_take_for_a_wrong_kernel_refuses_whatever_the_limit(tower: VisionConfig) -> None:
+    config = dataclasses.replace(FP8, fp8_max_error=1e6)
+    with pytest.raises(Fp8RefusedError, match=r"largest difference to bfloat16 is .*; the limit is 0\.2"):
+        tried(config, tower, 2.0)
+
+
+def test_a_tower_that_is_not_finite_in_bfloat16_is_no_reason_to_accept(
+    tower: VisionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.encoder.fp8.test_validation.OWN", float("nan"))
+    with pytest.raises(Fp8RefusedError, match="the limit is"):
+        tried(FP8, tower, 0.01)
 
 
 def test_the_largest_share_that_agrees_is_taken(tower: VisionConfig) -> None:
     for place, share in enumerate(SHARES):
-        found = tried(FP8, tower, *[0.3] * place, 0.1)
+        found = tried(FP8, tower, *[0.05] * place, 0.02)
         assert found.share == str(share)
-        assert found.lowest_token_cosine > 0.99
+        assert found.over_bfloat16 < 3
     assert [share.first_block(27) for share in SHARES] == [0, 4, 7, 4, 7, 14]
-
-
-def test_an_image_under_the_limit_refuses(tower: VisionConfig) -> None:
-    config = dataclasses.replace(FP8, fp8_min_token_cosine=0.0, fp8_min_image_cosine=1.0)
-    with pytest.raises(Fp8RefusedError, match=r"cosine of an image .* the limit is 1\.0 \(fp8_min_image_cosine\)"):
-        tried(config, tower, 0.5)
 
 
 def test_an_image_that_differs_between_batches_refuses(tower: VisionConfig) -> None:
     """8 bits were used from some number of rows in a batch on: one digest had two embeddings, and the first was cached.
-    Only batches were compared with bfloat16, never an image alone."""
-    assert tried(FP8, tower, 0.1, alone=0.1).lowest_token_cosine > 0.99
-    with pytest.raises(Fp8RefusedError, match=r"cosine of a token with the same image alone is 0\.9[0-9]+; the limit"):
-        tried(FP8, tower, 0.1, alone=-0.1)
+    Only batches were compared, never an image alone."""
+    assert tried(FP8, tower, 0.02, alone=0.02).batch_error == 0
+    assert tried(FP8, tower, 0.01, alone=0.02).error == pytest.approx(0.02), "the larger one"
+    with pytest.raises(Fp8RefusedError, match=r"difference of an image between batches is (3\.9\d|4\.0\d) times"):
+        tried(FP8, tower, 0.02, alone=-0.02)
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])
+def test_means_are_those_of_channels_with_massive_activations(arch: str) -> None:
+    config = config_of(arch, tiny=True, dtype="float32")
+    eager = random_tower(config, seed=0, dtype=torch.float32, device=CPU)
+    grids = [(1, 4, 6), (1, 2, 8)]
+    patches = random_patches(config, 40, seed=1, device=CPU).float()
+    assert not channel_means(eager, patches, grids), "random weights have no such channels"
+    block: Any = eager.blocks[0]
+    rows: list[Tensor] = []
+
+    def massive(_: object, inputs: object, out: Tensor) -> Tensor:
+        rows.append(out + 1000 * torch.nn.functional.one_hot(torch.tensor(5), config.hidden_size))
+        return rows[-1]
+
+    block.norm1.register_forward_hook(massive)
+    means = channel_means(eager, patches, grids)
+    assert (0, Layer.QKV) in means
+    assert means[0, Layer.QKV][5] == pytest.approx(float(rows[-1][:, 5].mean()))
+    assert means[0, Layer.QKV].count_nonzero() == 1
+    assert not block.attn.qkv._forward_pre_hooks
+
+
+def test_a_centered_layer_is_the_same_function() -> None:
+    random = torch.Generator().manual_seed(0)
+    layer = Affine(torch.randn(24, 16, generator=random), torch.randn(24, generator=random))
+    x, center = torch.randn(5, 16, generator=random), 100 * torch.randn(16, generator=random)
+    centered = layer.centered(center)
+    assert torch.allclose((x - center) @ centered.weight.T + centered.bias, x @ layer.weight.T + layer.bias, atol=1e-2)
 
 
 def test_all_numbers_of_rows_are_in_8_bits_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of up to 1023 rows ran in bfloat16, and rows from attention up to 8191."""
     pytest.importorskip("triton", reason="rows are scaled by a Triton kernel")
     from encoder.fp8 import gemm as fp8_products
-    from encoder.fused.affine import Affine
-    from encoder.fused.gemm import CublasGemm, Layer
+    from encoder.fused.gemm import CublasGemm
 
     def scaled_rows(x: Tensor, activation: str = "none") -> tuple[Tensor, Tensor]:
         scales = x.abs().amax(1, keepdim=True).float() / 448
@@ -139,7 +197,7 @@ def test_all_numbers_of_rows_are_in_8_bits_or_none(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_no_number_refuses(tower: VisionConfig) -> None:
-    with pytest.raises(Fp8RefusedError, match=r"is -1\.00000"):
+    with pytest.raises(Fp8RefusedError, match=r"difference to bfloat16 is inf"):
         tried(FP8, tower, float("nan"))
 
 
@@ -152,7 +210,10 @@ def test_parts_of_the_width_and_images_count_apart() -> None:
     told = compare_embeddings(found, expected, (2, 4), OUT)
     assert told.lowest_token_cosine == pytest.approx(-1)
     assert told.lowest_image_cosine == pytest.approx(-1)
-    assert compare_embeddings(expected, expected, (2, 4), OUT) == Agreement(pytest.approx(1), pytest.approx(1), 0.0)  # type: ignore[arg-type]
+    assert compare_embeddings(expected, expected, (2, 4), OUT) == Difference(pytest.approx(1), pytest.approx(1), 0.0)  # type: ignore[arg-type]
+    assert told.largest_error < 1e-3
+    assert part_errors(found, expected, (2, 4), OUT).tolist() == [0, pytest.approx(2)]
+    assert part_errors(found * float("nan"), expected, (2, 4), OUT).tolist() == [float("inf")] * 2
 
 
 @pytest.mark.parametrize("patch_size", [14, 16])
@@ -198,8 +259,8 @@ def test_devices_and_dtypes_that_cannot_are_refused(monkeypatch: pytest.MonkeyPa
     [
         ({"fp8": True, "fused_kernels": False}, "fused_kernels is False; fp8 needs fused_kernels"),
         ({"fp8": True, "fused_kernels": "auto", "compile_mm_encoder": True}, "beside compile_mm_encoder"),
-        ({"fp8_min_token_cosine": 1.5}, r"fp8_min_token_cosine is 1\.5; a cosine lies between -1 and 1"),
-        ({"fp8_min_image_cosine": float("nan")}, "fp8_min_image_cosine is nan"),
+        ({"fp8_max_error": 0}, "fp8_max_error is 0; it must be greater than 0"),
+        ({"fp8_max_error": float("nan")}, "fp8_max_error is nan"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, object], message: str) -> None:
