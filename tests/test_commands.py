@@ -67,6 +67,8 @@ BY_TESTS = {
     "python -m training.checkpoints --arch qwen2_5_vl --out DIR":
         "tests/unit/training/test_checkpoints.py::test_the_command_line",
     "python benchmarks/bench_encoder.py --ladder": "tests/unit/benchmarks/test_bench_encoder.py",
+    "python benchmarks/bench_encoder.py --accuracy MODEL": "tests/unit/benchmarks/test_bench_encoder.py"
+    "::test_errors_on_a_checkpoints_own_weights",
     "vitray bench packing trace.jsonl":
         "tests/unit/benchmarks/test_bench_packing.py::test_the_configured_packer_and_budgets_count",
     "python benchmarks/simulation/simulate.py trace.jsonl": "tests/unit/benchmarks/test_bench_simulate.py::test_the_report",
