@@ -37,12 +37,13 @@ from benchmarks.ladder.summary import sentences, summary, sustained_sentences, t
 from benchmarks.ladder.text import ladder_table
 from benchmarks.ladder.towers import HELD_OUT, SECTIONS, SHAPES
 from benchmarks.peers import vllm_process
-from benchmarks.record import gpu, provenance, save, write
+from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.reports.ladder import plot
-from benchmarks.serving.trained_model import trained_agreement
 
 PEERS = ("transformers", "vllm")
 TINY_PEAK_SIDE = 256
+TRAINED = str(ROOT / "models" / "scenes-8m")
+"""Trained weights, which have outliers that random ones lack."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -140,8 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _measure(arch, report, options, share, readings, peer)
     print("\n".join(["", *sustained_sentences(report["summary"]), *sentences(report["summary"])]), flush=True)
     if "fp8" in _rungs(options) and options.device != "cpu" and not deadline.over and "fp8_trained" not in report:
-        report["fp8_trained"] = found = trained_agreement(torch.device(options.device))
-        print("\n8 bits on trained weights:", *(f"{name}: {value}" for name, value in found.items()), sep="\n  ")
+        report["fp8_trained"] = found = measure_accuracy(TRAINED, ("fusion", "fp8"), torch.device(options.device))
+        print(f"\n8 bits on trained weights:\n{accuracy_table(found)}", flush=True)
     if options.plot is not None:
         plot([report], options.plot)
     write(report, options.out)

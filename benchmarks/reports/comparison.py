@@ -52,13 +52,12 @@ def _goodput_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
     slo = min(result["slos"], key=lambda one: one["ttft_ms"]) if "slos" in result else result["slo"]
     for row in _fastest(result["rows"]):
         trace, servers = row["trace"], row["servers"]
-        rate = trace["requests"] / trace["seconds"] * row["speed"]
         shares = {kind: _share(server, slo) for kind, server in servers.items()}
         peers = [share for kind, share in shares.items() if kind != _OURS]
         threads = "" if 1 in result["fleet"].get("peer_threads", ()) else "; vLLM with torch's default threads"
         yield table_row(
             [
-                f"requests within the SLO, {trace['name']} at {rate:.3g}/s",
+                f"requests within the SLO, {trace['name']} at {_rate(row):.3g}/s",
                 f"{shares[_OURS]:.0%}",
                 f"{max(peers):.0%}",
                 f"{layout}; SLO: TTFT {slo['ttft_ms'] / 1000:g} s, TPOT {slo['tpot_ms']:g} ms; {trace['requests']} "
@@ -69,11 +68,14 @@ def _goodput_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
 
 def _fastest(rows: Sequence[Record]) -> list[Record]:
     """Returns the row of each trace with the most requests a second, in the order of the traces."""
-    rates = {id(row): row["trace"]["requests"] / row["trace"]["seconds"] * row["speed"] for row in rows}
     names = dict.fromkeys(row["trace"]["name"] for row in rows)
-    return [
-        max((row for row in rows if row["trace"]["name"] == name), key=lambda row: rates[id(row)]) for name in names
-    ]
+    return [max((row for row in rows if row["trace"]["name"] == name), key=_rate) for name in names]
+
+
+def _rate(row: Record) -> float:
+    """Returns the requests a second of a row."""
+    rate: float = row["trace"]["requests"] / row["trace"]["seconds"] * row["speed"]
+    return rate
 
 
 def _share(server: Record, slo: Record) -> float:
@@ -94,11 +96,9 @@ def _equal_rows(folder: Path) -> Iterator[str]:
         peers = [server for kind, server in row["servers"].items() if kind != _OURS]
         pair = row["servers"][_OURS], min(peers, key=lambda server: server["ttft_ms"]["mean"])
         ours, theirs = (f"{one['ttft_ms']['mean']:.0f}, {one['tpot_ms']['mean']:.1f} ms" for one in pair)
-        trace = row["trace"]
-        sent_per_s = trace["requests"] / trace["seconds"] * row["speed"]
         yield table_row(
             [
-                f"TTFT, TPOT, mean: {images} × {side}² and {prompt_tokens} tokens at {sent_per_s:.3g}/s",
+                f"TTFT, TPOT, mean: {images} × {side}² and {prompt_tokens} tokens at {_rate(row):.3g}/s",
                 ours,
                 theirs,
                 f"Qwen3-VL-4B, one GPU, shared with the encoder, {result['date'][:10]} ({_log(EQUAL)})",

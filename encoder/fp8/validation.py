@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
@@ -85,32 +84,6 @@ class Agreement:
     """The share in 8 bits, as text."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Difference of embeddings from expected ones; cosines are taken per part, main or deepstack level."""
-
-    lowest_token_cosine: float
-    lowest_image_cosine: float
-    largest_error: float
-    """‖found - expected‖ / ‖expected‖ of an image."""
-
-
-def compare_embeddings(
-    found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int
-) -> Difference:
-    """Compares embeddings `[num_tokens, width]`; NaN agrees with nothing. Synchronises."""
-    ours, theirs = (x.double().unflatten(1, (-1, out_hidden_size)) for x in (found, expected))
-    pairs = list(zip(ours.split(list(image_tokens)), theirs.split(list(image_tokens)), strict=True))
-    images = torch.stack([F.cosine_similarity(*(x.transpose(0, 1).flatten(1) for x in pair)) for pair in pairs])
-    errors = torch.stack([(one - other).norm() / other.norm() for one, other in pairs])
-    tokens = F.cosine_similarity(ours, theirs, dim=-1)
-    return Difference(
-        float(tokens.nan_to_num(-1.0).min()),
-        float(images.nan_to_num(-1.0).min()),
-        float(errors.nan_to_num(float("inf"), posinf=float("inf")).max()),
-    )
-
-
 def part_errors(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Tensor:
     """Returns ‖found - expected‖ / ‖expected‖ of the worst image, `[parts]` of the width; infinite for NaN."""
     ours, theirs = (x.float().unflatten(1, (-1, out_hidden_size)).split(list(image_tokens)) for x in (found, expected))
@@ -172,7 +145,7 @@ def try_fp8(
             error=float(error[worst]),
             batch_error=float(batch_error[worst]),
             bfloat16_error=float(own[worst]),
-            bfloat16_difference=compare_embeddings(together, rounded, counts, tower.out_hidden_size).largest_error,
+            bfloat16_difference=float(part_errors(together, rounded, counts, tower.width)),
             share=str(share),
         )
         complaint = _disagreement(found, config)

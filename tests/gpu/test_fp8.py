@@ -22,7 +22,7 @@ from encoder.forwards import choose_forward  # noqa: E402
 from encoder.fp8.calibration_images import trial_batch, trial_images  # noqa: E402
 from encoder.fp8.gemm import Fp8Gemm, scaled  # noqa: E402
 from encoder.fp8.tower import CAPABILITY  # noqa: E402
-from encoder.fp8.validation import Difference, Fp8RefusedError, compare_embeddings  # noqa: E402
+from encoder.fp8.validation import Fp8RefusedError  # noqa: E402
 from encoder.fused.affine import Affine  # noqa: E402
 from encoder.fused.gemm import CublasGemm, Epilogue, Layer  # noqa: E402
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan  # noqa: E402
@@ -33,6 +33,7 @@ from encoder.metadata.geometry import Grid  # noqa: E402
 from encoder.metadata.segments import AttentionBackend  # noqa: E402
 from encoder.towers.tower import VisionTower  # noqa: E402
 from encoder.towers.weights import load_tower  # noqa: E402
+from tests.embedding_difference import Difference, compare_embeddings  # noqa: E402
 from tests.gpu.test_kernels import random  # noqa: E402
 from tests.gpu.test_products import AFTER, expected, layer  # noqa: E402
 from tests.gpu.test_towers_gpu import synchronisation_is_an_error  # noqa: E402

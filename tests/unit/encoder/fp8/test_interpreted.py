@@ -132,11 +132,12 @@ from encoder.metadata.segments import AttentionBackend
 from encoder.fp8 import tower as fp8_tower
 from encoder.fp8.channel_means import channel_means
 from encoder.fp8.gemm import Fp8Gemm
-from encoder.fp8.validation import SHARES, Fp8RefusedError, compare_embeddings
+from encoder.fp8.validation import SHARES, Fp8RefusedError
 from encoder.fused.tower import FusedTower
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
 from encoder.fused.gemm import CublasGemm
 from encoder.towers.weights import load_tower
+from tests.embedding_difference import compare_embeddings
 from tests.parity.reference_towers import make_reference, random_patches
 from tests.unit.encoder.interpreter import many_rows_a_block_of_norms
 

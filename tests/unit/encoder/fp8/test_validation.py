@@ -22,10 +22,8 @@ from encoder.fp8.tower import check_fp8
 from encoder.fp8.validation import (
     SHARES,
     Agreement,
-    Difference,
     Fp8RefusedError,
     Share,
-    compare_embeddings,
     default_rules,
     part_errors,
     try_fp8,
@@ -33,6 +31,7 @@ from encoder.fp8.validation import (
 from encoder.fused.affine import Affine
 from encoder.fused.gemm import Layer
 from encoder.metadata.geometry import Grid
+from tests.embedding_difference import Difference, compare_embeddings
 
 CPU = torch.device("cpu")
 FP8 = EncoderConfig(fused_kernels=True, fp8=True)
