@@ -1,11 +1,12 @@
 """The encoder's ladder, rung by rung, compared with its peers: `python benchmarks/bench_encoder.py --ladder`.
 
-Towers have the published shapes and random weights, so no checkpoint is needed. Patches are on the device, embeddings
-stay there, and there is no embedding cache. All contestants take turns in random order, with vLLM's in a separate
-process; then the fastest of each side run alone for `--sustain` seconds. Every figure has the GPU's clock and power.
-`--accuracy MODEL` measures errors on a checkpoint's own weights instead. Needs torch, numpy and safetensors, on a GPU
-triton, and for errors transformers. The last line on stdout is JSON, and `--out` is written after each shape, so that
-an interrupted run keeps its results; `--resume` continues from them.
+Towers have the published shapes and random weights, so no checkpoint is needed (`--weights massive` plants massive
+activations in them). Patches are on the device, embeddings stay there, and there is no embedding cache. All contestants
+take turns in random order, with vLLM's in a separate process; then the fastest of each side run alone for `--sustain`
+seconds. Every figure has the GPU's clock and power. `--accuracy MODEL` measures errors on a checkpoint's own weights
+instead. Needs torch, numpy and safetensors, on a GPU triton, and for errors transformers. The last line on stdout is
+JSON, and `--out` is written after each shape, so that an interrupted run keeps its results; `--resume` continues from
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from benchmarks.ladder.accuracy import accuracy_table, measure_accuracy
 from benchmarks.ladder.baton import Peer
 from benchmarks.ladder.gpu_clock import Readings, sample_gpu
-from benchmarks.ladder.ladder import NO_TIME, Ladder, Options, new_record
+from benchmarks.ladder.ladder import NO_TIME, WEIGHTS, Ladder, Options, new_record
 from benchmarks.ladder.measure import Deadline, product_tflops
 from benchmarks.ladder.rungs import HOPPER_PACKAGES, RUNGS
 from benchmarks.ladder.summary import sentences, summary, sustained_sentences, together
@@ -75,6 +76,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODEL",
         help="instead of times, the error of each rung on this checkpoint's weights against float32; once more with "
         "--without-hopper for the kernels of an A100",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=tuple(WEIGHTS),
+        default="random",
+        help="massive: with massive activations, as trained towers have them, and fp8's error limited as in a server",
     )
     parser.add_argument("--resume", action="store_true", help="measure what the file of --out lacks")
     parser.add_argument(
@@ -165,6 +172,7 @@ def _begun(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict
         "tiny": options.tiny,
         "without_hopper": options.without_hopper,
         "seed": options.seed,
+        "weights": options.weights,
         "rounds": options.rounds,
         "settle_s": options.settle,
         "sustain_s": options.sustain,
@@ -177,7 +185,7 @@ def _begun(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict
     if not options.resume or not options.out.exists():
         return fresh
     found: dict[str, Any] = json.loads(options.out.read_text())
-    for key in ("benchmark", "gpu", "tiny", "without_hopper", "seed", "commit"):
+    for key in ("benchmark", "gpu", "tiny", "without_hopper", "seed", "weights", "commit"):
         if found.get(key) != fresh[key]:
             raise ValueError(f"--resume: {options.out.name} has {key} {found.get(key)!r}, this run {fresh[key]!r}")
     return found
@@ -206,6 +214,7 @@ def _measure(
         sustain_s=options.sustain,
         sustain_all=options.sustain_all,
         shapes=options.shapes,
+        weights=options.weights,
     )
     record = report["archs"].setdefault(arch, new_record(arch, asked))
     record["skipped"] = [entry for entry in record["skipped"] if entry["reason"] != NO_TIME]

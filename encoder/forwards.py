@@ -1,6 +1,6 @@
 """Chooses the forward of a tower (eager, compiled by torch, fused, fp8) and its attention backend; resolves "auto".
 
-The eager tower is the reference: a fused forward that differs from it by more than the tolerance is not used.
+The eager tower is the reference: a fused forward whose error is too large beside the eager tower's is not used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.fp8.tower import build_fp8_tower, check_fp8
-from encoder.fp8.validation import Agreement
+from encoder.fp8.validation import MAX_ERROR, Agreement
 from encoder.metadata.device_tables import GridTables, Layout
 from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
-from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
+from encoder.start_check import TOLERANCES, FusionError, StartCheck
 from encoder.towers.attention import choose_backend
 from encoder.towers.backends import BackendUnavailableError, check_backend, unsupported_reason
 from encoder.towers.tower import VisionTower
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[Tensor, TowerMetadata], Tensor]
 
-# Margin on the error measured with 8 bits: served images may have larger errors than the trial images.
-_GROWN_FP8 = 2.0
+# With 8 bits, images of the start's check may have larger errors than trial images.
+_FP8_ERRORS = 2.0
 _TRIAL_ARENA_BYTES = 2**21
 
 
@@ -164,7 +164,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
     backend = _eager_backend(tower, config)
     run: Run = _compiled(tower) if config.compile_mm_encoder else tower
     name = "compiled" if config.compile_mm_encoder else "eager"
-    tolerance = rounding_tolerance(tower) if tower.device.type == "cuda" else TOLERANCES[tower.dtype]
+    tolerance = StartCheck(tower).tolerance if _on_gpu(tower) else TOLERANCES[tower.dtype]
     return TowerForward(
         name,
         run,
@@ -232,8 +232,7 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
     if not config.fp8:
         return forward
     fused, agreement = build_fp8_tower(tower, fused, config, rules)
-    # A graph and an eager run may round in different places, and 8-bit GEMMs amplify the difference.
-    tolerance = min(max(forward.tolerance, _GROWN_FP8 * agreement.bfloat16_difference), MAX_TOLERANCE)
+    tolerance = max(forward.tolerance, min(_FP8_ERRORS * agreement.error, MAX_ERROR))
     forward = replace(
         forward,
         name="fp8",

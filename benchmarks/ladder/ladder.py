@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.ladder.baton import BUILD_S, Build, Built, Peer, Take, Taken
 from benchmarks.ladder.cells import derive, relative_errors, sustained_cell
 from benchmarks.ladder.gpu_clock import Nvml, Readings
+from benchmarks.ladder.massive import massive_tower
 from benchmarks.ladder.measure import Deadline, Local, held_bytes, reserved_bytes, timed
 from benchmarks.ladder.rungs import LABELS, Rung, RungUnavailableError, make_rung
 from benchmarks.ladder.summary import OTHER_PEER, sustained_stages
@@ -56,6 +57,9 @@ LEAST_BUILD_S = 90.0
 MOST_REFERENCE_TOKENS = 2200
 """Largest shapes, in tokens, that are compared across processes, through a file."""
 
+WEIGHTS = {"random": "random weights", "massive": "random weights with massive activations"}
+"""Names of the weights on the command line and in reports."""
+
 RunBatch = Callable[[Tensor, Sequence[Grid]], list[Tensor]]
 
 
@@ -78,6 +82,8 @@ class Options:
     sustain_all: bool
     shapes: tuple[str, ...] = ()
     """Names of the shapes to measure; empty: all."""
+    weights: str = "random"
+    """A key of `WEIGHTS`."""
 
     @property
     def dtype_name(self) -> str:
@@ -99,7 +105,7 @@ def new_record(arch: str, options: Options) -> dict[str, Any]:
     """Returns a record without rows."""
     config = config_of(arch, tiny=options.tiny, dtype=options.dtype_name)
     return {
-        "model": f"{NAMES[arch]}'s vision tower, random weights" + (" (tiny)" if options.tiny else ""),
+        "model": f"{NAMES[arch]}'s vision tower, {WEIGHTS[options.weights]}" + (" (tiny)" if options.tiny else ""),
         "dtype": options.dtype_name,
         "shapes": [
             {"name": s.name, "images": len(s.grids), "patches": s.tokens * config.merge_unit, "tokens": s.tokens,
@@ -143,7 +149,8 @@ class Ladder:
     def measure(self) -> None:
         """Measures everything, as far as the deadline allows."""
         options = self._asked
-        tower = random_tower(self._config, seed=options.seed, dtype=options.dtype, device=options.device)
+        make = massive_tower if options.weights == "massive" else random_tower
+        tower = make(self._config, seed=options.seed, dtype=options.dtype, device=options.device)
         self._inputs = {
             s.name: random_inputs(self._config, s.grids, sets=INPUT_SETS, seed=options.seed, device=options.device)
             for s in self._shapes
@@ -216,7 +223,7 @@ class Ladder:
             theirs = hf.make_tower(self._arch, tower, tiny=self._asked.tiny, dtype=self._asked.dtype)
             run = partial(hf.run_tower, theirs, merge_unit=self._config.merge_unit)
             return Configuration(name, "transformers, eager", run), sum(p.nbytes for p in theirs.parameters())
-        rung: Rung = make_rung(name, tower)
+        rung: Rung = make_rung(name, tower, limited=self._asked.weights == "massive")
         return Configuration(name, LABELS[name], rung.run, {"start_s": rung.build_s}, rung.facts), 0
 
     def _build_peer(self, tower: VisionTower) -> None:

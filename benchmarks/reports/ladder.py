@@ -32,9 +32,9 @@ def encoder_text(result: Record, record: Record) -> str:
     return "\n\n".join([part for part in (_alone_text(result, record), _in_turn_text(result, record)) if part])
 
 
-def _limits(record: Record) -> str:
+def _limits(result: Record, record: Record) -> str:
     """Returns the difference between fp8 rows and the product's default."""
-    if not any(row["name"] == FP8 for row in record["rows"]):
+    if result.get("weights") == "massive" or not any(row["name"] == FP8 for row in record["rows"]):
         return ""
     return " Our fp8 runs without a limit on its error; the product refuses it by default on these random weights."
 
@@ -62,7 +62,7 @@ def _alone_text(result: Record, record: Record) -> str:
         f"{result['settle_s']:g} s: median milliseconds, median SM clock and mean power. vLLM has the same weights. "
         "None of our budgets was chosen by 1×640×480, 1×1920×1080, 3×1240×1754 and 1×3000×2000, while vLLM's “fitted” "
         "budgets are those of each shape. A configuration of vLLM whose output is not finite does not count. vLLM's "
-        f"fp8 is `--quantization fp8`.{_limits(record)}",
+        f"fp8 is `--quantization fp8`.{_limits(result, record)}",
         "",
         table_row(titles),
         table_rule(len(titles)),
@@ -96,7 +96,7 @@ def _in_turn_text(result: Record, record: Record) -> str:
     names = [shape["name"] for shape in record["shapes"]]
     lines = [
         f"{record['model']}, {record['dtype']}, {_named(result)}, up to {result['rounds']} rounds, commit "
-        f"{result['commit']}, {result['date'][:10]}. {_order(result, record)}{_limits(record)} "
+        f"{result['commit']}, {result['date'][:10]}. {_order(result, record)}{_limits(result, record)} "
         "Milliseconds, and the speed-up over the first row:",
         "",
         table_row(["", *names]),

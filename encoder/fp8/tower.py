@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -84,9 +83,8 @@ def build_fp8_tower(
 @torch.inference_mode()
 def _in_float32(tower: VisionTower, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
     """Returns the embeddings `[num_tokens, width]` of a float32 copy of the tower, whose memory is returned."""
-    exact = copy.deepcopy(tower).float()
+    exact = tower.in_float32()
     found = exact(patches, exact.prepare(grids))
     del exact
-    if tower.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return found

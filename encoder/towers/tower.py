@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,10 @@ class VisionTower(nn.Module):
         """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid."""
         backend = choose_backend(self.device, self.dtype, self.config.head_dim)
         return self._metadata.build(grid_thw, device=self.device, backend=backend)
+
+    def in_float32(self) -> VisionTower:
+        """Returns a float32 copy, against which errors are measured; the tower itself if it is in float32."""
+        return self if self.dtype == torch.float32 else copy.deepcopy(self).float()
 
     def level_merger(self, block: int) -> PatchMerger | None:
         """Returns the merger of the deepstack level after a block, counted from 0; None if there is no level."""

@@ -15,6 +15,8 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from benchmarks.ladder.massive import massive_tower  # noqa: E402
+from benchmarks.ladder.towers import config_of  # noqa: E402
 from configs.encoder_config import EncoderConfig  # noqa: E402
 from encoder.checkpoint.image_rules import ImageRules  # noqa: E402
 from encoder.encoder import Encoder  # noqa: E402
@@ -31,6 +33,7 @@ from encoder.fused.tower import FusedTower, best_gemm, fuse  # noqa: E402
 from encoder.metadata.builder import MetadataBuilder  # noqa: E402
 from encoder.metadata.geometry import Grid  # noqa: E402
 from encoder.metadata.segments import AttentionBackend  # noqa: E402
+from encoder.start_check import StartCheck  # noqa: E402
 from encoder.towers.tower import VisionTower  # noqa: E402
 from encoder.towers.weights import load_tower  # noqa: E402
 from tests.embedding_difference import Difference, compare_embeddings  # noqa: E402
@@ -194,8 +197,23 @@ def test_the_trained_model_is_taken_within_its_limit() -> None:
     assert forward.name == "fp8"
     assert found is not None
     assert found.over_bfloat16 <= FP8.fp8_max_error
-    # What is equal would not have been computed in 8 bits.
-    assert 1e-3 < found.bfloat16_difference <= 1.1 * whole.largest_error
+    # What has bfloat16's error would not have been computed in 8 bits.
+    assert found.over_bfloat16 > 1.2
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])
+def test_massive_activations_are_no_reason_to_run_eagerly_or_in_16_bits(arch: str) -> None:
+    """bfloat16 is off by 0.17 from float32 on such weights; a limit on differences refused all fast forwards."""
+    tower = massive_tower(config_of(arch, tiny=False, dtype="bfloat16"), seed=0, dtype=BFLOAT16, device=CUDA)
+    fused = choose_forward(tower, EncoderConfig(fused_kernels=True))
+    check = StartCheck(tower)
+    worst = max(one.error for one in check.errors(fused.run_grids))
+    print(f"eager {check.eager_error:.3f}, fused {worst:.3f}")
+    assert worst <= 1.2 * check.eager_error
+    found = choose_forward(tower, EncoderConfig(fused_kernels=True, fp8=True)).agreement
+    print(found)
+    assert found is not None
+    assert found.over_bfloat16 <= EncoderConfig.fp8_max_error
 
 
 def test_padding_of_nan_touches_no_row_of_an_image(reference: Reference) -> None:
