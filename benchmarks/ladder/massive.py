@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 CHANNELS, AFTER = 16, 1
 _FEATURE = 7
 COSINE = 0.985
-"""Magnitudes grow until bfloat16's embeddings of an image have at most this cosine with float32's."""
-_FIRST_MAGNITUDE, _LAST_MAGNITUDE, _GROWTH = 32.0, 65_536.0, 2**0.5
-_GRIDS: tuple[Grid, ...] = ((1, 14, 14), (1, 16, 20), (1, 24, 18))
+"""The magnitude is about the smallest for which bfloat16's embeddings of an image have at most this cosine with
+float32's."""
+_FIRST_MAGNITUDE, _LAST_MAGNITUDE, _HALVINGS = 32.0, 65_536.0, 4
+_GRIDS: tuple[Grid, ...] = (*((1, 14, 14),) * 8, (1, 16, 20), (1, 24, 18), (1, 48, 48))
 
 
 @torch.inference_mode()
@@ -50,16 +51,30 @@ def massive_tower(config: VisionConfig, *, seed: int, dtype: torch.dtype, device
     if config.depth < AFTER + 2:
         raise ValueError(f"massive activations are planted after block {AFTER}; the tower has {config.depth} blocks")
     patches = random_patches(config, sum(h * w for _, h, w in _GRIDS), seed=seed, device=device).float()
-    magnitude = _FIRST_MAGNITUDE
-    while magnitude <= _LAST_MAGNITUDE:
+
+    def planted(magnitude: float) -> VisionTower | None:
         tower = random_tower(config, seed=seed, dtype=torch.float32, device=device)
         plant(tower, magnitude, patches, _GRIDS)
         found = lowest_cosine(copy.deepcopy(tower).bfloat16(), tower, patches, _GRIDS)
         logger.info("massive activations of %.0f: the lowest cosine of bfloat16 with float32 is %.4f", magnitude, found)
-        if found <= COSINE:
-            return tower.to(dtype)
-        magnitude *= _GROWTH
-    raise ValueError(f"with massive activations of {_LAST_MAGNITUDE:.0f}, no image has a cosine of at most {COSINE}")
+        return tower if found <= COSINE else None
+
+    magnitude = _FIRST_MAGNITUDE
+    while (tower := planted(magnitude)) is None:
+        magnitude *= 2
+        if magnitude > _LAST_MAGNITUDE:
+            raise ValueError(
+                f"with massive activations of {_LAST_MAGNITUDE:.0f}, no image has a cosine of at most {COSINE}"
+            )
+    step = magnitude / 4
+    for _ in range(_HALVINGS):
+        magnitude -= step
+        if (smaller := planted(magnitude)) is not None:
+            tower = smaller
+        else:
+            magnitude += step
+        step /= 2
+    return tower.to(dtype)
 
 
 @torch.inference_mode()
