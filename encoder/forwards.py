@@ -19,7 +19,7 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.fp8.tower import build_fp8_tower, check_fp8
-from encoder.fp8.validation import MAX_ERROR, Agreement
+from encoder.fp8.validation import Agreement
 from encoder.metadata.device_tables import GridTables, Layout
 from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
@@ -232,7 +232,7 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
     if not config.fp8:
         return forward
     fused, agreement = build_fp8_tower(tower, fused, config, rules)
-    tolerance = max(forward.tolerance, min(_FP8_ERRORS * agreement.error, MAX_ERROR))
+    tolerance = max(forward.tolerance, _FP8_ERRORS * agreement.error)
     forward = replace(
         forward,
         name="fp8",

@@ -107,12 +107,6 @@ def test_an_error_over_the_limit_refuses_naming_value_and_limit(tower: VisionCon
     assert tried(dataclasses.replace(FP8, fp8_max_error=6), tower, 0.05).over_bfloat16 == pytest.approx(5)
 
 
-def test_what_the_start_would_take_for_a_wrong_kernel_refuses_whatever_the_limit(tower: VisionConfig) -> None:
-    config = dataclasses.replace(FP8, fp8_max_error=1e6)
-    with pytest.raises(Fp8RefusedError, match=r"largest error of an image is 2\.00e\+00; the limit is 0\.35"):
-        tried(config, tower, 2.0)
-
-
 def test_a_tower_that_is_not_finite_in_bfloat16_is_no_reason_to_accept(
     tower: VisionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +189,7 @@ def test_all_numbers_of_rows_are_in_8_bits_or_none(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_no_number_refuses(tower: VisionConfig) -> None:
-    with pytest.raises(Fp8RefusedError, match=r"error of an image is inf"):
+    with pytest.raises(Fp8RefusedError, match=r"error of an image is inf times"):
         tried(FP8, tower, float("nan"))
 
 
