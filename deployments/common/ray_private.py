@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import ray
@@ -114,6 +114,12 @@ def running_replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
     return list(router.curr_replicas.values()) if is_available(handle) and router is not None else []
 
 
+def known_replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
+    """Like `running_replicas`, with those that the deployment's `ReplicaRouter` does not route to."""
+    router = _router(handle)._request_router
+    return list(router.known_replicas) if isinstance(router, PrivateRequestRouter) else running_replicas(handle)
+
+
 async def choose_replica(handle: DeploymentHandle[Any], session_id: str) -> tuple[str, dict[str, str]]:
     """Returns the unique id and the metadata of the replica that the router chooses, without reserving a slot of it.
     Waits while no replica runs."""
@@ -163,6 +169,9 @@ async def wait_until_ready(reference: ray.ObjectRef[Any]) -> None:
 class PrivateRequestRouter(RequestRouter):
     """Serve's request router with hooks for decisions of its private methods."""
 
+    known_replicas: Sequence[RunningReplica] = ()
+    """All that Serve's controller has sent."""
+
     @property
     def deployment_name(self) -> str:
         return self._deployment_id.name
@@ -201,9 +210,21 @@ class PrivateRequestRouter(RequestRouter):
         if pending is not None and self.try_assign(pending, replica):
             super()._fulfill_next_pending_request(replica, request_metadata)
 
+    def refusal(self) -> Exception | None:
+        """Returns the error of calls that no replica will take; None if they wait for one."""
+        return None
+
+    def refuse_pending(self) -> None:
+        """Fails the calls that wait for a replica if none will take them."""
+        if error := self.refusal():
+            for pending in self._pending_requests_to_fulfill:
+                self.fail(pending, error)
+
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
+        if error := self.refusal():
+            raise error
         try:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except asyncio.CancelledError:

@@ -44,5 +44,9 @@ class IdentityGoneError(RuntimeError):
     """No running replica has the identity of the call; the call must be made again for another identity."""
 
 
+class VersionGoneError(RuntimeError):
+    """All running replicas have another version of the messages than the caller, which an update is about to end."""
+
+
 class TransferFailedError(RuntimeError):
     """An embedding could not be read from its stated location. The request can be retried."""

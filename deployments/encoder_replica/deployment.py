@@ -20,6 +20,7 @@ from ray import serve
 from torch import Tensor
 
 from configs.schema import AppConfig
+from deployments.common import names
 from deployments.common.fair_queue import virtual_arrival_s
 from deployments.common.messages import (
     EncodedImage,
@@ -162,7 +163,7 @@ class EncoderReplica:
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns identity and host, which Serve sends to routers and ingresses once. Waits for its turn in a
         rollout."""
-        await wait_for_rollout_turn(self._worker.identity.tower)
+        await wait_for_rollout_turn(names.ENCODER, self._worker.identity.tower)
         return encoder_metadata(self._worker.identity, host_id())
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from configs.schema import AppConfig
+from deployments.common import names
 from deployments.common.api_error import (
     ANTHROPIC_PATHS,
     RESPONSES_PATH,
@@ -55,6 +56,7 @@ from deployments.ingress.image_jobs import (
 )
 from deployments.ingress.replica_client import Replicas
 from deployments.ingress.responses.client import StoredResponses
+from deployments.routing.replica_identity import ingress_metadata, wait_for_rollout_turn
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
 from deployments.telemetry.server_timing import format_metric
@@ -108,6 +110,11 @@ class Ingress:
     def _ingress_load(self) -> IngressLoad:
         line = self._admission
         return IngressLoad(float(line.tokens_queued), float(line.tokens_in_flight), float(line.requests))
+
+    async def record_replica_metadata(self) -> dict[str, str]:
+        """Returns the version of the messages, which Serve sends to routers. Waits for its turn in a rollout."""
+        await wait_for_rollout_turn(names.INGRESS)
+        return ingress_metadata()
 
     async def __call__(self, request: Request) -> Response:
         response = await self._respond(request)

@@ -16,6 +16,7 @@ from deployments.common.replica_errors import (
     OtherIdentityError,
     QueueFullError,
     TransferFailedError,
+    VersionGoneError,
     WorkerEndedError,
 )
 from deployments.telemetry.metrics import Counter, Counters
@@ -76,6 +77,9 @@ class Failures:
             return self._shed(Shed.OBJECT_STORE, "the memory for files is full; try again")
         if isinstance(error, DeploymentUnavailableError):
             return ApiError(503, "the model is not up; try again", code="unavailable", retry_after_s=retry)
+        if isinstance(error, VersionGoneError):
+            updating = "the application is being updated to another version; try again"
+            return ApiError(503, updating, code="unavailable", retry_after_s=retry)
         if isinstance(error, TransferFailedError):
             self._counts.add(Counter.TRANSFER_FAILURES)
             return ReplicaLostError(503, "an embedding was lost; try again", code="replica_lost", retry_after_s=retry)

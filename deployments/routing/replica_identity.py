@@ -2,7 +2,8 @@
 digests.
 
 Serve calls a started replica's `record_replica_metadata`, and its controller sends the result to all routers. Replicas
-of different identities can run side by side: a call that names an identity reaches no other replica.
+of different identities can run side by side: a call that names an identity reaches no other replica. Those of another
+version of the messages get no calls at all (`replica_router.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from ray import serve
@@ -18,14 +19,16 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.request_router import RunningReplica
 
-from deployments.common import names
-from deployments.common.ray_private import is_available, running_replicas
+from deployments.common import messages, names
+from deployments.common.ray_private import is_available, known_replicas, running_replicas
+from deployments.common.replica_errors import VersionGoneError
 from encoder.images.generic_identity import Identity, identity_from_json
 
 IDENTITY = "identity"
 """Key of the identity in a replica's metadata. All values are strings, since the controller unpickles them."""
 HOST = "host"
 """Key of the host in a replica's metadata, `unix_socket.host_id`."""
+_PROTOCOL = "protocol"
 _TOWER = "tower"
 _ENCODER = "encoder"
 POLL_S = 0.05
@@ -33,14 +36,19 @@ FIRST_UPDATE_S = 1.0
 """Time for Serve's controller to send the running replicas; if there are none by then, the application is starting."""
 
 
+def ingress_metadata() -> dict[str, str]:
+    return {_PROTOCOL: str(messages.PROTOCOL_VERSION)}
+
+
 def encoder_metadata(identity: Identity, host: str) -> dict[str, str]:
-    return {IDENTITY: identity.fingerprint, _TOWER: identity.tower, _ENCODER: identity.to_json(), HOST: host}
+    encoder = {IDENTITY: identity.fingerprint, _TOWER: identity.tower, _ENCODER: identity.to_json(), HOST: host}
+    return ingress_metadata() | encoder
 
 
 def llm_metadata(tower: str, host: str) -> dict[str, str]:
     """`tower`: identity of the vision tower whose embeddings the language model accepts. One that runs the tower itself
     publishes `encoder_metadata`."""
-    return {IDENTITY: tower, _TOWER: tower, HOST: host}
+    return ingress_metadata() | {IDENTITY: tower, _TOWER: tower, HOST: host}
 
 
 def published(replica: RunningReplica, key: str) -> str:
@@ -48,20 +56,35 @@ def published(replica: RunningReplica, key: str) -> str:
     return str(replica.replica_metadata.get(key, ""))
 
 
-async def wait_for_rollout_turn(tower: str) -> None:
-    """Returns when an encoder with this tower may join the running ones.
+def has_same_protocol(replica: RunningReplica) -> bool:
+    """Whether the replica has the version of the messages of this process."""
+    return published(replica, _PROTOCOL) == str(messages.PROTOCOL_VERSION)
+
+
+def are_of_other_version(replicas: Sequence[RunningReplica]) -> bool:
+    """Whether replicas run, and all have another version of the messages than this process."""
+    return bool(replicas) and not any(map(has_same_protocol, replicas))
+
+
+async def wait_for_rollout_turn(deployment: str, tower: str | None = None) -> None:
+    """Returns when a replica of `deployment`, an encoder with this tower or an ingress, may join the running ones.
 
     In a rolling update, Serve replaces the replicas of all deployments concurrently, and stops an old one before its
-    successor starts. Encoders start sooner than language models, so old language models would be left without an
-    encoder. Therefore the share of encoders with a new tower never exceeds that of the language models that expect it.
+    successor starts. Encoders and ingresses start sooner than language models, so old language models would be left
+    without an encoder, or without an ingress that may call them. Therefore the share of the deployment's replicas with
+    a new version of the messages or a new tower never exceeds that of the language models with the same.
     """
     app = serve.get_replica_context().app_name
-    encoder, llm = (serve.get_deployment_handle(name, app).options() for name in (names.ENCODER, names.LLM))
+    own, llm = (serve.get_deployment_handle(name, app).options() for name in (deployment, names.LLM))
     starting_until = time.monotonic() + FIRST_UPDATE_S
+
+    def is_new(replica: RunningReplica) -> bool:
+        return has_same_protocol(replica) and (tower is None or published(replica, _TOWER) == tower)
+
     while True:
-        encoders, llms = _towers(encoder), _towers(llm)
-        if encoders and llms:
-            if tower in llms and llms.count(tower) / len(llms) >= encoders.count(tower) / len(encoders):
+        running, llms = ([is_new(one) for one in known_replicas(handle)] for handle in (own, llm))
+        if running and llms:
+            if any(llms) and sum(llms) / len(llms) >= sum(running) / len(running):
                 return
         elif time.monotonic() > starting_until:
             return
@@ -92,13 +115,15 @@ class FleetIdentity:
         """Returns the most frequent identity of the running encoders whose tower a running language model expects; on a
         tie, the one returned last. Waits for the first encoder, and for a tower that both deployments have.
 
-        Raises ApiError if the deployment has failed.
+        Raises ApiError if the deployment has failed, or runs in another version of the messages only.
         """
         waiting: DeploymentResponse[Any] | None = None
         try:
             while (chosen := self._choose()) is None:
                 if not is_available(self._encoder):
                     raise self._to_client_error(DeploymentUnavailableError(self._encoder.deployment_id))
+                if any(are_of_other_version(known_replicas(handle)) for handle in (self._encoder, self._llm)):
+                    raise self._to_client_error(VersionGoneError())
                 if waiting is None and not running_replicas(self._encoder):
                     # A waiting call makes Serve scale a deployment up from zero replicas.
                     called = self._encoder.options(method_name="report").remote()

@@ -1,8 +1,9 @@
 """Handling of failed replicas in a request router, independent of how it chooses replicas.
 
-A replica that reported a permanent failure gets no more calls, although Serve's controller needs several health checks
-to replace it. A call that its replica does not accept in time is routed elsewhere: the host may have stopped
-responding, which gRPC does not report and Ray reports late. Serve calls all methods on the router's event loop.
+A replica with another version of the messages gets no calls. One that reported a permanent failure gets no more calls,
+although Serve's controller needs several health checks to replace it. A call that its replica does not accept in time
+is routed elsewhere: the host may have stopped responding, which gRPC does not report and Ray reports late. Serve calls
+all methods on the router's event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from deployments.common.ray_private import (
     RunningReplicaInfo,
     is_by_reference,
 )
+from deployments.common.replica_errors import VersionGoneError
 from deployments.routing.calls import GrpcCalls
+from deployments.routing.replica_identity import are_of_other_version, has_same_protocol
 from deployments.telemetry.metrics import Counter, Counters
 
 ACCEPT_S = 2.0
@@ -91,10 +94,15 @@ class ReplicaRouter(PrivateRequestRouter):
             self.on_replica_actor_died(replica_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self.known_replicas = replicas
         self._excluded &= {replica.replica_id for replica in replicas}
-        working = [replica for replica in replicas if replica.replica_id not in self._excluded]
+        working = [one for one in replicas if one.replica_id not in self._excluded and has_same_protocol(one)]
         self._set_routable(working)
         super().update_replicas(working)
+        self.refuse_pending()
+
+    def refusal(self) -> VersionGoneError | None:
+        return VersionGoneError() if are_of_other_version(self.known_replicas) else None
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -38,7 +38,9 @@ class Load:
     url: str
     failed: list[str] = field(default_factory=list)
     answers: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """By the weights of the language model and of the embeddings, each once."""
+    """By the weights and versions of the language model and of the embeddings, each once."""
+    protocols: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By the versions of the ingress and of the language model."""
     sent: int = 0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -54,10 +56,12 @@ class Load:
                 answer = await http.post(f"{self.url}/v1/chat/completions", json=chat(*files))
                 if answer.status_code != 200:
                     self.failed.append(answer.text)
+                    await asyncio.sleep(float(answer.headers.get("retry-after", 0)))
                     continue
                 body = answer.json()
                 assert len(body["images"]) == count
                 self.answers[body["llm"], *sorted(set(body["images"]))] += 1
+                self.protocols[answer.headers[fake_fleet.PROTOCOL], body["llm"] >> 16] += 1
 
         async with httpx.AsyncClient(timeout=START_S) as http:
             await asyncio.gather(*[client() for _ in range(CLIENTS)])
@@ -114,7 +118,8 @@ class Fleet:
 
     @property
     def mark(self) -> int:
-        return fake_fleet.mark_of(fake_fleet.weights_of(str(self.model)))
+        folder = str(self.model)
+        return fake_fleet.mark_of(fake_fleet.weights_of(folder), fake_fleet.protocol_of(folder))
 
     @property
     def url(self) -> str:
@@ -196,3 +201,29 @@ def test_an_update_of_everything_fails_no_request_and_mixes_no_weights(fleet: Fl
     asyncio.run(load.run_during(update))
     assert load.failed == []
     assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}
+
+
+@pytest.mark.chaos
+def test_an_update_to_another_version_of_the_messages_mixes_none(fleet: Fleet, tmp_path: Path) -> None:
+    """Ingresses start first: new ones would have no language model to call for as long as one starts. Old ones tell
+    clients to try again once the last language model of their version is gone, for which calls waited for ever."""
+    fleet.replicas = {"Encoder": 2, "LLM": 2, "Ingress": 2}
+    fleet.deploy()
+    until(fleet.is_running, "two replicas of each deployment", UPDATE_S)
+    old = fleet.mark
+    fleet.model = tmp_path
+    (tmp_path / fake_fleet.WEIGHTS).write_bytes(b"newer")
+    (tmp_path / fake_fleet.PROTOCOL).write_text("2")
+    assert (old >> 16, fleet.mark >> 16) == (1, 2)
+
+    def update() -> None:
+        fleet.deploy()
+        until(lambda: fleet.started() == 2 and fleet.is_running(), "the update", UPDATE_S)
+
+    load = Load(fleet.url)
+    asyncio.run(load.run_during(update))
+    print(f"{len(load.failed)} of {load.sent} were to be tried again")
+    assert all("being updated to another version; try again" in text for text in load.failed)
+    assert len(load.failed) < load.sent / 2
+    assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}
+    assert set(load.protocols) == {("1", 1), ("2", 2)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.common import messages
 from deployments.common.messages import EncodedImage, EncodeTimings, WireError
+from encoder import item_header
 from tests.unit.deployments.transfer.stored_embeddings import tokens_of
 
 TIMINGS = EncodeTimings(preprocess_ms=1.0, queue_ms=2.0, encode_ms=3.0, ready_at_s=4.0, cached=False)
@@ -82,3 +85,16 @@ def test_the_shape_is_the_language_models() -> None:
     for expected in ((6, 2 * WIDTH), (9, WIDTH)):
         with pytest.raises(WireError, match=r"\(6, 6\) is not the expected"):
             packed().to_shared("server").check(expected)
+
+
+def test_the_version_is_raised_with_every_change_of_a_message() -> None:
+    """If this fails: raise PROTOCOL_VERSION, and put the new digest here."""
+    described = [
+        f"{name}.{one.name}: {one.type}"
+        for module in (messages, item_header)
+        for name, found in sorted(vars(module).items())
+        if dataclasses.is_dataclass(found) and found.__module__ == module.__name__
+        for one in dataclasses.fields(found)
+    ]
+    digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
+    assert (messages.PROTOCOL_VERSION, digest) == (1, "5023acb695154e29")

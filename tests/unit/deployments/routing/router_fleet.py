@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
 from deployments.routing.prefill_load import PENDING_TOKENS
-from deployments.routing.replica_identity import HOST, IDENTITY
+from deployments.routing.replica_identity import HOST, IDENTITY, ingress_metadata
 from deployments.routing.serve_router import AffinityRouter
 
 ENCODER = DeploymentID("Encoder", "vitray")
@@ -29,6 +29,8 @@ class Fleet:
         self.held: dict[str, bytes] = {}
         self.identities: dict[str, str] = {}
         self.hosts: dict[str, str] = {}
+        self.other_version: str = ""
+        """Names of replicas with another version of the messages."""
         self.told: dict[str, dict[str, Any] | Exception | None] = {}
         """What replicas answer when they are asked; None: nothing."""
         self.asked: list[str] = []
@@ -59,9 +61,8 @@ class Fleet:
             replica_id=ReplicaID(name, ENCODER),
             max_ongoing_requests=10,
             routing_stats={PUBLISHED_DIGESTS: self.held[name]} if name in self.held else {},
-            replica_metadata={
-                key: told[name] for key, told in ((IDENTITY, self.identities), (HOST, self.hosts)) if name in told
-            },
+            replica_metadata=({} if name in self.other_version else ingress_metadata())
+            | {key: told[name] for key, told in ((IDENTITY, self.identities), (HOST, self.hosts)) if name in told},
             get_queue_len=queue_len,
         )
         return cast(RunningReplica, replica)

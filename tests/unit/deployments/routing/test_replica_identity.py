@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from ray.serve.handle import DeploymentHandle
 
+from deployments.common.api_error import ApiError
 from deployments.ingress.failures import Failures
 from deployments.routing import replica_identity
 from deployments.routing.replica_identity import POLL_S, FleetIdentity
@@ -107,11 +108,50 @@ def test_new_encoders_join_as_their_language_models_do(
     monkeypatch.setattr(replica_identity, "FIRST_UPDATE_S", 0)
 
     async def joined() -> bool:
-        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn(OTHER_TOWER.tower))
+        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn("Encoder", OTHER_TOWER.tower))
         await asyncio.wait([turn], timeout=5 if joins else 3 * POLL_S)
         return turn.done()
 
     assert asyncio.run(joined()) == joins
+
+
+@pytest.mark.parametrize(
+    ("ingresses", "llms", "joins"),
+    [("oo", "oo", False), ("oo", "on", True), ("on", "on", True), ("nn", "on", False), ("oo", "", True)],
+)
+def test_new_ingresses_join_as_language_models_of_their_version_do(
+    ingresses: str, llms: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`o` and `n`: replicas of another version of the messages and of this one."""
+    handles = {"Ingress": StandIns(), "LLM": StandIns()}
+    for name, running in (("Ingress", ingresses), ("LLM", llms)):
+        handles[name].run(*[IDENTITY] * len(running))
+        replicas = handles[name]._router._asyncio_router._request_router.curr_replicas
+        for replica, version in zip(replicas.values(), running, strict=True):
+            replica.replica_metadata["protocol"] = "0" if version == "o" else "1"
+    context = SimpleNamespace(app_name="app")
+    handle_of = lambda name, app: handles[name]  # noqa: E731
+    stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
+    monkeypatch.setattr(replica_identity, "serve", stand_in)
+    monkeypatch.setattr(replica_identity, "FIRST_UPDATE_S", 0)
+
+    async def joined() -> bool:
+        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn("Ingress"))
+        await asyncio.wait([turn], timeout=5 if joins else 3 * POLL_S)
+        return turn.done()
+
+    assert asyncio.run(joined()) == joins
+
+
+def test_an_ingress_of_a_version_that_is_gone_says_so() -> None:
+    stand_ins = StandIns()
+    for replica in stand_ins._router._asyncio_router._request_router.curr_replicas.values():
+        replica.replica_metadata["protocol"] = "0"
+    encoders = StandIns()
+    encoders.run()
+    with pytest.raises(ApiError, match="being updated to another version; try again") as raised:
+        asyncio.run(fleet_of(encoders, stand_ins).get())
+    assert (raised.value.status, raised.value.retry_after_s) == (503, 1)
 
 
 def test_language_models_that_run_the_tower_publish_its_identity() -> None:

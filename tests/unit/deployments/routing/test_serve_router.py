@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.serve.request_router import ReplicaID
 
-from deployments.common.replica_errors import EngineDeadError, IdentityGoneError
+from deployments.common.replica_errors import EngineDeadError, IdentityGoneError, VersionGoneError
 from deployments.routing.affinity import Call, concatenate_prefixes
 from deployments.telemetry.metrics import Counter, Counters
 from tests.unit.deployments.routing.router_fleet import ENCODER, KEYS, Fleet, busy, run
@@ -44,6 +44,27 @@ def test_calls_that_come_at_once_keep_the_bound() -> None:
         )
         assert sum(fleet.load("abcd")) == 40
         assert max(fleet.load("abcd")) <= 1.25 * 40 / 4 + 1
+
+    run(scenario)
+
+
+def test_replicas_with_another_version_of_the_messages_get_no_calls() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("abcd")
+        fleet.other_version = "abd"
+        fleet.use("abcd")
+        assert {await fleet.chosen(Call(key)) for key in KEYS} == {"c"}
+        assert [one.replica_id.unique_id for one in fleet.router.known_replicas] == list("abcd")
+        fleet.use("")
+        waiting = fleet.ask(Call(KEYS[0]).to_session_id(), "waiting")
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done()
+        fleet.use("abd")
+        for call in (waiting, fleet.ask(Call(KEYS[0]).to_session_id(), "late")):
+            with pytest.raises(VersionGoneError):
+                await asyncio.wait_for(call, 5)
+        fleet.use("cd")
+        assert await fleet.chosen(Call(KEYS[0])) == "c"
 
     run(scenario)
 
