@@ -26,7 +26,7 @@ from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend, Segments
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
-from encoder.start_check import TOLERANCES, FusionError, StartCheck
+from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
 from encoder.towers.attention import choose_backend
 from encoder.towers.backends import BackendUnavailableError, check_backend, unsupported_reason
 from encoder.towers.tower import VisionTower
@@ -137,7 +137,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
 
     Raises:
         ValueError: fused kernels or 8-bit GEMMs are required and not available for this device or tower.
-        FusionError: fused kernels are required, and their embeddings differ from the eager tower's.
+        FusionError: fused kernels are required, and the error of their embeddings is too large.
         Fp8RefusedError: 8-bit GEMMs are required, and their errors are larger than the settings allow.
         BackendUnavailableError: the attention backend that the settings name is not available.
     """
@@ -164,7 +164,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
     backend = _eager_backend(tower, config)
     run: Run = _compiled(tower) if config.compile_mm_encoder else tower
     name = "compiled" if config.compile_mm_encoder else "eager"
-    tolerance = StartCheck(tower).tolerance if _on_gpu(tower) else TOLERANCES[tower.dtype]
+    tolerance = rounding_tolerance(tower) if _on_gpu(tower) else TOLERANCES[tower.dtype]
     return TowerForward(
         name,
         run,
@@ -228,11 +228,11 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
         check.tolerance,
         fused.into,
     )
-    check(forward.run_grids, forward.tolerance)
+    check(forward.run_grids)
     if not config.fp8:
         return forward
     fused, agreement = build_fp8_tower(tower, fused, config, rules)
-    tolerance = max(forward.tolerance, _FP8_ERRORS * agreement.error)
+    tolerance = max(forward.tolerance, min(_FP8_ERRORS * agreement.whole_error, MAX_TOLERANCE))
     forward = replace(
         forward,
         name="fp8",

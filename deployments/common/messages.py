@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # processes that only forward these values do not load torch
     from ray import ObjectRef
 
 PROTOCOL_VERSION = 1
-"""Version of these messages and of the transfer between hosts. Each change of a message raises it: in a rolling update,
-deployments call only replicas of their own version."""
+"""Version of what encoders and language models are called with and return, and of the transfer of embeddings. Each
+change raises it: in a rolling update, an ingress calls only those of its own version."""
 KEY_PREFIX = "vitray:"
 NOT_STORED = ""
 """Stands for a server's address: the embedding is in private memory of the encoder replica."""

@@ -117,7 +117,13 @@ def running_replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
 def known_replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
     """Like `running_replicas`, with those that the deployment's `ReplicaRouter` does not route to."""
     router = _router(handle)._request_router
-    return list(router.known_replicas) if isinstance(router, PrivateRequestRouter) else running_replicas(handle)
+    return list(getattr(router, "known_replicas", ())) or running_replicas(handle)
+
+
+def refusal(handle: DeploymentHandle[Any]) -> Exception | None:
+    """Returns the error of all calls of the handle that no replica will take; None if replicas take them or will."""
+    refuse: Callable[[], Exception | None] | None = getattr(_router(handle)._request_router, "refusal", None)
+    return refuse() if refuse else None
 
 
 async def choose_replica(handle: DeploymentHandle[Any], session_id: str) -> tuple[str, dict[str, str]]:

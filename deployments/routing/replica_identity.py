@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 from ray import serve
@@ -20,8 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.request_router import RunningReplica
 
 from deployments.common import messages, names
-from deployments.common.ray_private import is_available, known_replicas, running_replicas
-from deployments.common.replica_errors import VersionGoneError
+from deployments.common.ray_private import is_available, known_replicas, refusal, running_replicas
 from encoder.images.generic_identity import Identity, identity_from_json
 
 IDENTITY = "identity"
@@ -61,18 +60,13 @@ def has_same_protocol(replica: RunningReplica) -> bool:
     return published(replica, _PROTOCOL) == str(messages.PROTOCOL_VERSION)
 
 
-def are_of_other_version(replicas: Sequence[RunningReplica]) -> bool:
-    """Whether replicas run, and all have another version of the messages than this process."""
-    return bool(replicas) and not any(map(has_same_protocol, replicas))
-
-
 async def wait_for_rollout_turn(deployment: str, tower: str | None = None) -> None:
     """Returns when a replica of `deployment`, an encoder with this tower or an ingress, may join the running ones.
 
     In a rolling update, Serve replaces the replicas of all deployments concurrently, and stops an old one before its
     successor starts. Encoders and ingresses start sooner than language models, so old language models would be left
-    without an encoder, or without an ingress that may call them. Therefore the share of the deployment's replicas with
-    a new version of the messages or a new tower never exceeds that of the language models with the same.
+    without an encoder, or without an ingress that may call them. Therefore a replica with a new version of the messages
+    or a new tower joins only if the share of such replicas then does not exceed that of such language models.
     """
     app = serve.get_replica_context().app_name
     own, llm = (serve.get_deployment_handle(name, app).options() for name in (deployment, names.LLM))
@@ -84,7 +78,7 @@ async def wait_for_rollout_turn(deployment: str, tower: str | None = None) -> No
     while True:
         running, llms = ([is_new(one) for one in known_replicas(handle)] for handle in (own, llm))
         if running and llms:
-            if any(llms) and sum(llms) / len(llms) >= sum(running) / len(running):
+            if sum(llms) / len(llms) >= (sum(running) + 1) / (len(running) + 1):
                 return
         elif time.monotonic() > starting_until:
             return
@@ -115,15 +109,15 @@ class FleetIdentity:
         """Returns the most frequent identity of the running encoders whose tower a running language model expects; on a
         tie, the one returned last. Waits for the first encoder, and for a tower that both deployments have.
 
-        Raises ApiError if the deployment has failed, or runs in another version of the messages only.
+        Raises ApiError if the deployment has failed, or an update has replaced this version of the messages.
         """
         waiting: DeploymentResponse[Any] | None = None
         try:
             while (chosen := self._choose()) is None:
                 if not is_available(self._encoder):
                     raise self._to_client_error(DeploymentUnavailableError(self._encoder.deployment_id))
-                if any(are_of_other_version(known_replicas(handle)) for handle in (self._encoder, self._llm)):
-                    raise self._to_client_error(VersionGoneError())
+                if error := refusal(self._encoder) or refusal(self._llm):
+                    raise self._to_client_error(error)
                 if waiting is None and not running_replicas(self._encoder):
                     # A waiting call makes Serve scale a deployment up from zero replicas.
                     called = self._encoder.options(method_name="report").remote()

@@ -25,7 +25,7 @@ from deployments.common.ray_private import (
 )
 from deployments.common.replica_errors import VersionGoneError
 from deployments.routing.calls import GrpcCalls
-from deployments.routing.replica_identity import are_of_other_version, has_same_protocol
+from deployments.routing.replica_identity import has_same_protocol
 from deployments.telemetry.metrics import Counter, Counters
 
 ACCEPT_S = 2.0
@@ -76,6 +76,7 @@ class ReplicaRouter(PrivateRequestRouter):
 
     def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
         self._excluded: set[ReplicaID] = set()
+        self._has_seen_own_version = False
         self._routable: dict[ReplicaID, RunningReplica] = {}
         self._by_grpc = GrpcCalls()
         self._counts = Counters()
@@ -96,13 +97,17 @@ class ReplicaRouter(PrivateRequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self.known_replicas = replicas
         self._excluded &= {replica.replica_id for replica in replicas}
-        working = [one for one in replicas if one.replica_id not in self._excluded and has_same_protocol(one)]
+        own = [one for one in replicas if has_same_protocol(one)]
+        self._has_seen_own_version |= bool(own)
+        working = [one for one in own if one.replica_id not in self._excluded]
         self._set_routable(working)
         super().update_replicas(working)
         self.refuse_pending()
 
     def refusal(self) -> VersionGoneError | None:
-        return VersionGoneError() if are_of_other_version(self.known_replicas) else None
+        """Calls wait for the first replica of this version, but not once an update has replaced the last one."""
+        is_gone = self.known_replicas and not any(map(has_same_protocol, self.known_replicas))
+        return VersionGoneError() if is_gone and self._has_seen_own_version else None
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -62,8 +62,8 @@ class Fp8RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Errors ‖found - expected‖ / ‖expected‖ of the worst trial image, of the part of the width, main or a deepstack
-    level, for which they are largest beside bfloat16's error."""
+    """Errors ‖found - expected‖ / ‖expected‖ of the worst trial image. All but `whole_error` are of the part of the
+    width, main or a deepstack level, for which they are largest beside bfloat16's error."""
 
     over_bfloat16: float
     """The largest of `error` and `batch_error`, as a multiple of `bfloat16_error`."""
@@ -73,6 +73,8 @@ class Agreement:
     """In a batch against the same image alone."""
     bfloat16_error: float
     """Of the tower in bfloat16 against float32."""
+    whole_error: float
+    """Against float32, over the whole width."""
     share: str = ""
     """The share in 8 bits, as text."""
 
@@ -137,6 +139,7 @@ def try_fp8(
             error=float(error[worst]),
             batch_error=float(batch_error[worst]),
             bfloat16_error=float(own[worst]),
+            whole_error=float(part_errors(together, expected, counts, tower.width)),
             share=str(share),
         )
         complaint = _disagreement(found, config)

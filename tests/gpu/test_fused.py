@@ -102,7 +102,7 @@ def test_the_check_at_the_start_takes_less_than_two_seconds() -> None:
     forward = choose_forward(tower, EncoderConfig(fused_kernels=True))  # with the first check
     torch.cuda.synchronize()
     began = time.perf_counter()
-    StartCheck(tower)(forward.run_grids, forward.tolerance)
+    StartCheck(tower)(forward.run_grids)
     torch.cuda.synchronize()
     assert time.perf_counter() - began < 2
 

@@ -1,4 +1,4 @@
-"""The comparison of a fused forward with the eager tower before it serves."""
+"""The comparison of a fused forward with float32 before it serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from encoder.metadata.builder import MetadataBuilder
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
-from encoder.start_check import BATCHES, FusionError, StartCheck, largest_error_on_device
+from encoder.start_check import BATCHES, FusionError, StartCheck, largest_error_on_device, rounding_tolerance
 
 ROOT = Path(__file__).parents[3]
 SIZES = [(sum(t * h * w for t, h, w in grids), max(h * w for _, h, w in grids)) for grids in BATCHES]
@@ -84,7 +84,7 @@ def test_a_wrong_kernel_of_any_class_is_found(check: StartCheck, wrong: Callable
     assert [(one.num_patches, one.max_seqlen) for one in errors] == SIZES
     expected = [pytest.approx(0.4, rel=1e-3) if wrong(*size) else 0 for size in SIZES]
     assert [one.error for one in errors] == expected
-    with pytest.raises(FusionError, match=r"by 4\.00e-01, the eager tower by 0\.00e\+00; the limit is 1\.00e-02, on"):
+    with pytest.raises(FusionError, match=r"by 4\.00e-01, .* by up to 0\.00e\+00; the limit is 1\.00e-02, on"):
         check(lambda patches, grids: run(patches, TOWER.prepare(grids)), 1e-2)
 
 
@@ -141,17 +141,29 @@ def test_a_forward_may_be_off_by_twice_the_eager_towers_own_error(own: float, li
         errors = check.errors(lambda patches, grids: (1 + error) * TOWER(patches, TOWER.prepare(grids)))  # noqa: B023
         assert [one.error for one in errors] == pytest.approx([abs(error)] * len(SIZES), rel=1e-3)
     with pytest.raises(FusionError, match="the limit is"):
-        check(lambda patches, grids: (1 + error) * TOWER(patches, TOWER.prepare(grids)), check.tolerance)
+        check(lambda patches, grids: (1 + error) * TOWER(patches, TOWER.prepare(grids)))
+
+
+def test_the_limit_is_that_of_each_class_and_never_that_of_anything() -> None:
+    check = StartCheck(Rounded(0.17))  # type: ignore[arg-type]
+    wrong = wrong_where(lambda rows, longest: rows > 256)
+    with pytest.raises(FusionError, match=r"by 4\.00e-01, .*; the limit is 4\.00e-02, on a batch of 480 patches"):
+        check(lambda patches, grids: wrong(patches, TOWER.prepare(grids)))
+    useless = StartCheck(Rounded(0.9))  # type: ignore[arg-type]
+    assert useless.tolerance == 0.7
+    with pytest.raises(FusionError, match=r"by 1\.00e\+00, .*; the limit is 7\.00e-01, on a batch of 232 patches"):
+        useless(lambda patches, grids: torch.zeros_like(TOWER(patches, TOWER.prepare(grids))))
 
 
 def test_no_number_of_the_eager_tower_excuses_none_of_the_fused_one() -> None:
     check = StartCheck(Rounded(float("nan")))  # type: ignore[arg-type]
-    with pytest.raises(FusionError, match="from float32 by inf, the eager tower by inf"):
-        check(lambda patches, grids: float("nan") * TOWER(patches, TOWER.prepare(grids)), check.tolerance)
+    with pytest.raises(FusionError, match=r"by inf, the eager tower by up to inf; the limit is 7\.00e-01"):
+        check(lambda patches, grids: float("nan") * TOWER(patches, TOWER.prepare(grids)))
 
 
 def test_float32_allows_little(check: StartCheck) -> None:
     assert check.tolerance == 1e-3
+    assert rounding_tolerance(TOWER) == 1e-3  # type: ignore[arg-type]
 
 
 def test_batches_lie_on_both_sides_of_every_bound_that_kernels_change_at() -> None:

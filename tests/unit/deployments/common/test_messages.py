@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,11 @@ from hypothesis import strategies as st
 
 from deployments.common import messages
 from deployments.common.messages import EncodedImage, EncodeTimings, WireError
+from deployments.routing.affinity import Call
 from encoder import item_header
+from encoder.images.size import PixelBounds
+from encoder.packing.run_counts import RunRecord
+from encoder.video.size import VideoChunk
 from tests.unit.deployments.transfer.stored_embeddings import tokens_of
 
 TIMINGS = EncodeTimings(preprocess_ms=1.0, queue_ms=2.0, encode_ms=3.0, ready_at_s=4.0, cached=False)
@@ -89,12 +95,24 @@ def test_the_shape_is_the_language_models() -> None:
 
 def test_the_version_is_raised_with_every_change_of_a_message() -> None:
     """If this fails: raise PROTOCOL_VERSION, and put the new digest here."""
-    described = [
-        f"{name}.{one.name}: {one.type}"
+    found = [
+        one
         for module in (messages, item_header)
-        for name, found in sorted(vars(module).items())
-        if dataclasses.is_dataclass(found) and found.__module__ == module.__name__
-        for one in dataclasses.fields(found)
+        for _, one in sorted(vars(module).items())
+        if isinstance(one, type) and dataclasses.is_dataclass(one) and one.__module__ == module.__name__
     ]
+    described = [
+        f"{one.__name__}.{field.name}: {field.type}"
+        for one in (*found, VideoChunk, PixelBounds, RunRecord, Call)
+        for field in dataclasses.fields(one)
+    ]
+    for file in ("encoder_replica/deployment.py", "llm/deployment.py"):
+        tree = ast.parse((Path(messages.__file__).parents[1] / file).read_text())
+        described += [
+            f"{one.name}({ast.unparse(one.args)})"
+            for one in ast.walk(tree)
+            if isinstance(one, ast.AsyncFunctionDef) and one.name in ("encode", "plan", "handle")
+        ]
+    assert len(described) > 100
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
-    assert (messages.PROTOCOL_VERSION, digest) == (1, "5023acb695154e29")
+    assert (messages.PROTOCOL_VERSION, digest) == (1, "3a2b60cfa6736040")

@@ -11,6 +11,7 @@ import pytest
 from ray.serve.handle import DeploymentHandle
 
 from deployments.common.api_error import ApiError
+from deployments.common.replica_errors import VersionGoneError
 from deployments.ingress.failures import Failures
 from deployments.routing import replica_identity
 from deployments.routing.replica_identity import POLL_S, FleetIdentity
@@ -88,7 +89,8 @@ def test_language_models_decide_which_towers_are_of_use() -> None:
         ("oo", "oo", False),
         ("oo", "on", True),
         ("ooon", "oooooooon", False),
-        ("ooon", "oon", True),
+        ("ooon", "oonn", True),
+        ("ooon", "oon", False),
         ("n", "n", True),
         ("", "", True),
         ("o", "", True),
@@ -117,18 +119,27 @@ def test_new_encoders_join_as_their_language_models_do(
 
 @pytest.mark.parametrize(
     ("ingresses", "llms", "joins"),
-    [("oo", "oo", False), ("oo", "on", True), ("on", "on", True), ("nn", "on", False), ("oo", "", True)],
+    [
+        ("oo", "oo", False),
+        ("oo", "on", True),
+        ("o", "on", True),
+        ("n", "onnn", False),
+        ("n", "nnnn", True),
+        ("oo", "", True),
+    ],
 )
 def test_new_ingresses_join_as_language_models_of_their_version_do(
     ingresses: str, llms: str, joins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`o` and `n`: replicas of another version of the messages and of this one."""
+    """`o` and `n`: replicas of another version of the messages, which get no calls, and of this one."""
     handles = {"Ingress": StandIns(), "LLM": StandIns()}
     for name, running in (("Ingress", ingresses), ("LLM", llms)):
         handles[name].run(*[IDENTITY] * len(running))
-        replicas = handles[name]._router._asyncio_router._request_router.curr_replicas
-        for replica, version in zip(replicas.values(), running, strict=True):
+        router = handles[name]._router._asyncio_router._request_router
+        router.known_replicas = list(router.curr_replicas.values())
+        for replica, version in zip(router.known_replicas, running, strict=True):
             replica.replica_metadata["protocol"] = "0" if version == "o" else "1"
+        router.curr_replicas = {}
     context = SimpleNamespace(app_name="app")
     handle_of = lambda name, app: handles[name]  # noqa: E731
     stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
@@ -144,13 +155,11 @@ def test_new_ingresses_join_as_language_models_of_their_version_do(
 
 
 def test_an_ingress_of_a_version_that_is_gone_says_so() -> None:
-    stand_ins = StandIns()
-    for replica in stand_ins._router._asyncio_router._request_router.curr_replicas.values():
-        replica.replica_metadata["protocol"] = "0"
-    encoders = StandIns()
+    encoders, llms = StandIns(), StandIns()
     encoders.run()
+    llms._router._asyncio_router._request_router.refusal = VersionGoneError
     with pytest.raises(ApiError, match="being updated to another version; try again") as raised:
-        asyncio.run(fleet_of(encoders, stand_ins).get())
+        asyncio.run(fleet_of(encoders, llms).get())
     assert (raised.value.status, raised.value.retry_after_s) == (503, 1)
 
 

@@ -65,6 +65,15 @@ def test_replicas_with_another_version_of_the_messages_get_no_calls() -> None:
                 await asyncio.wait_for(call, 5)
         fleet.use("cd")
         assert await fleet.chosen(Call(KEYS[0])) == "c"
+        # A new one waits for the first replica of its version.
+        new = Fleet("")
+        new.other_version = "abd"
+        new.use("abd")
+        waiting = new.ask(Call(KEYS[0]).to_session_id(), "first")
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done()
+        new.use("abcd")
+        assert (await waiting).replica_id.unique_id == "c"
 
     run(scenario)
 
