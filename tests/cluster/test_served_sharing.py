@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deployments.routing.replica_identity import ingress_metadata
 from tests.programs import output_of_python
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,9 @@ class Placed:
 
     def __call__(self) -> None:
         """What an ingress needs to be one."""
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        return ingress_metadata()
 
     def gpus(self) -> list[int]:
         import ray
