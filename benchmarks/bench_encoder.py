@@ -31,7 +31,8 @@ import torch
 from benchmarks.ladder.accuracy import accuracy_table, measure_accuracy
 from benchmarks.ladder.baton import Peer
 from benchmarks.ladder.gpu_clock import Readings, sample_gpu
-from benchmarks.ladder.ladder import NO_TIME, WEIGHTS, Ladder, Options, new_record
+from benchmarks.ladder.ladder import NO_TIME, Ladder, Options, new_record
+from benchmarks.ladder.massive import WEIGHTS
 from benchmarks.ladder.measure import Deadline, product_tflops
 from benchmarks.ladder.rungs import HOPPER_PACKAGES, RUNGS
 from benchmarks.ladder.summary import sentences, summary, sustained_sentences, together

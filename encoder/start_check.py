@@ -6,7 +6,7 @@ attention backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -113,14 +113,18 @@ class StartCheck:
     def __call__(self, run: RunGrids, tolerance: float = 0.0) -> list[ClassError]:
         """Returns `errors(run)`. Raises `FusionError` if an error is above both its batch's limit and `tolerance`."""
         errors = self.errors(run)
-        for one, limit in zip(errors, self.limits, strict=True):
-            if not one.error <= max(limit, tolerance):
-                raise FusionError(
-                    f"they differ from float32 by {one.error:.2e}, the eager tower by up to {self.eager_error:.2e}; "
-                    f"the limit is {max(limit, tolerance):.2e}, on a batch of {one.num_patches} patches with segments "
-                    f"of up to {one.max_seqlen}"
-                )
+        for one, limit in self.over_limit(errors, tolerance):
+            raise FusionError(
+                f"they differ from float32 by {one.error:.2e}, the eager tower by up to {self.eager_error:.2e}; "
+                f"the limit is {limit:.2e}, on a batch of {one.num_patches} patches with segments of up to "
+                f"{one.max_seqlen}"
+            )
         return errors
+
+    def over_limit(self, errors: Sequence[ClassError], tolerance: float) -> list[tuple[ClassError, float]]:
+        """Returns the errors that are too large, each with its limit."""
+        limits = [max(limit, tolerance) for limit in self.limits]
+        return [(one, limit) for one, limit in zip(errors, limits, strict=True) if not one.error <= limit]
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.ladder.baton import BUILD_S, Build, Built, Peer, Take, Taken
 from benchmarks.ladder.cells import derive, relative_errors, sustained_cell
 from benchmarks.ladder.gpu_clock import Nvml, Readings
-from benchmarks.ladder.massive import massive_tower
+from benchmarks.ladder.massive import TOWERS, WEIGHTS
 from benchmarks.ladder.measure import Deadline, Local, held_bytes, reserved_bytes, timed
 from benchmarks.ladder.rungs import LABELS, Rung, RungUnavailableError, make_rung
 from benchmarks.ladder.summary import OTHER_PEER, sustained_stages
@@ -33,7 +33,6 @@ from benchmarks.ladder.towers import (
     Shape,
     config_of,
     random_inputs,
-    random_tower,
     shapes_of,
     unseen_grids,
 )
@@ -56,9 +55,6 @@ LEAST_BUILD_S = 90.0
 """Seconds that the peer has to build a tower, even past the deadline: with fewer, it would lose all its rows."""
 MOST_REFERENCE_TOKENS = 2200
 """Largest shapes, in tokens, that are compared across processes, through a file."""
-
-WEIGHTS = {"random": "random weights", "massive": "random weights with massive activations"}
-"""Names of the weights on the command line and in reports."""
 
 RunBatch = Callable[[Tensor, Sequence[Grid]], list[Tensor]]
 
@@ -149,8 +145,7 @@ class Ladder:
     def measure(self) -> None:
         """Measures everything, as far as the deadline allows."""
         options = self._asked
-        make = massive_tower if options.weights == "massive" else random_tower
-        tower = make(self._config, seed=options.seed, dtype=options.dtype, device=options.device)
+        tower = TOWERS[options.weights](self._config, seed=options.seed, dtype=options.dtype, device=options.device)
         self._inputs = {
             s.name: random_inputs(self._config, s.grids, sets=INPUT_SETS, seed=options.seed, device=options.device)
             for s in self._shapes

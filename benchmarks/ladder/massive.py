@@ -162,3 +162,9 @@ def _adjust(
 
 def _round(parameter: Tensor, value: Tensor) -> None:
     parameter.data = value.to(torch.bfloat16).to(parameter.dtype)
+
+
+WEIGHTS = {"random": "random weights", "massive": "random weights with massive activations"}
+"""Names of the weights on the command line and in reports."""
+TOWERS = {"random": random_tower, "massive": massive_tower}
+"""What makes a tower with these weights."""

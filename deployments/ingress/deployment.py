@@ -56,7 +56,7 @@ from deployments.ingress.image_jobs import (
 )
 from deployments.ingress.replica_client import Replicas
 from deployments.ingress.responses.client import StoredResponses
-from deployments.routing.replica_identity import ingress_metadata, wait_for_rollout_turn
+from deployments.routing.replica_identity import version_metadata, wait_for_rollout_turn
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
 from deployments.telemetry.server_timing import format_metric
@@ -114,7 +114,7 @@ class Ingress:
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns the version of the messages, which Serve sends to routers. Waits for its turn in a rollout."""
         await wait_for_rollout_turn(names.INGRESS)
-        return ingress_metadata()
+        return version_metadata()
 
     async def __call__(self, request: Request) -> Response:
         response = await self._respond(request)

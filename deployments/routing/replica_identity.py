@@ -35,19 +35,19 @@ FIRST_UPDATE_S = 1.0
 """Time for Serve's controller to send the running replicas; if there are none by then, the application is starting."""
 
 
-def ingress_metadata() -> dict[str, str]:
+def version_metadata() -> dict[str, str]:
     return {_PROTOCOL: str(messages.PROTOCOL_VERSION)}
 
 
 def encoder_metadata(identity: Identity, host: str) -> dict[str, str]:
     encoder = {IDENTITY: identity.fingerprint, _TOWER: identity.tower, _ENCODER: identity.to_json(), HOST: host}
-    return ingress_metadata() | encoder
+    return version_metadata() | encoder
 
 
 def llm_metadata(tower: str, host: str) -> dict[str, str]:
     """`tower`: identity of the vision tower whose embeddings the language model accepts. One that runs the tower itself
     publishes `encoder_metadata`."""
-    return ingress_metadata() | {IDENTITY: tower, _TOWER: tower, HOST: host}
+    return version_metadata() | {IDENTITY: tower, _TOWER: tower, HOST: host}
 
 
 def published(replica: RunningReplica, key: str) -> str:

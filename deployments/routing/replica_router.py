@@ -76,7 +76,7 @@ class ReplicaRouter(PrivateRequestRouter):
 
     def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
         self._excluded: set[ReplicaID] = set()
-        self._has_seen_own_version = False
+        self._has_seen_own_version = self._is_version_gone = False
         self._routable: dict[ReplicaID, RunningReplica] = {}
         self._by_grpc = GrpcCalls()
         self._counts = Counters()
@@ -99,6 +99,7 @@ class ReplicaRouter(PrivateRequestRouter):
         self._excluded &= {replica.replica_id for replica in replicas}
         own = [one for one in replicas if has_same_protocol(one)]
         self._has_seen_own_version |= bool(own)
+        self._is_version_gone = self._has_seen_own_version and bool(replicas) and not own
         working = [one for one in own if one.replica_id not in self._excluded]
         self._set_routable(working)
         super().update_replicas(working)
@@ -106,8 +107,7 @@ class ReplicaRouter(PrivateRequestRouter):
 
     def refusal(self) -> VersionGoneError | None:
         """Calls wait for the first replica of this version, but not once an update has replaced the last one."""
-        is_gone = self.known_replicas and not any(map(has_same_protocol, self.known_replicas))
-        return VersionGoneError() if is_gone and self._has_seen_own_version else None
+        return VersionGoneError() if self._is_version_gone else None
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

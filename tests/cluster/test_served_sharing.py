@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployments.routing.replica_identity import ingress_metadata
+from deployments.routing.replica_identity import version_metadata
 from tests.programs import output_of_python
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ class Placed:
         """What an ingress needs to be one."""
 
     def record_replica_metadata(self) -> dict[str, str]:
-        return ingress_metadata()
+        return version_metadata()
 
     def gpus(self) -> list[int]:
         import ray

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -268,32 +267,6 @@ def test_a_record_that_is_resumed_is_filled_and_not_measured_again(tmp_path: Pat
     assert [row["name"] for row in record["rows"] if "sustained" in row["cells"]["4×64²"]] == [
         "vllm launched graphs fitted"
     ]
-
-
-def test_weights_with_massive_activations_are_named_and_measured_beside_transformers() -> None:
-    asked = dataclasses.replace(ASKED, peers=("transformers",), weights="massive", dtype=torch.bfloat16)
-    record = ladder.new_record("qwen3_vl", asked)
-    assert "random weights with massive activations (tiny)" in record["model"]
-    ladder.Ladder(
-        "qwen3_vl", asked, record, peak_tflops=1.0, deadline=Deadline(300), readings=Readings(None), save=lambda: None
-    ).measure()
-    cells = {row["name"]: row["cells"]["mix"] for row in record["rows"]}
-    assert cells["eager"]["error"] > 0.1
-    assert cells["eager"]["error_over_transformers"] == pytest.approx(1, abs=0.3)
-
-
-@pytest.mark.parametrize(("limited", "limit"), [(True, 3.0), (False, 1e6)])
-def test_fp8_is_limited_as_in_a_server_if_asked(monkeypatch: pytest.MonkeyPatch, limited: bool, limit: float) -> None:
-    asked: list[EncoderConfig] = []
-
-    def refuse(tower: object, config: EncoderConfig, rules: object) -> None:
-        asked.append(config)
-        raise ValueError("no GPU")
-
-    monkeypatch.setattr(rungs, "choose_forward", refuse)
-    with pytest.raises(rungs.RungUnavailableError, match="no GPU"):
-        rungs.make_rung("fp8", None, limited=limited)  # type: ignore[arg-type]
-    assert [config.fp8_max_error for config in asked] == [limit]
 
 
 def test_what_no_time_was_left_for_is_said() -> None:

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.ladder import massive
+from benchmarks.ladder import ladder, massive, rungs
+from benchmarks.ladder.gpu_clock import Readings
 from benchmarks.ladder.massive import AFTER, CHANNELS, COSINE, lowest_cosine, massive_tower, plant
+from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.towers import config_of, random_patches, random_tower
+from configs.encoder_config import EncoderConfig
 from encoder.towers.layers import Block
+from tests.unit.benchmarks.test_bench_encoder import ASKED
 
 CPU = torch.device("cpu")
 GRIDS = ((1, 8, 8), (1, 6, 10))
@@ -55,3 +59,29 @@ def test_too_few_blocks_are_named() -> None:
     config = dataclasses.replace(config_of("qwen3_5", tiny=True, dtype="bfloat16"), depth=2)
     with pytest.raises(ValueError, match="planted after block 1; the tower has 2 blocks"):
         massive_tower(config, seed=0, dtype=torch.bfloat16, device=CPU)
+
+
+def test_weights_with_massive_activations_are_named_and_measured_beside_transformers() -> None:
+    asked = dataclasses.replace(ASKED, peers=("transformers",), weights="massive", dtype=torch.bfloat16)
+    record = ladder.new_record("qwen3_vl", asked)
+    assert "random weights with massive activations (tiny)" in record["model"]
+    ladder.Ladder(
+        "qwen3_vl", asked, record, peak_tflops=1.0, deadline=Deadline(300), readings=Readings(None), save=lambda: None
+    ).measure()
+    cells = {row["name"]: row["cells"]["mix"] for row in record["rows"]}
+    assert cells["eager"]["error"] > 0.1
+    assert cells["eager"]["error_over_transformers"] == pytest.approx(1, abs=0.3)
+
+
+@pytest.mark.parametrize(("limited", "limit"), [(True, 3.0), (False, 1e6)])
+def test_fp8_is_limited_as_in_a_server_if_asked(monkeypatch: pytest.MonkeyPatch, limited: bool, limit: float) -> None:
+    asked: list[EncoderConfig] = []
+
+    def refuse(tower: object, config: EncoderConfig, rules: object) -> None:
+        asked.append(config)
+        raise ValueError("no GPU")
+
+    monkeypatch.setattr(rungs, "choose_forward", refuse)
+    with pytest.raises(rungs.RungUnavailableError, match="no GPU"):
+        rungs.make_rung("fp8", None, limited=limited)  # type: ignore[arg-type]
+    assert [config.fp8_max_error for config in asked] == [limit]

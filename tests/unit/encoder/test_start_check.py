@@ -31,7 +31,7 @@ class Tower:
     dtype, device = torch.float32, torch.device("cpu")
 
     def in_float32(self) -> Tower:
-        return Tower()
+        return self
 
     def prepare(self, grids: Sequence[Grid]) -> TowerMetadata:
         return MetadataBuilder(self.config).build(grids, device=self.device, backend=AttentionBackend.VARLEN)
@@ -125,6 +125,9 @@ class Rounded(Tower):
 
     def __init__(self, error: float) -> None:
         self.error = error
+
+    def in_float32(self) -> Tower:
+        return TOWER
 
     def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
         return super().__call__(patches, metadata) * (1 + self.error * (metadata.num_patches <= 256))

@@ -14,7 +14,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
 from deployments.routing.prefill_load import PENDING_TOKENS
-from deployments.routing.replica_identity import HOST, IDENTITY, ingress_metadata
+from deployments.routing.replica_identity import HOST, IDENTITY, version_metadata
 from deployments.routing.serve_router import AffinityRouter
 
 ENCODER = DeploymentID("Encoder", "vitray")
@@ -61,7 +61,7 @@ class Fleet:
             replica_id=ReplicaID(name, ENCODER),
             max_ongoing_requests=10,
             routing_stats={PUBLISHED_DIGESTS: self.held[name]} if name in self.held else {},
-            replica_metadata=({} if name in self.other_version else ingress_metadata())
+            replica_metadata=({} if name in self.other_version else version_metadata())
             | {key: told[name] for key, told in ((IDENTITY, self.identities), (HOST, self.hosts)) if name in told},
             get_queue_len=queue_len,
         )

@@ -83,6 +83,29 @@ def test_language_models_decide_which_towers_are_of_use() -> None:
     assert asyncio.run(updated()) == [IDENTITY, IDENTITY, OTHER_TOWER]
 
 
+def joined(
+    monkeypatch: pytest.MonkeyPatch,
+    handles: dict[str, StandIns],
+    deployment: str,
+    tower: str | None = None,
+    *,
+    timeout: float,
+) -> bool:
+    """Whether it is the turn of a new replica of the deployment, within `timeout` seconds."""
+    context = SimpleNamespace(app_name="app")
+    handle_of = lambda name, app: handles[name]  # noqa: E731
+    stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
+    monkeypatch.setattr(replica_identity, "serve", stand_in)
+    monkeypatch.setattr(replica_identity, "FIRST_UPDATE_S", 0)
+
+    async def scenario() -> bool:
+        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn(deployment, tower))
+        await asyncio.wait([turn], timeout=timeout)
+        return turn.done()
+
+    return asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("encoders", "llms", "joins"),
     [
@@ -103,18 +126,7 @@ def test_new_encoders_join_as_their_language_models_do(
     handles = {"Encoder": StandIns(), "LLM": StandIns()}
     for name, running in (("Encoder", encoders), ("LLM", llms)):
         handles[name].run(*[IDENTITY if one == "o" else OTHER_TOWER for one in running])
-    context = SimpleNamespace(app_name="app")
-    handle_of = lambda name, app: handles[name]  # noqa: E731
-    stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
-    monkeypatch.setattr(replica_identity, "serve", stand_in)
-    monkeypatch.setattr(replica_identity, "FIRST_UPDATE_S", 0)
-
-    async def joined() -> bool:
-        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn("Encoder", OTHER_TOWER.tower))
-        await asyncio.wait([turn], timeout=5 if joins else 3 * POLL_S)
-        return turn.done()
-
-    assert asyncio.run(joined()) == joins
+    assert joined(monkeypatch, handles, "Encoder", OTHER_TOWER.tower, timeout=5 if joins else 3 * POLL_S) == joins
 
 
 @pytest.mark.parametrize(
@@ -140,18 +152,7 @@ def test_new_ingresses_join_as_language_models_of_their_version_do(
         for replica, version in zip(router.known_replicas, running, strict=True):
             replica.replica_metadata["protocol"] = "0" if version == "o" else "1"
         router.curr_replicas = {}
-    context = SimpleNamespace(app_name="app")
-    handle_of = lambda name, app: handles[name]  # noqa: E731
-    stand_in = SimpleNamespace(get_replica_context=lambda: context, get_deployment_handle=handle_of)
-    monkeypatch.setattr(replica_identity, "serve", stand_in)
-    monkeypatch.setattr(replica_identity, "FIRST_UPDATE_S", 0)
-
-    async def joined() -> bool:
-        turn = asyncio.create_task(replica_identity.wait_for_rollout_turn("Ingress"))
-        await asyncio.wait([turn], timeout=5 if joins else 3 * POLL_S)
-        return turn.done()
-
-    assert asyncio.run(joined()) == joins
+    assert joined(monkeypatch, handles, "Ingress", timeout=5 if joins else 3 * POLL_S) == joins
 
 
 def test_an_ingress_of_a_version_that_is_gone_says_so() -> None:

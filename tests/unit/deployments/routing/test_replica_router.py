@@ -22,7 +22,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from configs.schema import LLMConfig
 from deployments.app import routing
 from deployments.routing import replica_router
-from deployments.routing.replica_identity import ingress_metadata
+from deployments.routing.replica_identity import version_metadata
 from deployments.routing.replica_router import ReplicaRouter
 from deployments.routing.serve_router import AffinityRouter
 from deployments.telemetry.metrics import Counter, Counters
@@ -119,7 +119,7 @@ def test_without_affinity_replicas_are_watched_all_the_same(monkeypatch: pytest.
             raise ActorDiedError
 
         lost = SimpleNamespace(
-            replica_id=NAME, get_queue_len=died, routing_stats={}, replica_metadata=ingress_metadata()
+            replica_id=NAME, get_queue_len=died, routing_stats={}, replica_metadata=version_metadata()
         )
         by_grpc, by_ray = Call(accepts=True), Call(accepts=True)
         watching = router()
