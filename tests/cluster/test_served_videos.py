@@ -103,7 +103,8 @@ def own_bytes() -> dict[str, int]:
 
 
 def test_eight_files_at_the_bound_are_held_within_the_bounds(app: ServedApp) -> None:
-    """Four rounds with other files each. What three of them left, if anything, is less than the files of one."""
+    """Four rounds with other files each. The second still raises what the allocator keeps; what the two after it
+    leave, if anything, is less than the files of one."""
 
     def answer(number: int) -> int:
         clip = Clip(16, Fraction(2), 96, 64, seed=100 + number).encode()
@@ -125,7 +126,7 @@ def test_eight_files_at_the_bound_are_held_within_the_bounds(app: ServedApp) -> 
     print([{name: round(held / MIB) for name, held in one.items()} for one in (*settled, highest)])
     for role, bound in (("Ingress", HELD_BYTES), ("Encoder", NUM_FILES * 2 * MAX_BYTES), ("decoders", 8 * MAX_BYTES)):
         assert highest[role] <= settled[0][role] + bound
-        assert settled[3][role] <= settled[0][role] + NUM_FILES * MAX_BYTES
+        assert settled[3][role] <= settled[1][role] + NUM_FILES * MAX_BYTES
 
 
 def free_box(num_bytes: int, seed: int) -> bytes:
