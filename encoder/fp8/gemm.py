@@ -6,7 +6,6 @@ is in 8 bits for every number of rows or for none, so that an image's precision 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from encoder.fp8.activation_range import hidden_scales
 from encoder.fp8.channel_means import ChannelMeans
+from encoder.fp8.sensitivity import Layers
 from encoder.fused.affine import Affine, ScaledRows
 from encoder.fused.gemm import Epilogue, Gemm, Layer, Rows
 from encoder.fused.rope_in_gemm import Rotation
@@ -44,14 +44,13 @@ class Fp8Gemm(Gemm):
         self,
         wide: Gemm,
         *,
-        layers: Collection[Layer] = tuple(Layer),
-        first_block: int = 0,
+        layers: Layers | None = None,
         means: ChannelMeans | None = None,
     ) -> None:
-        """`layers`: the layers in 8 bits, in the blocks from `first_block` on. `means`: of channels with massive
-        activations in their inputs, subtracted before rows are quantised."""
+        """`layers`: the layers in 8 bits; None for all. `means`: of channels with massive activations in their inputs,
+        subtracted before rows are quantised."""
         self._wide, self.rotates = wide, wide.rotates
-        self._layers, self._first_block, self._means = layers, first_block, means or {}
+        self._layers, self._means = layers, means or {}
         self._quack: QuackFp8Kernels | None = None
         if wide.rotates:
             from encoder.fp8.quack_gemm import QuackFp8Kernels
@@ -69,7 +68,7 @@ class Fp8Gemm(Gemm):
 
     def load(self, layer: Affine, kind: Layer, block: int) -> Affine:
         """See `Gemm`. A layer whose sides are not multiples of 16 is returned unchanged."""
-        if kind not in self._layers or block < self._first_block:
+        if self._layers is not None and (block, kind) not in self._layers:
             return layer
         if any(side % _MULTIPLE for side in layer.weight.shape):
             return layer

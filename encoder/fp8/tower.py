@@ -12,7 +12,8 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.fp8.calibration_images import trial_batch
 from encoder.fp8.channel_means import channel_means
-from encoder.fp8.validation import Agreement, RunGrids, Share, default_rules, try_fp8
+from encoder.fp8.sensitivity import Layers
+from encoder.fp8.validation import Agreement, RunGrids, default_rules, try_fp8
 from encoder.metadata.geometry import Grid
 from encoder.towers.tower import VisionTower
 
@@ -42,12 +43,12 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
 def build_fp8_tower(
     tower: VisionTower, wide: FusedTower, config: EncoderConfig, rules: ImageRules | None
 ) -> tuple[FusedTower, Agreement]:
-    """Returns `wide`, made of `tower`, with the first of `SHARES` in 8 bits that agrees with it, and the agreement.
+    """Returns `wide`, made of `tower`, with as many layers in 8 bits as the settings' limit allows, and the errors.
 
     A copy of `tower` in float32 is on the device for one run.
 
     Raises:
-        Fp8RefusedError: with every share, errors are larger than the settings allow.
+        Fp8RefusedError: errors are larger than the settings allow, whatever the layers.
     """
     from encoder.fp8.gemm import Fp8Gemm
     from encoder.fused.tower import FusedTower
@@ -60,11 +61,10 @@ def build_fp8_tower(
     expected = _in_float32(tower, patches, grids)
     made: list[FusedTower] = []
 
-    def narrow(share: Share) -> RunGrids:
+    def narrow(layers: Layers) -> RunGrids:
         made.clear()
-        first_block = share.first_block(tower.config.depth)
         with torch.cuda.device(tower.device):
-            gemm = Fp8Gemm(wide.gemm, layers=share.layers, first_block=first_block, means=means)
+            gemm = Fp8Gemm(wide.gemm, layers=layers, means=means)
             made.append(FusedTower(tower, wide.attention_plan, gemm))
         return run_of(made[0])
 

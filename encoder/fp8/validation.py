@@ -7,9 +7,9 @@ How much rounding matters depends on the weights: bfloat16 moves one checkpoint'
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.fused.gemm import Layer
+from encoder.fp8.sensitivity import Layers, choose_layers, describe, layer_groups
 from encoder.metadata.geometry import Grid
 
 logger = logging.getLogger(__name__)
@@ -26,34 +26,8 @@ RunGrids = Callable[[Tensor, Sequence[Grid]], Tensor]
 """Computes `[num_tokens, width]` from patches `[num_patches, patch_dim]` and grids."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """Share of a tower that is in 8 bits."""
-
-    skipped: float
-    """Fraction of the blocks, from the first on, that stay in bfloat16."""
-    layers: tuple[Layer, ...]
-    """Layers of the other blocks that are in 8 bits."""
-
-    def first_block(self, depth: int) -> int:
-        return math.ceil(self.skipped * depth)
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.layers)} of all but the first {self.skipped:.0%} of the blocks"
-
-
-_WITHOUT_QKV = (Layer.UP, Layer.DOWN)
-_ALL = (Layer.QKV, *_WITHOUT_QKV)
-SHARES = (
-    Share(0, _ALL),
-    Share(1 / 8, _ALL),
-    Share(1 / 4, _ALL),
-    Share(1 / 8, _WITHOUT_QKV),
-    Share(1 / 4, _WITHOUT_QKV),
-    Share(1 / 2, _WITHOUT_QKV),
-)
-"""Shares in the order in which they are tried. Later blocks amplify errors of the first ones, and attention's logits
-amplify errors of q and k."""
+_ATTEMPTS = (1.0, 0.85, 0.7, 0.5)
+"""Errors that layers are chosen for, as fractions of the limit, until one choice stays within it."""
 
 
 class Fp8RefusedError(ValueError):
@@ -75,17 +49,22 @@ class Agreement:
     """Of the tower in bfloat16 against float32."""
     whole_error: float
     """Against float32, over the whole width."""
-    share: str = ""
-    """The share in 8 bits, as text."""
+    layers: str = ""
+    """The layers in 8 bits, as text."""
 
 
-def part_errors(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Tensor:
-    """Returns ‖found - expected‖ / ‖expected‖ of the worst image, `[parts]` of the width; infinite for NaN."""
+def image_errors(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Tensor:
+    """Returns ‖found - expected‖ / ‖expected‖, `[images, parts]` of the width; infinite for NaN."""
     ours, theirs = (x.float().unflatten(1, (-1, out_hidden_size)).split(list(image_tokens)) for x in (found, expected))
     errors = torch.stack(
         [(one - other).norm(dim=(0, 2)) / other.norm(dim=(0, 2)) for one, other in zip(ours, theirs, strict=True)]
     )
-    return errors.nan_to_num(float("inf"), posinf=float("inf")).amax(0)
+    return errors.nan_to_num(float("inf"), posinf=float("inf"))
+
+
+def part_errors(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Tensor:
+    """Returns the largest of `image_errors` of each part of the width, `[parts]`."""
+    return image_errors(found, expected, image_tokens, out_hidden_size).amax(0)
 
 
 def default_rules(config: VisionConfig) -> ImageRules:
@@ -99,7 +78,7 @@ def default_rules(config: VisionConfig) -> ImageRules:
 
 @torch.inference_mode()
 def try_fp8(
-    narrow: Callable[[Share], RunGrids],
+    narrow: Callable[[Layers], RunGrids],
     wide: RunGrids,
     expected: Tensor,
     tower: VisionConfig,
@@ -108,51 +87,87 @@ def try_fp8(
     patches: Tensor,
     grids: Sequence[Grid],
 ) -> tuple[RunGrids, Agreement]:
-    """Returns the first of `SHARES` whose errors on a batch of images stay within the settings' multiple of the error
-    of `wide`: each image's in the batch, each image's alone, and what it differs by between the two, because kernels
-    depend on a batch's size and 8 bits amplify rounding.
+    """Returns the run of a tower with as many layers in 8 bits as the settings' multiple of the error of `wide` allows:
+    all of them, or those chosen by the error that each group of layers causes alone.
 
-    `narrow`: returns the run of the tower with a share in 8 bits. `wide`: in bfloat16. `expected`: the batch's
+    The limit holds for each image's error in the batch, for each image's alone, and for what it differs by between the
+    two, because kernels depend on a batch's size and 8 bits amplify rounding.
+
+    `narrow`: returns the run of the tower with these layers in 8 bits. `wide`: in bfloat16. `expected`: the batch's
     embeddings in float32.
 
     Raises:
-        Fp8RefusedError: no share does.
+        Fp8RefusedError: no choice stays within the limit.
     """
-    counts = [t * h * w // tower.merge_unit for t, h, w in grids]
-    rows = patches.split([t * h * w for t, h, w in grids])
+    trials = _Trials(wide, expected, tower, patches, grids)
+    refusal = ""
+    for layers in _choices(narrow, trials, tower, config.fp8_max_error):
+        run = narrow(layers)
+        found = trials.agreement(run, layers)
+        complaint = _disagreement(found, config)
+        logger.info(
+            "fp8 for %s on %d trial images: error %.2e, %.2e between a batch and an image alone, of bfloat16 %.2e; %s",
+            found.layers, len(grids), found.error, found.batch_error, found.bfloat16_error, complaint or "used",
+        )  # fmt: skip
+        if not complaint:
+            return run, found
+        refusal = f"with {found.layers} in 8 bits, {complaint}"
+        del run  # frees its weights before the next ones are made
+    raise Fp8RefusedError(f"fp8 is true, and on this checkpoint, {refusal}")
 
-    def errors(found: Tensor, other: Tensor) -> Tensor:
-        return part_errors(found, other, counts, tower.out_hidden_size)
 
-    own = errors(wide(patches, grids), expected).clamp(min=torch.finfo(torch.float32).tiny)
-    complaint = ""
-    for share in SHARES:
-        run = narrow(share)
-        together = run(patches, grids)
-        alone = torch.cat([run(one, [grid]) for one, grid in zip(rows, grids, strict=True)])
-        error = torch.maximum(errors(together, expected), errors(alone, expected))
-        batch_error = errors(together, alone)
+def _choices(
+    narrow: Callable[[Layers], RunGrids], trials: _Trials, tower: VisionConfig, limit: float
+) -> Iterator[Layers]:
+    """Yields all layers, then choices by the error that each group of layers adds, the largest first."""
+    groups = layer_groups(tower)
+    yield frozenset(chain.from_iterable(group.layers for group in groups))
+    added = torch.stack([trials.added_error(narrow(group.layers)) for group in groups])
+    choices = [choose_layers(groups, added, trials.room(fraction * limit)) for fraction in _ATTEMPTS]
+    yield from (layers for layers in dict.fromkeys(choices) if layers)
+
+
+class _Trials:
+    """Trial images, their embeddings in float32, and the errors of bfloat16 on them."""
+
+    def __init__(
+        self, wide: RunGrids, expected: Tensor, tower: VisionConfig, patches: Tensor, grids: Sequence[Grid]
+    ) -> None:
+        self._expected, self._tower, self._patches, self._grids = expected, tower, patches, grids
+        self._counts = [t * h * w // tower.merge_unit for t, h, w in grids]
+        errors = self._errors(wide(patches, grids), expected).clamp(min=torch.finfo(torch.float32).tiny)
+        self._squares, self._own = errors.square(), errors.amax(0)
+
+    def agreement(self, run: RunGrids, layers: Layers) -> Agreement:
+        """Returns the errors of the run with these layers in 8 bits."""
+        together = run(self._patches, self._grids)
+        rows = self._patches.split([t * h * w for t, h, w in self._grids])
+        alone = torch.cat([run(one, [grid]) for one, grid in zip(rows, self._grids, strict=True)])
+        error = torch.maximum(self._errors(together, self._expected), self._errors(alone, self._expected)).amax(0)
+        batch_error = self._errors(together, alone).amax(0)
+        own = self._own
         ratios = (torch.maximum(error, batch_error) / own).masked_fill(own.isinf(), float("inf"))
         worst = int(ratios.argmax())
-        found = Agreement(
+        return Agreement(
             over_bfloat16=float(ratios[worst]),
             error=float(error[worst]),
             batch_error=float(batch_error[worst]),
             bfloat16_error=float(own[worst]),
-            whole_error=float(part_errors(together, expected, counts, tower.width)),
-            share=str(share),
+            whole_error=float(part_errors(together, self._expected, self._counts, self._tower.width)),
+            layers=describe(layers),
         )
-        complaint = _disagreement(found, config)
-        logger.info(
-            "fp8 for %s on %d trial images: error %.2e, %.2e between a batch and an image alone, of bfloat16 %.2e; %s",
-            share, len(grids), found.error, found.batch_error, found.bfloat16_error, complaint or "used",
-        )  # fmt: skip
-        if not complaint:
-            return run, found
-        del run  # frees its weights before the next share's are made
-    raise Fp8RefusedError(
-        f"fp8 is true, and on this checkpoint, even with no more than {SHARES[-1]} in 8 bits, {complaint}"
-    )
+
+    def added_error(self, run: RunGrids) -> Tensor:
+        """Returns the squared error that the run's layers in 8 bits add to bfloat16's, `[images, parts]`."""
+        return (self._errors(run(self._patches, self._grids), self._expected).square() - self._squares).clamp(min=0)
+
+    def room(self, limit: float) -> Tensor:
+        """Returns the squared error that may be added so that no image has more than `limit` times the largest error
+        of bfloat16, `[images, parts]`."""
+        return (limit * self._own).square() - self._squares
+
+    def _errors(self, found: Tensor, expected: Tensor) -> Tensor:
+        return image_errors(found, expected, self._counts, self._tower.out_hidden_size)
 
 
 def _disagreement(found: Agreement, config: EncoderConfig) -> str:

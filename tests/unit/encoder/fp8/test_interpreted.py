@@ -132,7 +132,7 @@ from encoder.metadata.segments import AttentionBackend
 from encoder.fp8 import tower as fp8_tower
 from encoder.fp8.channel_means import channel_means
 from encoder.fp8.gemm import Fp8Gemm
-from encoder.fp8.validation import SHARES, Fp8RefusedError
+from encoder.fused.gemm import Layer
 from encoder.fused.tower import FusedTower
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
 from encoder.fused.gemm import CublasGemm
@@ -199,23 +199,25 @@ if hasattr(eager.blocks[0].norm1, "bias"):
     print(errors)
     assert errors[0] > 0.6 and errors[1] < 0.35
 
-# As at the start: float32, means, and the first share within the limit, which is large beside a float32 tower's error.
+# As at the start: float32, means, and a limit, large beside a float32 tower's error, for all layers and for some.
 fp8_tower.trial_batch = lambda rules, device, rows: (patches, grids)
 wide = FusedTower(eager, plan, CublasGemm())
 config = EncoderConfig(fused_kernels=True, fp8=True, fp8_max_error=1e9)
 narrow, agreement = fp8_tower.build_fp8_tower(eager, wide, config, None)
 print(agreement)
-assert agreement.share == str(SHARES[0]) and agreement.bfloat16_error < 1e-4 < 0.02 < agreement.error < 0.35
+every = f"of blocks 0-{depth - 1}"
+assert agreement.layers == f"qkv {every}, MLP {every}", agreement
+assert agreement.bfloat16_error < 1e-4 < 0.02 < agreement.error < 0.35
 assert torch.equal(narrow(patches, narrow.prepare(grids)), whole)
-try:
-    fp8_tower.build_fp8_tower(eager, wide, replace(config, fp8_max_error=10), None)
-    raise SystemExit("it was accepted")
-except Fp8RefusedError as error:
-    assert "the limit is 10 (fp8_max_error)" in str(error), error
+if sys.argv[1] == "qwen3_vl":  # runs each group of layers alone, which takes a minute with windows
+    config = replace(config, fp8_max_error=0.9 * agreement.over_bfloat16)
+    narrow, some = fp8_tower.build_fp8_tower(eager, wide, config, None)
+    print(some)
+    assert some.layers not in ("", agreement.layers) and some.over_bfloat16 <= config.fp8_max_error
 
 # The last block alone, and the same in plain PyTorch: both sides of its products are rounded. With more blocks, single
 # roundings that turn with the order of a sum would turn more in the next.
-tower = FusedTower(eager, plan, Fp8Gemm(CublasGemm(), first_block=depth - 1))
+tower = FusedTower(eager, plan, Fp8Gemm(CublasGemm(), layers=frozenset((depth - 1, layer) for layer in Layer)))
 metadata = tower.prepare(grids)
 products = 0
 found = tower(patches, metadata)

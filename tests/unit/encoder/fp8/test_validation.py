@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,11 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.fp8.calibration_images import trial_batch, trial_images
 from encoder.fp8.channel_means import channel_means
+from encoder.fp8.sensitivity import Layers, describe
 from encoder.fp8.tower import check_fp8
 from encoder.fp8.validation import (
-    SHARES,
     Agreement,
     Fp8RefusedError,
-    Share,
     default_rules,
     part_errors,
     try_fp8,
@@ -64,16 +64,18 @@ OWN = 0.01
 """The tower's error in bfloat16."""
 
 
-def tried(config: EncoderConfig, tower: VisionConfig, *errors: float, alone: float | None = None) -> Agreement:
-    """With narrow runs of these errors for `SHARES`, the last for the rest; `alone` where an image is run alone."""
+def tried(
+    config: EncoderConfig, tower: VisionConfig, error: float | Callable[[Layers], float], *, alone: float | None = None
+) -> Agreement:
+    """With narrow runs of this error, which may depend on the layers in 8 bits; `alone` where an image is run alone."""
 
-    def narrow(share: Share, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        error = errors[min(SHARES.index(share), len(errors) - 1)]
-        return wrong(tower, patches, grids, alone if alone is not None and len(grids) == 1 else error)
+    def narrow(layers: Layers, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        found = error(layers) if callable(error) else error
+        return wrong(tower, patches, grids, alone if alone is not None and len(grids) == 1 else found)
 
     patches, grids = trial_batch(default_rules(tower), CPU, 1)
     run, found = try_fp8(
-        lambda share: partial(narrow, share),
+        lambda layers: partial(narrow, layers),
         lambda patches, grids: wrong(tower, patches, grids, -OWN),
         embeddings(tower, patches, grids),
         tower,
@@ -82,7 +84,7 @@ def tried(config: EncoderConfig, tower: VisionConfig, *errors: float, alone: flo
         grids=grids,
     )
     assert isinstance(run, partial)
-    assert [str(share) for share in run.args] == [found.share]
+    assert [describe(layers) for layers in run.args] == [found.layers]
     return found
 
 
@@ -101,7 +103,8 @@ def test_a_tower_that_agrees_is_taken_and_its_figures_are_kept(
 def test_an_error_over_the_limit_refuses_naming_value_and_limit(tower: VisionConfig) -> None:
     with pytest.raises(
         Fp8RefusedError,
-        match=r"error of an image is 5\.00 times the error of bfloat16 \(1\.00e-02\); the limit is 3 \(fp8_max_error\)",
+        match=r"with qkv of blocks 0-2, MLP of blocks 0-2 in 8 bits, the largest "
+        r"error of an image is 5\.00 times the error of bfloat16 \(1\.00e-02\); the limit is 3 \(fp8_max_error\)",
     ):
         tried(FP8, tower, 0.05)
     assert tried(dataclasses.replace(FP8, fp8_max_error=6), tower, 0.05).over_bfloat16 == pytest.approx(5)
@@ -115,12 +118,20 @@ def test_a_tower_that_is_not_finite_in_bfloat16_is_no_reason_to_accept(
         tried(FP8, tower, 0.01)
 
 
-def test_the_largest_share_that_agrees_is_taken(tower: VisionConfig) -> None:
-    for place, share in enumerate(SHARES):
-        found = tried(FP8, tower, *[0.05] * place, 0.02)
-        assert found.share == str(share)
-        assert found.over_bfloat16 < 3
-    assert [share.first_block(27) for share in SHARES] == [0, 4, 7, 4, 7, 14]
+@pytest.mark.parametrize(("together", "blocks", "over"), [(1.0, "8-15", 2.99), (1.5, "12-15", 2.45)])
+def test_layers_are_chosen_by_the_error_that_each_adds(
+    tower: VisionConfig, together: float, blocks: str, over: float
+) -> None:
+    """Squares of errors add up. Where several groups add more than their sum, fewer of them are chosen."""
+    deep = dataclasses.replace(tower, depth=16)
+
+    def error(layers: Layers) -> float:
+        added = sum({Layer.QKV: 20.0, Layer.UP: 12 / (1 + block), Layer.DOWN: 0.0}[layer] for block, layer in layers)
+        return OWN * math.sqrt(1 + added * (together if len(layers) > 4 else 1))
+
+    found = tried(FP8, deep, error)
+    assert found.layers == f"MLP of blocks {blocks}"
+    assert found.over_bfloat16 == pytest.approx(over, abs=0.01)
 
 
 def test_an_image_that_differs_between_batches_refuses(tower: VisionConfig) -> None:
