@@ -32,6 +32,7 @@ from configs.schema import TcpConfig
 from deployments.common.messages import EncodedImage, EncodeTimings, SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, Header
 from deployments.transfer.rdma import NixlMemory, NotInstalledError
+from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.remote_sender import RemoteSender
@@ -54,7 +55,7 @@ class Encoder:
         self._store = EmbeddingStore(ROOM_BYTES)
         self._server = ShmServer(self._store)
         self._tcp = TcpServer(self._store, SECRET, TcpConfig())
-        self._remote = RemoteSender(self._store, NixlMemory()) if nixl else None
+        self._remote = RemoteSender(self._store, RdmaProcess()) if nixl else None
         self._ready: list[EncodedImage] = []
 
     def encode(self, number: int, tokens: int, streams: int) -> list[float]:
@@ -87,7 +88,7 @@ class Reader:
     def __init__(self, encoder: Any, nixl: bool) -> None:  # noqa: ANN401 - an actor's handle
         self._encoder = encoder
         buffer = ReceiveBuffer(ROOM_BYTES)
-        self._remote = RemoteReader(NixlMemory(), buffer) if nixl else None
+        self._remote = RemoteReader(RdmaProcess(), buffer) if nixl else None
         self._tcp = TcpClients(SECRET, buffer)
         self._client: ShmClient | None = None
 

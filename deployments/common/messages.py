@@ -186,7 +186,7 @@ class RemoteLocation:
     """Where an LLM replica on another host reads an embedding, once."""
 
     agent_metadata: bytes
-    """NIXL agent metadata of the encoder's process, for `NixlMemory.read`."""
+    """NIXL agent metadata of the encoder's RDMA process, for `RdmaProcess.read`."""
     address: int
     """Address of the embedding's header in that process."""
     lease: bytes

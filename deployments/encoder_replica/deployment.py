@@ -66,7 +66,7 @@ from deployments.telemetry.metrics import (
     gauge_setter,
 )
 from deployments.telemetry.tracing import Stage, record_encode_spans, record_span
-from deployments.transfer.rdma import NixlMemory
+from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
@@ -110,7 +110,8 @@ class EncoderReplica:
         self._tcp = self._make_tcp_server(store, config)
         self._remote = None
         if config.transfer == "nixl":
-            self._remote = RemoteSender(store, NixlMemory(), on_error=self._count_listener_error)
+            rdma = RdmaProcess(on_ended=partial(self._counts.add, Counter.RDMA_RESTARTS))
+            self._remote = RemoteSender(store, rdma, on_error=self._count_listener_error)
         self._times = Histograms()
         self._run_metrics = RunMetrics(self._counts)
         self._worker = GpuWorker(

@@ -45,7 +45,7 @@ from deployments.routing.replica_identity import encoder_metadata, llm_metadata
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.telemetry.log_buffers import preserve_log_buffers
 from deployments.telemetry.metrics import Counter, Counters, Histograms
-from deployments.transfer.rdma import NixlMemory
+from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.tcp import get_secret
@@ -80,7 +80,7 @@ class LLM:
         receive_buffer, remote_reader = ReceiveBuffer(config.llm.receive_buffer_bytes), None
         if config.transfer == "nixl":
             remote_reader = RemoteReader(
-                NixlMemory(),
+                RdmaProcess(on_ended=lambda: counts.add(Counter.RDMA_RESTARTS)),
                 receive_buffer,
                 on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
             )

@@ -104,6 +104,10 @@ class Counter(Definition):
         "timeout, connection (unreachable, or ended early), limit (too many connections), mismatch (another embedding)."
     )
     RDMA_FALLBACKS = "Embeddings read by TCP because their read by NIXL failed."
+    RDMA_RESTARTS = (
+        "Starts of NIXL's process after it had ended, of encoder and language model replicas; meanwhile embeddings are "
+        "read by TCP."
+    )
     EMBEDDINGS_LOADED = "Embeddings that engine workers copied from shared memory to their device."
     EMBEDDING_BYTES_LOADED = "Bytes of embeddings that engine workers copied from shared memory to their device."
     DURATIONS_CLAMPED = (

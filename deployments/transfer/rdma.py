@@ -1,6 +1,6 @@
 """RDMA reads from other hosts by NIXL, over the networks that its UCX backend finds: InfiniBand, RoCE, else TCP.
 
-Only this module imports NIXL, when a `NixlMemory` is created.
+Only this module imports NIXL, when a `NixlMemory` is created, in the process of `rdma_process.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import itertools
 import os
 import secrets
-from collections.abc import Iterator
 from typing import Any
 
 INSTALL_COMMAND = "pip install 'vitray[nixl]'"
@@ -30,14 +29,18 @@ class ReadError(RuntimeError):
 
 
 class NixlMemory:
-    """RDMA endpoint of this process. May be created on any thread and is then used on one thread only.
+    """RDMA endpoint of this process, for one thread.
 
     A reader identifies another process by its agent metadata: opaque bytes that may be sent by any means. It has no
     progress thread of NIXL's, which would occupy a whole core while nothing is transferred.
     """
 
     def __init__(self) -> None:
-        """Raises NotInstalledError if NIXL cannot be imported, does not start, or has no UCX backend."""
+        """Sets UCX_TLS, unless it is set. Raises NotInstalledError if NIXL cannot be imported, does not start, or lacks
+        UCX."""
+        # Shared memory does not help between hosts, and with UCX of NIXL 1.5.1 a connection over it aborts this process
+        # by a failed assertion when the other process is killed.
+        os.environ.setdefault(TRANSPORTS_VARIABLE, "^sm")
         try:
             api, bindings = importlib.import_module("nixl._api"), importlib.import_module("nixl._bindings")
         except ImportError as error:  # a library that it needs may be missing, too
@@ -48,8 +51,7 @@ class NixlMemory:
         self._errors: tuple[type[Exception], ...] = (RuntimeError, *exceptions)
         try:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
-            with _without_shared_memory():
-                self._agent = api.nixl_agent(f"vitray-{secrets.token_hex(8)}", config)
+            self._agent = api.nixl_agent(f"vitray-{secrets.token_hex(8)}", config)
         except self._errors as error:
             raise NotInstalledError(f"NIXL does not start: {error}") from error
         if BACKEND not in self._agent.backends:
@@ -127,20 +129,3 @@ class NixlRead:
         if self.state != "DONE":
             raise ReadError(f"NIXL reports the state {self.state}")
         return True
-
-
-@contextlib.contextmanager
-def _without_shared_memory() -> Iterator[None]:
-    """Keeps UCX from using shared memory in an agent that is created in this context, unless the operator set UCX_TLS.
-
-    Shared memory does not help between hosts, and with UCX of NIXL 1.5.1 a connection over it aborts this process by a
-    failed assertion when the other process is killed.
-    """
-    if TRANSPORTS_VARIABLE in os.environ:
-        yield
-        return
-    os.environ[TRANSPORTS_VARIABLE] = "^sm"
-    try:
-        yield
-    finally:
-        del os.environ[TRANSPORTS_VARIABLE]  # engines may use UCX too, within one host

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from deployments.common.messages import RemoteLocation, SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError
-from deployments.transfer.rdma import NixlMemory, NixlRead, ReadError
+from deployments.transfer.rdma import ReadError
+from deployments.transfer.rdma_process import RdmaProcess, Read
 from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding, view
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import Allocation
@@ -38,7 +39,7 @@ class _Pending:
     deadline: float
     received: Future[ReceivedEmbedding]
     memory: Allocation | None = None
-    read: NixlRead | None = None
+    read: Read | None = None
     is_body_read: bool = False
     """All bytes were read; the header is being read again."""
 
@@ -46,22 +47,25 @@ class _Pending:
 class RemoteReader:
     """All RDMA reads of one LLM replica. Thread-safe; its own thread starts and polls the reads.
 
-    reader = RemoteReader(NixlMemory(), buffer)
+    reader = RemoteReader(RdmaProcess(), buffer)
     received = reader.receive(image).result()
     received.release()
     """
 
     def __init__(
         self,
-        memory: NixlMemory,
+        rdma: RdmaProcess,
         buffer: ReceiveBuffer,
         *,
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = lambda _: None,
     ) -> None:
-        """`memory`: RDMA endpoint. `on_error` is called on the reading thread when it survived an error."""
-        memory.register(buffer.arena.address, buffer.arena.num_bytes)
-        self._memory, self._buffer, self._clock, self._on_error = memory, buffer, clock, on_error
+        """`rdma`: not started. `on_error` is called on the reading thread when it survived an error.
+
+        Raises NotInstalledError if NIXL cannot be used.
+        """
+        rdma.start(buffer.arena)
+        self._rdma, self._buffer, self._clock, self._on_error = rdma, buffer, clock, on_error
         self.timeout_s = buffer.timeout_s
         self._requests: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._pending: list[_Pending] = []
@@ -102,7 +106,8 @@ class RemoteReader:
         for pending in self._pending:
             _fail(pending, "the language model replica is shutting down")
         for agent_metadata in self._connected:
-            self._memory.disconnect(agent_metadata)
+            self._rdma.disconnect(agent_metadata)
+        self._rdma.close()
 
     def _take_requests(self) -> bool:
         """Takes new requests from the queue, and waits for one if no read is pending. Returns False after `close`."""
@@ -128,7 +133,7 @@ class RemoteReader:
                     return True
             except ReadError as error:
                 self._connected.discard(pending.source.agent_metadata)
-                self._memory.disconnect(pending.source.agent_metadata)
+                self._rdma.disconnect(pending.source.agent_metadata)
                 _fail(pending, str(error))
                 return True
         except WrongEmbeddingError as error:
@@ -165,8 +170,8 @@ class RemoteReader:
 
     def _read(self, pending: _Pending, num_bytes: int, *, notify: bytes = b"") -> None:
         assert pending.memory is not None
-        source, target = pending.source, self._buffer.arena.address + pending.memory.offset
-        pending.read = self._memory.read(source.agent_metadata, source.address, target, num_bytes, notify=notify)
+        source, offset = pending.source, pending.memory.offset
+        pending.read = self._rdma.read(source.agent_metadata, source.address, offset, num_bytes, notify=notify)
 
 
 def _succeed(pending: _Pending) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 
 from deployments.common.messages import EncodedImage, RemoteLocation
-from deployments.transfer.rdma import NixlMemory
+from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.unix_socket import ListenerError, OnError
 
@@ -27,11 +27,13 @@ ERROR_PAUSE_S = 1.0
 class RemoteSender:
     """Publishes embeddings of a store. Thread-safe; its own thread polls the network."""
 
-    def __init__(self, store: EmbeddingStore, memory: NixlMemory, *, on_error: OnError = lambda _: None) -> None:
-        """`on_error` is called on the polling thread when it survived an error."""
-        self._store, self._memory, self._on_error = store, memory, on_error
-        memory.register(store.arena.address, store.arena.num_bytes)
-        self._agent_metadata = memory.get_agent_metadata()
+    def __init__(self, store: EmbeddingStore, rdma: RdmaProcess, *, on_error: OnError = lambda _: None) -> None:
+        """`rdma`: not started. `on_error` is called on the polling thread when it survived an error.
+
+        Raises NotInstalledError if NIXL cannot be used.
+        """
+        self._store, self._rdma, self._on_error = store, rdma, on_error
+        rdma.start(store.arena)
         self._leases: set[bytes] = set()
         self._changed = threading.Condition()
         self._closed = False
@@ -48,14 +50,15 @@ class RemoteSender:
         return self._closed or self._thread.is_alive()
 
     def publish(self, image: EncodedImage) -> RemoteLocation | None:
-        """Offers the embedding to one reader. Returns None if it is not in the shared memory."""
-        lease, offset = secrets.token_bytes(8), self._store.offset_of(image)
-        if offset is None or not self._store.offer(image, reader=lease.hex()):
+        """Offers the embedding to one reader. Returns None if it is not in the shared memory, or while there is no
+        RDMA process."""
+        lease, offset, endpoint = secrets.token_bytes(8), self._store.offset_of(image), self._rdma.endpoint()
+        if endpoint is None or offset is None or not self._store.offer(image, reader=lease.hex()):
             return None
         with self._changed:
             self._leases.add(lease)
             self._changed.notify()
-        return RemoteLocation(self._agent_metadata, self._store.arena.address + offset, lease)
+        return RemoteLocation(endpoint.agent_metadata, endpoint.address + offset, lease)
 
     def close(self) -> None:
         with self._changed:
@@ -67,7 +70,7 @@ class RemoteSender:
             with self._changed:
                 self._changed.wait_for(lambda: self._leases or self._closed)
                 if self._closed:
-                    return
+                    break
             try:
                 self._process_notifications()
             except Exception:
@@ -75,9 +78,10 @@ class RemoteSender:
                 self._on_error(ListenerError.MESSAGE)
                 time.sleep(ERROR_PAUSE_S)
             time.sleep(POLL_S)
+        self._rdma.close()
 
     def _process_notifications(self) -> None:
-        for lease in self._memory.get_notifications():
+        for lease in self._rdma.get_notifications():
             self._store.end_offer(lease.hex())
         with self._changed:  # the store also ends offers, by timeout or for their memory
             self._leases = {lease for lease in self._leases if self._store.is_offered(lease.hex())}

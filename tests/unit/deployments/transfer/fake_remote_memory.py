@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deployments.transfer.rdma import NixlMemory, NixlRead, ReadError
+from deployments.transfer.rdma import ReadError
+from deployments.transfer.rdma_process import Endpoint, RdmaProcess, Read
+from deployments.transfer.shared_memory import Arena
 
 _names = itertools.count()
 
@@ -26,25 +28,24 @@ class FakeNetwork:
     """Called before each read."""
 
 
-class FakeMemory(NixlMemory):
+class FakeMemory(RdmaProcess):
     def __init__(self, network: FakeNetwork) -> None:
         self.network = network
         self.name = f"process {next(_names)}".encode()
-        self.registered: list[tuple[int, int]] = []
         self.forgotten: list[bytes] = []
         network.notified[self.name] = []
 
-    def register(self, address: int, num_bytes: int) -> None:
-        self.registered.append((address, num_bytes))
+    def start(self, arena: Arena) -> None:
+        self.arena = arena
 
-    def get_agent_metadata(self) -> bytes:
-        return self.name
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.name, self.arena.address)
 
-    def read(self, agent_metadata: bytes, source: int, target: int, num_bytes: int, *, notify: bytes = b"") -> FakeRead:
+    def read(self, agent_metadata: bytes, source: int, offset: int, num_bytes: int, *, notify: bytes = b"") -> Read:
         if agent_metadata in self.network.gone:
             raise ReadError("the process has gone")
-        assert any(start <= target and target + num_bytes <= start + length for start, length in self.registered)
-        return FakeRead(self.network, agent_metadata, source, target, num_bytes, notify)
+        assert 0 <= offset <= self.arena.num_bytes - num_bytes
+        return FakeRead(self.network, agent_metadata, source, self.arena.address + offset, num_bytes, notify)
 
     def disconnect(self, agent_metadata: bytes) -> None:
         self.forgotten.append(agent_metadata)
@@ -53,9 +54,11 @@ class FakeMemory(NixlMemory):
         received, self.network.notified[self.name] = self.network.notified[self.name], []
         return received
 
+    def close(self) -> None: ...
+
 
 @dataclass
-class FakeRead(NixlRead):
+class FakeRead:
     network: FakeNetwork
     agent_metadata: bytes
     source: int

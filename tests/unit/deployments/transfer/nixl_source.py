@@ -9,7 +9,7 @@ import base64
 import json
 import sys
 
-from deployments.transfer.rdma import NixlMemory
+from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.shared_store import EmbeddingStore
 from tests.unit.deployments.transfer.stored_embeddings import encoded
@@ -18,7 +18,7 @@ from tests.unit.deployments.transfer.stored_embeddings import encoded
 def main() -> None:
     """A line in is `{"number": 1, "tokens": 6}`, or `{}` for the number of those that are lent."""
     store = EmbeddingStore(2**28)
-    sender = RemoteSender(store, NixlMemory())
+    sender = RemoteSender(store, RdmaProcess())
     for line in sys.stdin:
         asked = json.loads(line)
         if not asked:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deployments.common.messages import RemoteLocation, SharedEmbedding
-from deployments.transfer.rdma import NixlMemory, NotInstalledError
+from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.same_host import EmbeddingUnavailableError
@@ -85,7 +85,7 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def reader(source: Source) -> Iterator[RemoteReader]:  # after `source`, whose environment NIXL reads
-    with closing(RemoteReader(NixlMemory(), ReceiveBuffer(2**27, timeout_s=PATIENCE_S))) as reader:
+    with closing(RemoteReader(RdmaProcess(), ReceiveBuffer(2**27, timeout_s=PATIENCE_S))) as reader:
         yield reader
 
 
@@ -141,7 +141,7 @@ def test_an_encoder_that_stands_still_is_not_waited_for(monkeypatch: pytest.Monk
     monkeypatch.setenv("UCX_TLS", "tcp")  # where its process has to move the bytes
     source = Source({})
     try:
-        with closing(RemoteReader(NixlMemory(), ReceiveBuffer(2**27, timeout_s=1.0))) as reader:
+        with closing(RemoteReader(RdmaProcess(), ReceiveBuffer(2**27, timeout_s=1.0))) as reader:
             reader.receive(source.lend()).result(PATIENCE_S)
             image = source.lend(2, tokens=LARGE)
             os.kill(source.process.pid, signal.SIGSTOP)
@@ -165,12 +165,26 @@ def test_a_new_process_is_read_from_after_the_old_one(source: Source, reader: Re
         other.kill()
 
 
+@installed
+def test_a_process_of_nixl_that_aborts_costs_reads_and_is_started_again(source: Source, reader: RemoteReader) -> None:
+    reader.receive(source.lend()).result(PATIENCE_S)
+    child = reader._rdma._child
+    assert child is not None
+    assert child._process.pid is not None
+    os.kill(child._process.pid, signal.SIGABRT)
+    image = source.lend(2)
+    with pytest.raises(EmbeddingUnavailableError, match="has ended and is started again"):
+        reader.receive(image).result(PATIENCE_S)
+    eventually(lambda: reader._rdma.endpoint() is not None)
+    reader.receive(image).result(PATIENCE_S)
+
+
 READER = """
 import pickle, sys, time
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_reader import RemoteReader
-from deployments.transfer.rdma import NixlMemory
-reader = RemoteReader(NixlMemory(), ReceiveBuffer(2**27, timeout_s=60))
+from deployments.transfer.rdma_process import RdmaProcess
+reader = RemoteReader(RdmaProcess(), ReceiveBuffer(2**27, timeout_s=60))
 print("ready", flush=True)  # an embedding is lent for a bounded time
 received = reader.receive(pickle.loads(bytes.fromhex(sys.stdin.readline()))).result(60)
 print("received", flush=True)
@@ -193,9 +207,3 @@ def test_a_language_model_that_is_killed_keeps_nobody_from_reading(source: Sourc
         reader.receive(source.lend(number)).result(PATIENCE_S)
     eventually(lambda: source.lent() == 0)
     assert left_in_shared_memory() == set()
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(NotInstalledError, match=r"pip install 'vitray\[nixl\]'"):
-        NixlMemory()

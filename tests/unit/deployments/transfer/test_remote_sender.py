@@ -153,8 +153,8 @@ def test_an_encoder_that_is_gone_is_told_and_connected_to_anew(
     network.gone.add(image.remote.agent_metadata)
     with pytest.raises(EmbeddingUnavailableError, match="has gone"):
         reader.receive(image).result(PATIENCE_S)
-    assert isinstance(reader._memory, FakeMemory)
-    assert reader._memory.forgotten == [image.remote.agent_metadata]
+    assert isinstance(reader._rdma, FakeMemory)
+    assert reader._rdma.forgotten == [image.remote.agent_metadata]
     network.gone.clear()
     assert reader.receive(image).result(PATIENCE_S).offset == 0
 
@@ -223,9 +223,9 @@ def test_one_that_ends_fails_what_it_was_reading(
     reader.close()
     with pytest.raises(EmbeddingUnavailableError, match="is shutting down"):
         coming.result(PATIENCE_S)
-    assert isinstance(reader._memory, FakeMemory)
+    assert isinstance(reader._rdma, FakeMemory)
     assert image.remote is not None
-    assert reader._memory.forgotten == [image.remote.agent_metadata]
+    assert reader._rdma.forgotten == [image.remote.agent_metadata]
 
 
 def test_an_error_of_another_kind_does_not_end_the_reading(
