@@ -110,7 +110,7 @@ class EncoderReplica:
         self._tcp = self._make_tcp_server(store, config)
         self._remote = None
         if config.transfer == "nixl":
-            rdma = RdmaProcess(on_ended=partial(self._counts.add, Counter.RDMA_RESTARTS))
+            rdma = RdmaProcess(on_restarted=partial(self._counts.add, Counter.RDMA_RESTARTS))
             self._remote = RemoteSender(store, rdma, on_error=self._count_listener_error)
         self._times = Histograms()
         self._run_metrics = RunMetrics(self._counts)

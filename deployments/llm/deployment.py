@@ -80,7 +80,7 @@ class LLM:
         receive_buffer, remote_reader = ReceiveBuffer(config.llm.receive_buffer_bytes), None
         if config.transfer == "nixl":
             remote_reader = RemoteReader(
-                RdmaProcess(on_ended=lambda: counts.add(Counter.RDMA_RESTARTS)),
+                RdmaProcess(on_restarted=lambda: counts.add(Counter.RDMA_RESTARTS)),
                 receive_buffer,
                 on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
             )

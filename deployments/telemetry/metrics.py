@@ -105,8 +105,7 @@ class Counter(Definition):
     )
     RDMA_FALLBACKS = "Embeddings read by TCP because their read by NIXL failed."
     RDMA_RESTARTS = (
-        "Starts of NIXL's process after it had ended, of encoder and language model replicas; meanwhile embeddings are "
-        "read by TCP."
+        "Restarts of NIXL's process, of encoder and language model replicas; until then embeddings are read by TCP."
     )
     EMBEDDINGS_LOADED = "Embeddings that engine workers copied from shared memory to their device."
     EMBEDDING_BYTES_LOADED = "Bytes of embeddings that engine workers copied from shared memory to their device."

@@ -8,8 +8,8 @@ import contextlib
 import ctypes
 import logging
 import multiprocessing
+import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -25,14 +25,15 @@ START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
 """A process that has not answered a call by then is ended."""
 RESTART_PAUSE_S = 1.0
-"""Pause before a process that has ended is started again."""
+"""Pause before a process that has ended is started again; it doubles after each start that fails."""
+MAX_RESTART_PAUSE_S = 60.0
 
-ENDED = "the process that reads by RDMA has ended and is started again"
+ENDED = "the RDMA process ended and is restarting"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What other processes need to read an arena."""
+    """The address by which other processes read an arena."""
 
     agent_metadata: bytes
     address: int
@@ -49,6 +50,7 @@ class Read(Protocol):
 
 def serve(pipe: connection.Connection, handle: ArenaHandle, make_memory: Callable[[], NixlMemory] = NixlMemory) -> None:
     """Runs in the child: sends the endpoint or the error of its start, then answers calls until the pipe closes."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     arena = handle.open()
     address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
     try:
@@ -64,14 +66,11 @@ def serve(pipe: connection.Connection, handle: ArenaHandle, make_memory: Callabl
         reads[number] = memory.read(metadata, source, address + offset, num_bytes, notify=notify)
 
     def done(number: int) -> bool:
-        try:
-            is_done = reads[number].done()
-        except ReadError:
-            del reads[number]
-            raise
-        if is_done:
-            del reads[number]
-        return is_done
+        read = reads.pop(number)
+        if is_done := read.done():
+            return is_done
+        reads[number] = read
+        return False
 
     calls: dict[str, Callable[..., Any]] = {
         "read": read, "done": done, "disconnect": memory.disconnect, "get_notifications": memory.get_notifications
@@ -83,9 +82,17 @@ def serve(pipe: connection.Connection, handle: ArenaHandle, make_memory: Callabl
             return
         try:
             answer = calls[name](*arguments)
-        except ReadError as error:
-            answer = error
+        except Exception as error:
+            answer = error if isinstance(error, ReadError) else ReadError(repr(error))
         pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A call that does not return must not keep the arena of a replica that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 class RdmaProcess:
@@ -101,14 +108,14 @@ class RdmaProcess:
         self,
         *,
         run: Callable[..., None] = serve,
-        on_ended: Callable[[], None] = lambda: None,
+        on_restarted: Callable[[], None] = lambda: None,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        """`run` is executed in the child. `on_ended` is called when a process has ended, before the next one starts."""
-        self._run, self._on_ended, self._call_timeout_s = run, on_ended, call_timeout_s
-        self._lock = threading.Lock()  # for the three fields below
+        """`run` is executed in the child. `on_restarted` is called on another thread."""
+        self._run, self._on_restarted, self._call_timeout_s = run, on_restarted, call_timeout_s
+        self._lock = threading.Lock()  # for `_child`
         self._child: _Child | None = None
-        self._is_starting = self._is_closed = False
+        self._closed = threading.Event()
         self._num_reads = 0
 
     def start(self, arena: Arena) -> None:
@@ -148,7 +155,8 @@ class RdmaProcess:
     def close(self) -> None:
         """Ends the process for good."""
         with self._lock:
-            self._is_closed, child = True, self._child
+            self._closed.set()
+            child = self._child
         if child is not None:
             child.end()
 
@@ -156,7 +164,7 @@ class RdmaProcess:
         try:
             answer = child.call(self._call_timeout_s, name, *arguments)
         except (EOFError, OSError) as error:  # a TimeoutError is an OSError
-            child.end()
+            child.end()  # nothing is written into the arena any more
             self._running()
             raise ReadError(ENDED) from error
         if isinstance(answer, ReadError):
@@ -166,31 +174,32 @@ class RdmaProcess:
     def _running(self) -> _Child | None:
         """Returns the process. If it has ended, begins to start another one and returns None."""
         with self._lock:
-            if self._child is not None and self._child.is_alive:
-                return self._child
-            if self._child is not None:
-                self._child.end()  # reaps it
-                self._child = None
-            if self._is_starting or self._is_closed:
-                return None
-            self._is_starting = True
-        threading.Thread(target=self._start_again, name="rdma-start", daemon=True).start()
-        return None
+            child = self._child
+            if child is None or child.is_alive:
+                return child
+            threading.Thread(target=self._start_again, args=(child,), name="rdma-start", daemon=True).start()
+            self._child = None
+            return None
 
-    def _start_again(self) -> None:
-        logger.error(ENDED)
-        self._on_ended()
-        time.sleep(RESTART_PAUSE_S)
-        child = None
-        try:
-            child = _Child(self._arena, self._run)
-        except (NotInstalledError, OSError):
-            logger.exception("the process that reads by RDMA cannot be started")
-        with self._lock:
-            self._child, self._is_starting = child, False
-            is_closed = self._is_closed
-        if is_closed and child is not None:
-            child.end()
+    def _start_again(self, ended: _Child) -> None:
+        if not self._closed.is_set():
+            logger.error("%s; its exit code was %s", ENDED, ended.end())
+        pause_s = RESTART_PAUSE_S
+        while not self._closed.wait(pause_s):
+            try:
+                child = _Child(self._arena, self._run)
+            except Exception:
+                logger.exception("the RDMA process does not start")
+                pause_s = min(2 * pause_s, MAX_RESTART_PAUSE_S)
+                continue
+            with self._lock:
+                if not self._closed.is_set():
+                    self._child = child
+            if self._closed.is_set():
+                child.end()
+            else:
+                self._on_restarted()
+            return
 
 
 class _ProcessRead:
@@ -206,7 +215,7 @@ class _Child:
     """One process."""
 
     def __init__(self, arena: Arena, run: Callable[..., None]) -> None:
-        """Raises NotInstalledError, or OSError if the system has no process left."""
+        """Raises NotInstalledError, or OSError if the system cannot start a process."""
         self._pipe, theirs = multiprocessing.Pipe()
         # Forking a process that uses CUDA or threads is not safe.
         self._process = multiprocessing.get_context("spawn").Process(
@@ -216,11 +225,10 @@ class _Child:
             self._process.start()
         finally:
             theirs.close()  # or reading would not raise EOFError when the process ends
+        late = NotInstalledError(f"NIXL does not start in {START_TIMEOUT_S:g} s")
         try:
-            if not self._pipe.poll(START_TIMEOUT_S):
-                raise NotInstalledError(f"NIXL does not start in {START_TIMEOUT_S:g} s")
-            started = self._pipe.recv()
-        except EOFError:
+            started = self._pipe.recv() if self._pipe.poll(START_TIMEOUT_S) else late
+        except (EOFError, OSError):
             started = NotInstalledError("NIXL does not start: its process ended")
         if isinstance(started, NotInstalledError):
             self.end()
@@ -232,12 +240,14 @@ class _Child:
         return not connection.wait([self._process.sentinel], 0)
 
     def call(self, timeout_s: float, name: str, *arguments: object) -> Any:  # noqa: ANN401 - by name
-        """Raises EOFError, or OSError with TimeoutError if the process is gone or silent."""
+        """Raises EOFError or OSError if the process has ended, TimeoutError if it does not answer."""
         self._pipe.send((name, *arguments))
         if not self._pipe.poll(timeout_s):
             raise TimeoutError
         return self._pipe.recv()
 
-    def end(self) -> None:
+    def end(self) -> int | None:
+        """Kills the process if it is running. Returns its exit code."""
         self._process.kill()
         self._process.join()
+        return self._process.exitcode

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -48,34 +48,39 @@ def layer_groups(config: VisionConfig) -> list[LayerGroup]:
     ]
 
 
-def choose_layers(groups: Sequence[LayerGroup], added: Tensor, room: Tensor) -> Layers:
-    """Returns the layers of the groups that fit into `room`, those with the most weights for their error first.
+def choose_groups(groups: Sequence[LayerGroup], added: Tensor, room: Tensor) -> list[LayerGroup]:
+    """Returns the groups that fit into `room` together, those with the most weights for their error first.
 
     `added`: squared error that each group in 8 bits adds, `[groups, images, parts]`. `room`: the largest accepted sum,
-    `[images, parts]`.
+    `[images, parts]`. Synchronises.
     """
     used = (added / room).nan_to_num(0.0, posinf=float("inf")).amax((1, 2)).tolist()
-    chosen: set[tuple[int, Layer]] = set()
+    chosen: list[LayerGroup] = []
     total = torch.zeros_like(room)
-    for place in sorted(range(len(groups)), key=lambda place: used[place] / groups[place].weights):
-        if bool((total + added[place] <= room).all()):
-            total += added[place]
-            chosen |= groups[place].layers
-    return frozenset(chosen)
+    for index in sorted(range(len(groups)), key=lambda index: used[index] / groups[index].weights):
+        if bool((total + added[index] <= room).all()):
+            total += added[index]
+            chosen.append(groups[index])
+    return chosen
+
+
+def layers_of(groups: Iterable[LayerGroup]) -> Layers:
+    """Returns the layers of all groups."""
+    return frozenset(chain.from_iterable(group.layers for group in groups))
 
 
 def describe(layers: Layers) -> str:
-    """Returns text such as `qkv of blocks 4-26, MLP of blocks 0-26`."""
+    """Returns text such as `qkv of blocks 4-26; MLP of blocks 0-26`."""
     found = [
         f"{kind} of blocks {_ranges(sorted(block for block, layer in layers if layer is kinds[0]))}"
         for kind, kinds in _KINDS.items()
         if any(layer is kinds[0] for _, layer in layers)
     ]
-    return ", ".join(found) or "no layers"
+    return "; ".join(found) or "no layers"
 
 
 def _ranges(blocks: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2 5`."""
-    breaks = [0, *(place for place, (one, two) in enumerate(pairwise(blocks), 1) if two != one + 1), len(blocks)]
-    runs: Iterable[Sequence[int]] = (blocks[first:end] for first, end in pairwise(breaks))
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    breaks = [0, *(index for index, (one, two) in enumerate(pairwise(blocks), 1) if two != one + 1), len(blocks)]
+    runs = [blocks[first:end] for first, end in pairwise(breaks)]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

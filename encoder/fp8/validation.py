@@ -7,9 +7,9 @@ How much rounding matters depends on the weights: bfloat16 moves one checkpoint'
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.fp8.sensitivity import Layers, choose_layers, describe, layer_groups
+from encoder.fp8.sensitivity import Layers, choose_groups, describe, layer_groups, layers_of
 from encoder.metadata.geometry import Grid
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ RunGrids = Callable[[Tensor, Sequence[Grid]], Tensor]
 """Computes `[num_tokens, width]` from patches `[num_patches, patch_dim]` and grids."""
 
 
-_ATTEMPTS = (1.0, 0.85, 0.7, 0.5)
-"""Errors that layers are chosen for, as fractions of the limit, until one choice stays within it."""
+_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of the chosen groups of layers, at least one group, that are tried until their error is within the limit."""
 
 
 class Fp8RefusedError(ValueError):
@@ -87,8 +87,8 @@ def try_fp8(
     patches: Tensor,
     grids: Sequence[Grid],
 ) -> tuple[RunGrids, Agreement]:
-    """Returns the run of a tower with as many layers in 8 bits as the settings' multiple of the error of `wide` allows:
-    all of them, or those chosen by the error that each group of layers causes alone.
+    """Returns the run of a tower with layers in 8 bits whose error is at most the settings' multiple of that of `wide`:
+    with all of them, or those chosen by the error that each group of layers causes alone.
 
     The limit holds for each image's error in the batch, for each image's alone, and for what it differs by between the
     two, because kernels depend on a batch's size and 8 bits amplify rounding.
@@ -121,10 +121,11 @@ def _choices(
 ) -> Iterator[Layers]:
     """Yields all layers, then choices by the error that each group of layers adds, the largest first."""
     groups = layer_groups(tower)
-    yield frozenset(chain.from_iterable(group.layers for group in groups))
+    yield layers_of(groups)
     added = torch.stack([trials.added_error(narrow(group.layers)) for group in groups])
-    choices = [choose_layers(groups, added, trials.room(fraction * limit)) for fraction in _ATTEMPTS]
-    yield from (layers for layers in dict.fromkeys(choices) if layers)
+    chosen = choose_groups(groups, added, trials.room(limit))
+    numbers = {max(math.ceil(share * len(chosen)), 1) for share in _SHARES if chosen} - {len(groups)}
+    yield from (layers_of(chosen[:number]) for number in sorted(numbers, reverse=True))
 
 
 class _Trials:

@@ -62,6 +62,10 @@ def not_started(pipe: Connection, handle: ArenaHandle) -> None:
     os.abort()
 
 
+def silent(pipe: Connection, handle: ArenaHandle) -> None:
+    time.sleep(600)
+
+
 def without_nixl() -> NixlMemory:
     sys.modules["nixl._api"] = None  # type: ignore[assignment]
     return NixlMemory()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
+import psutil
 import pytest
 
 from deployments.transfer import rdma_process
 from deployments.transfer.rdma import NotInstalledError, ReadError
 from deployments.transfer.rdma_process import RdmaProcess, serve
 from deployments.transfer.shared_memory import Arena
-from tests.unit.deployments.transfer.loopback_memory import METADATA, Loopback, not_started, without_nixl
-from tests.unit.deployments.transfer.stored_embeddings import eventually
+from tests.unit.deployments.transfer.loopback_memory import METADATA, Loopback, not_started, silent, without_nixl
+from tests.unit.deployments.transfer.stored_embeddings import ROOT, eventually
 
 
 @pytest.fixture
@@ -25,15 +31,15 @@ def arena() -> Arena:
 
 
 @pytest.fixture
-def ended() -> list[float]:
+def restarts() -> list[int]:
     return []
 
 
 @pytest.fixture
-def rdma(arena: Arena, ended: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[RdmaProcess]:
+def rdma(arena: Arena, restarts: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[RdmaProcess]:
     monkeypatch.setattr(rdma_process, "RESTART_PAUSE_S", 0.0)
     run = partial(serve, make_memory=Loopback)
-    with closing(RdmaProcess(run=run, on_ended=lambda: ended.append(1), call_timeout_s=1.0)) as rdma:
+    with closing(RdmaProcess(run=run, on_restarted=lambda: restarts.append(1), call_timeout_s=1.0)) as rdma:
         rdma.start(arena)
         yield rdma
 
@@ -55,29 +61,29 @@ def test_bytes_are_read_into_the_shared_arena_and_the_reader_is_told(rdma: RdmaP
     assert rdma.get_notifications() == [b"disconnected"]
 
 
-def test_an_error_of_a_read_leaves_the_process(rdma: RdmaProcess, ended: list[float]) -> None:
+def test_an_error_of_a_read_leaves_the_process(rdma: RdmaProcess, restarts: list[int]) -> None:
     with pytest.raises(ReadError, match="NOT_FOUND"):
         read(rdma, 5000)
     read(rdma, 0)
-    assert not ended
+    assert not restarts
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1])
 def test_a_process_that_aborts_or_is_silent_costs_its_reads_and_is_started_again(
-    rdma: RdmaProcess, ended: list[float], num_bytes: int
+    rdma: RdmaProcess, restarts: list[int], num_bytes: int
 ) -> None:
     """A failed assertion of UCX ended the language model's engine."""
     before = rdma.endpoint()
     assert before is not None
     under_way = rdma.read(METADATA, before.address, 0, 8)
-    with pytest.raises(ReadError, match="has ended and is started again"):
+    with pytest.raises(ReadError, match="ended and is restarting"):
         read(rdma, 0, num_bytes)
-    with pytest.raises(ReadError, match="has ended"):
+    with pytest.raises(ReadError, match="ended"):
         under_way.done()
     rdma.disconnect(METADATA)
     eventually(lambda: rdma.endpoint() is not None)
     read(rdma, 0)
-    assert len(ended) == 1
+    assert len(restarts) == 1
 
 
 def test_without_a_process_every_call_fails_at_once(rdma: RdmaProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +97,53 @@ def test_without_a_process_every_call_fails_at_once(rdma: RdmaProcess, monkeypat
     assert rdma.get_notifications() == []
 
 
-def test_after_its_end_nothing_is_started(rdma: RdmaProcess, ended: list[float]) -> None:
+def test_after_its_end_nothing_is_started(rdma: RdmaProcess, restarts: list[int]) -> None:
     rdma.close()
     assert rdma.endpoint() is None
-    assert not ended
+    eventually(lambda: all(thread.name != "rdma-start" for thread in threading.enumerate()))
+    assert rdma._child is None
+    assert not restarts
 
 
-def test_a_start_that_fails_says_why(arena: Arena) -> None:
+def test_a_restart_that_fails_is_tried_again(rdma: RdmaProcess, restarts: list[int]) -> None:
+    run, rdma._run = rdma._run, not_started
+    with pytest.raises(ReadError):
+        read(rdma, 0, 0)
+    time.sleep(1.0)
+    assert rdma.endpoint() is None
+    assert not restarts
+    rdma._run = run
+    eventually(lambda: rdma.endpoint() is not None)
+    read(rdma, 0)
+    assert len(restarts) == 1
+
+
+def test_a_start_that_fails_says_why(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotInstalledError, match=r"pip install 'vitray\[nixl\]'"):
         RdmaProcess(run=partial(serve, make_memory=without_nixl)).start(arena)
     with pytest.raises(NotInstalledError, match="its process ended"):
         RdmaProcess(run=not_started).start(arena)
+    monkeypatch.setattr(rdma_process, "START_TIMEOUT_S", 0.1)
+    with pytest.raises(NotInstalledError, match=r"does not start in 0\.1 s"):
+        RdmaProcess(run=silent).start(arena)
+    assert not multiprocessing.active_children()
+
+
+REPLICA = """
+from functools import partial
+from deployments.transfer.rdma_process import RdmaProcess, serve
+from deployments.transfer.shared_memory import Arena
+from tests.unit.deployments.transfer.loopback_memory import METADATA, Loopback
+rdma = RdmaProcess(run=partial(serve, make_memory=Loopback), call_timeout_s=600)
+rdma.start(Arena(4096))
+print(rdma._child._process.pid, flush=True)
+rdma.read(METADATA, rdma.endpoint().address, 0, 1)
+"""
+
+
+def test_a_process_in_a_call_ends_with_a_replica_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", REPLICA], cwd=ROOT, stdout=subprocess.PIPE, text=True) as replica:
+        assert replica.stdout is not None
+        pid = int(replica.stdout.readline())
+        replica.kill()
+    eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

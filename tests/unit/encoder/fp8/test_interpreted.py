@@ -206,7 +206,7 @@ config = EncoderConfig(fused_kernels=True, fp8=True, fp8_max_error=1e9)
 narrow, agreement = fp8_tower.build_fp8_tower(eager, wide, config, None)
 print(agreement)
 every = f"of blocks 0-{depth - 1}"
-assert agreement.layers == f"qkv {every}, MLP {every}", agreement
+assert agreement.layers == f"qkv {every}; MLP {every}", agreement
 assert agreement.bfloat16_error < 1e-4 < 0.02 < agreement.error < 0.35
 assert torch.equal(narrow(patches, narrow.prepare(grids)), whole)
 if sys.argv[1] == "qwen3_vl":  # runs each group of layers alone, which takes a minute with windows

@@ -103,7 +103,7 @@ def test_a_tower_that_agrees_is_taken_and_its_figures_are_kept(
 def test_an_error_over_the_limit_refuses_naming_value_and_limit(tower: VisionConfig) -> None:
     with pytest.raises(
         Fp8RefusedError,
-        match=r"with qkv of blocks 0-2, MLP of blocks 0-2 in 8 bits, the largest "
+        match=r"with qkv of blocks 0-2; MLP of blocks 0-2 in 8 bits, the largest "
         r"error of an image is 5\.00 times the error of bfloat16 \(1\.00e-02\); the limit is 3 \(fp8_max_error\)",
     ):
         tried(FP8, tower, 0.05)
