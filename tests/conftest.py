@@ -5,6 +5,7 @@ And how much is fuzzed: `--fuzz-cases` in all, of which each fuzzer of tests/fuz
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,13 @@ FLEET_ENCODERS = 4
 import_shim.activate()
 settings.register_profile("untimed", deadline=None)  # tests never time, and a busy machine is no bug
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_skip_what_was_imported() -> None:
+    """Many tests collect garbage until memory is free. Each collection takes a second with vLLM's objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

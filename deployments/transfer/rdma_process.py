@@ -183,7 +183,7 @@ class RdmaProcess:
 
     def _start_again(self, ended: _Child) -> None:
         if not self._closed.is_set():
-            logger.error("%s; its exit code was %s", ENDED, ended.end())
+            logger.error("the RDMA process ended with exit code %s and is restarting", ended.end())
         pause_s = RESTART_PAUSE_S
         while not self._closed.wait(pause_s):
             try:

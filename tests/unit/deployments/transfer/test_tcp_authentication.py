@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import TcpConfig
@@ -150,7 +150,8 @@ def test_a_secret_outside_ray_is_nobodys() -> None:
     assert tcp.get_secret(TcpConfig(), "app") != tcp.get_secret(TcpConfig(), "app")
 
 
-@given(st.binary(max_size=32), st.binary(max_size=32))
+@given(*2 * [st.binary(min_size=tcp.MIN_SECRET_BYTES, max_size=tcp.MIN_SECRET_BYTES)])
+@example(SECRET, SECRET)
 @settings(deadline=None, max_examples=50)
 def test_only_equal_secrets_authenticate(ours: bytes, theirs: bytes) -> None:
     def serve() -> None:
