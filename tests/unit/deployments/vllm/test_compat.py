@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import importlib.util
 import inspect
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any, cast
 import pytest
 from pydantic import JsonValue
 
+from configs.resolve import PROJECT_ROOT
 from deployments.scaling.llm_scaler import EngineLoad
 from deployments.vllm import compat
 from deployments.vllm.stats import EngineStats
@@ -68,6 +72,28 @@ def test_arguments_of_both_kinds_are_accepted_where_they_belong() -> None:
         {"max_model_len": 1024, "tensor_parallel_size": 2, "trust_remote_code": False, "load_format": "bitsandbytes"},
         {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "chat_template": None},
     )
+
+
+def test_the_source_names_the_arguments_that_vllm_has() -> None:
+    """Read in place of an import, so that the application is built without vLLM's 12 s."""
+    engine = {field.name for field in dataclasses.fields(compat.lookup("AsyncEngineArgs"))}
+    server = {*vars(compat.default_server_args())} - engine
+    assert compat.source_fields("AsyncEngineArgs", "EngineArgs") == engine
+    found = compat.source_fields("make_arg_parser", "FrontendArgs") - engine
+    assert found <= server
+    assert len(server - found) < 10, "options of `vllm serve` itself, which are looked up in vLLM"
+
+
+def test_an_application_is_built_without_importing_vllm() -> None:
+    program = "\n".join(
+        [
+            "import sys",
+            "from deployments.vllm import compat",
+            "compat.check_args({'max_model_len': 1024}, {'tool_call_parser': 'hermes'})",
+            "assert 'vllm' not in sys.modules",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=PROJECT_ROOT)
 
 
 def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_connector(
