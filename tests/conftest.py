@@ -28,7 +28,7 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collections_skip_what_was_imported() -> None:
+def imported_objects_are_not_collected() -> None:
     """Many tests collect garbage until memory is free. Each collection takes a second with vLLM's objects."""
     gc.collect()
     gc.freeze()

@@ -120,7 +120,8 @@ def vllm_args(config: dict[str, Any]) -> list[tuple[str, AppConfig]]:
 
 
 def vllm_problems(config: dict[str, Any]) -> list[str]:
-    """Returns vLLM's objections to the engine's and the server's arguments. Takes seconds; vLLM must be installed."""
+    """Returns vLLM's objections to the engine's and the server's arguments, which takes seconds if there are any. vLLM
+    must be installed."""
     found = []
     for place, args in vllm_args(config):
         own_tower = args.encoder.implementation == "none"

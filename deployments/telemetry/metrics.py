@@ -105,7 +105,8 @@ class Counter(Definition):
     )
     RDMA_FALLBACKS = "Embeddings read by TCP because their read by NIXL failed."
     RDMA_RESTARTS = (
-        "Restarts of NIXL's process, of encoder and language model replicas; until then embeddings are read by TCP."
+        "Restarts of NIXL's process, of encoder and language model replicas; until then embeddings are read by TCP "
+        "or from shared memory."
     )
     EMBEDDINGS_LOADED = "Embeddings that engine workers copied from shared memory to their device."
     EMBEDDING_BYTES_LOADED = "Bytes of embeddings that engine workers copied from shared memory to their device."

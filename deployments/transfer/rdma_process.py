@@ -1,5 +1,5 @@
 """NIXL in a child process: a failed assertion of UCX ends that process, which costs reads in flight instead of the
-replica. It is started again; meanwhile embeddings are read by TCP.
+replica. It is started again; meanwhile embeddings are read by TCP or from shared memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -25,7 +26,8 @@ START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 5.0
 """A process that has not answered a call by then is ended."""
 RESTART_PAUSE_S = 1.0
-"""Pause before a process that has ended is started again; it doubles after each start that fails."""
+"""Pause before a process that has ended is started again. It doubles each time up to the next constant, until a process
+has lived that long."""
 MAX_RESTART_PAUSE_S = 60.0
 
 ENDED = "the RDMA process ended and is restarting"
@@ -116,6 +118,7 @@ class RdmaProcess:
         self._lock = threading.Lock()  # for `_child`
         self._child: _Child | None = None
         self._closed = threading.Event()
+        self._pause_s = 0.0
         self._num_reads = 0
 
     def start(self, arena: Arena) -> None:
@@ -184,13 +187,13 @@ class RdmaProcess:
     def _start_again(self, ended: _Child) -> None:
         if not self._closed.is_set():
             logger.error("the RDMA process ended with exit code %s and is restarting", ended.end())
-        pause_s = RESTART_PAUSE_S
-        while not self._closed.wait(pause_s):
+        if time.monotonic() - ended.started_at_s > MAX_RESTART_PAUSE_S:
+            self._pause_s = 0.0
+        while not self._closed.wait(self._next_pause_s()):
             try:
                 child = _Child(self._arena, self._run)
             except Exception:
                 logger.exception("the RDMA process does not start")
-                pause_s = min(2 * pause_s, MAX_RESTART_PAUSE_S)
                 continue
             with self._lock:
                 if not self._closed.is_set():
@@ -200,6 +203,10 @@ class RdmaProcess:
             else:
                 self._on_restarted()
             return
+
+    def _next_pause_s(self) -> float:
+        self._pause_s = min(2 * self._pause_s, MAX_RESTART_PAUSE_S) or RESTART_PAUSE_S
+        return self._pause_s
 
 
 class _ProcessRead:
@@ -234,6 +241,7 @@ class _Child:
             self.end()
             raise started
         self.endpoint: Endpoint = started
+        self.started_at_s = time.monotonic()
 
     @property
     def is_alive(self) -> bool:

@@ -33,6 +33,7 @@ class Loopback(NixlMemory):
         if num_bytes == 0:
             os.abort()
         if num_bytes == 1:
+            print(os.getpid(), flush=True)
             time.sleep(600)
         self.notified.append(notify)
         return LoopbackRead(source, target, num_bytes)

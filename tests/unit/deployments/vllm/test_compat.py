@@ -88,8 +88,11 @@ def test_an_application_is_built_without_importing_vllm() -> None:
     program = "\n".join(
         [
             "import sys",
-            "from deployments.vllm import compat",
-            "compat.check_args({'max_model_len': 1024}, {'tool_call_parser': 'hermes'})",
+            "from configs.resolve import ClusterFacts",
+            "from deployments import app",
+            "app.cluster_facts = lambda: ClusterFacts(has_gpu=False)",
+            "llm = {'engine_args': {'max_model_len': 1024}, 'server_args': {'tool_call_parser': 'hermes'}}",
+            "app.build_app({'model': 'models/scenes-8m', 'llm': llm})",
             "assert 'vllm' not in sys.modules",
         ]
     )

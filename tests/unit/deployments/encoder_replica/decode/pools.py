@@ -1,4 +1,4 @@
-"""A pool of one decoder process, files for it, and the event loop that it is used from."""
+"""A pool of one decoder process, and files for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def slow_bitmap(steps: int) -> bytes:
     return header + struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(rows), 0, 0, 256, 0) + palette + rows
 
 
-SLOW, TOO_SLOW = slow_bitmap(300_000), slow_bitmap(6_000_000)
+SLOW, TOO_SLOW = slow_bitmap(300_000), slow_bitmap(10_000_000)
 
 
 def decoders() -> set[psutil.Process]:
@@ -76,8 +76,10 @@ def one_decoder(runner: asyncio.Runner, *, resize: bool) -> Iterator[DecodePool]
         resize=resize,
         on_lost=lambda: LOST.append(None),
     )
-    yield pool
-    runner.run(decoded(pool, GOOD))
-    assert len(decoders() - before) == 1
-    pool.stop()
+    try:
+        yield pool
+        runner.run(decoded(pool, GOOD))
+        assert len(decoders() - before) == 1
+    finally:
+        pool.stop()
     assert decoders() <= before, "stop() ends the processes"
