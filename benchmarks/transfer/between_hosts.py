@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ from benchmarks.transfer import namespaces
 from configs.schema import TcpConfig
 from deployments.common.messages import EncodedImage, EncodeTimings, SharedEmbedding
 from deployments.transfer.header import HEADER_BYTES, Header
-from deployments.transfer.rdma import NixlMemory, NotInstalledError
+from deployments.transfer.rdma import NotInstalledError
 from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmClient, ShmServer
+from deployments.transfer.shared_memory import Arena
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.tcp_client import TcpClients
 from deployments.transfer.tcp_server import TcpServer
@@ -130,7 +132,8 @@ def _measured(
     """Returns milliseconds by path and size, in the order of measurement; the paths take turns."""
     paths = list(TRANSFER_PATHS if one_host else TRANSFER_PATHS[1:])
     try:
-        NixlMemory()
+        with closing(RdmaProcess()) as rdma:
+            rdma.start(Arena(1))
     except NotInstalledError as error:
         print(f"without NIXL: {error}", file=sys.stderr)
         paths.remove("nixl")

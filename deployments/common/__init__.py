@@ -1,1 +1,1 @@
-"""Messages between deployments, errors, throughput estimates, the fair queue."""
+"""Messages between deployments, errors, throughput estimates, the fair queue, child processes."""

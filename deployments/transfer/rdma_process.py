@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, Protocol
 
+from deployments.common.child_process import spawn
 from deployments.transfer.rdma import NixlMemory, NixlRead, NotInstalledError, ReadError
 from deployments.transfer.shared_memory import Arena, ArenaHandle
 
@@ -223,15 +224,7 @@ class _Child:
 
     def __init__(self, arena: Arena, run: Callable[..., None]) -> None:
         """Raises NotInstalledError, or OSError if the system cannot start a process."""
-        self._pipe, theirs = multiprocessing.Pipe()
-        # Forking a process that uses CUDA or threads is not safe.
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run, args=(theirs, arena.handle()), name="rdma", daemon=True
-        )
-        try:
-            self._process.start()
-        finally:
-            theirs.close()  # or reading would not raise EOFError when the process ends
+        self._pipe, self._process = spawn(run, arena.handle(), name="rdma")
         late = NotInstalledError(f"NIXL does not start in {START_TIMEOUT_S:g} s")
         try:
             started = self._pipe.recv() if self._pipe.poll(START_TIMEOUT_S) else late

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from deployments.common.child_process import spawn
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.memory_bound import MemoryLimitError, limit_memory
 from deployments.encoder_replica.decode.video_task import ChunkTask, FrameReader, HeaderTask
@@ -236,16 +236,7 @@ class Decoder:
 
     def _start(self) -> None:
         """Raises OSError, with the handle unchanged, if the system has no process or file left."""
-        parent_end, child_end = multiprocessing.Pipe()
-        # Forking a process that uses CUDA or threads is not safe.
-        process = multiprocessing.get_context("spawn").Process(
-            target=self._serve, args=(child_end, *self._settings), name="decoder", daemon=True
-        )
-        try:
-            process.start()
-        finally:
-            child_end.close()  # or reading would not raise EOFError when the process ends
-        self._connection, self._process = parent_end, process
+        self._connection, self._process = spawn(self._serve, *self._settings, name="decoder")
         self._ready, self.video = False, ""
 
     def _restart(self) -> None:

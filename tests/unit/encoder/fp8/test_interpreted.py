@@ -129,9 +129,10 @@ TOWER = """
 from dataclasses import replace
 from configs.encoder_config import EncoderConfig
 from encoder.metadata.segments import AttentionBackend
-from encoder.fp8 import tower as fp8_tower
+from encoder.fp8 import sensitivity, tower as fp8_tower
 from encoder.fp8.channel_means import channel_means
 from encoder.fp8.gemm import Fp8Gemm
+from encoder.fp8.validation import Fp8RefusedError
 from encoder.fused.gemm import Layer
 from encoder.fused.tower import FusedTower
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
@@ -209,11 +210,16 @@ every = f"of blocks 0-{depth - 1}"
 assert agreement.layers == f"qkv {every}; MLP {every}", agreement
 assert agreement.bfloat16_error < 1e-4 < 0.02 < agreement.error < 0.35
 assert torch.equal(narrow(patches, narrow.prepare(grids)), whole)
-if sys.argv[1] == "qwen3_vl":  # runs each group of layers alone, which takes a minute with windows
-    config = replace(config, fp8_max_error=0.9 * agreement.over_bfloat16)
-    narrow, some = fp8_tower.build_fp8_tower(eager, wide, config, None)
-    print(some)
-    assert some.layers not in ("", agreement.layers) and some.over_bfloat16 <= config.fp8_max_error
+sensitivity._SECTIONS = 1  # each group of layers runs alone, which takes a minute with windows and a section a block
+config = replace(config, fp8_max_error=0.9 * agreement.over_bfloat16)
+narrow, some = fp8_tower.build_fp8_tower(eager, wide, config, None)
+print(some)
+assert some.layers not in ("", agreement.layers) and some.over_bfloat16 <= config.fp8_max_error
+try:
+    fp8_tower.build_fp8_tower(eager, wide, replace(config, fp8_max_error=10), None)
+    raise SystemExit("it was accepted")
+except Fp8RefusedError as error:
+    assert "the limit is 10 (fp8_max_error)" in str(error), error
 
 # The last block alone, and the same in plain PyTorch: both sides of its products are rounded. With more blocks, single
 # roundings that turn with the order of a sum would turn more in the next.
