@@ -16,7 +16,8 @@ from tests.unit.deployments.samples import png
 
 pytestmark = pytest.mark.slow
 
-CONVERSATIONS, TURNS = 6, 5
+CONVERSATIONS, TURNS = 16, 3
+"""Each conversation is at one language model: that all are at the same one has a probability of 1 in 32,768."""
 ROOM = 400_000
 """Bytes of the store; a text of TEXT characters fits once."""
 TEXT = 300_000

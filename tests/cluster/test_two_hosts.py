@@ -25,14 +25,15 @@ def test_embeddings_come_through_shared_memory_of_their_host(found: dict[str, An
     placed = found["placed"]
     assert placed["statuses"] == {"200": REQUESTS}
     assert placed["hosts"] == 2
-    assert sum(placed["received"].values()) == REQUESTS
+    assert REQUESTS <= sum(placed["received"].values()) <= 1.01 * REQUESTS, "calls may be made again"
     assert placed["received"]["engine_loads"] >= 0.95 * REQUESTS
     assert placed["received"].keys() <= {"engine_loads", "tcp"}
 
 
 def test_the_chosen_language_model_is_called(found: dict[str, Any]) -> None:
+    """Where a replica or the ingress is not run for 2 s, as on a busy machine, the calls that it had are made again."""
     placed = found["placed"]
-    assert placed["called"] == REQUESTS
+    assert REQUESTS <= placed["called"] <= 1.01 * REQUESTS
     assert placed["called_as_chosen"] >= 0.99 * REQUESTS
 
 
