@@ -248,8 +248,8 @@ class IngressConfig(Options):
     to an encoder."""
     llm_transport: Literal["grpc", "ray"] = "grpc"
     """How requests are sent to language models. "grpc": by Serve's gRPC, which takes half the time of a Ray call,
-    except requests that carry object references. It listens on ports that the operating system chooses. "ray": always
-    by Ray, for nodes that cannot reach each other on those ports."""
+    except requests over 2 MiB. It listens on ports that the operating system chooses. "ray": always by Ray, for nodes
+    that cannot reach each other on those ports."""
     low_detail_max_pixels: PositiveInt = 512 * 512
     """Pixels to which `"detail": "low"` resizes an image at most; "high" and "auto" use the checkpoint's bounds."""
     max_requests_waiting: PositiveInt = 512

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 import ray
@@ -170,6 +170,35 @@ async def object_ref(response: DeploymentResponse[Any]) -> ray.ObjectRef[Any]:
 async def wait_until_ready(reference: ray.ObjectRef[Any]) -> None:
     """Waits for the object without transferring it."""
     await reference._ready()
+
+
+class ResultReference:
+    """A reference to the result of a call, to be awaited. Any message can carry it, by gRPC too; Ray takes references
+    of its own only in its calls.
+
+    Ray does not know of the copy that is sent: the sender must hold the result until the receiver has it.
+    """
+
+    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
+        self.reference = reference
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.reference.__await__()
+
+    def __reduce__(self) -> tuple[Callable[..., ResultReference], tuple[bytes, ...]]:
+        _, owner, status = _core_worker().serialize_object_ref(self.reference)
+        return _received, (self.reference.binary(), owner, status)
+
+
+def _received(reference: bytes, owner: bytes, status: bytes) -> ResultReference:
+    """`status` has the result if there was one."""
+    received = ResultReference(ray.ObjectRef(reference, owner))  # type: ignore[arg-type]
+    _core_worker().deserialize_and_register_object_ref(reference, ray.ObjectRef.nil(), owner, status)
+    return received
+
+
+def _core_worker() -> Any:  # noqa: ANN401 - it is not typed
+    return cast(Any, ray)._private.worker.global_worker.core_worker
 
 
 class PrivateRequestRouter(RequestRouter):

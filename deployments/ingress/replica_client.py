@@ -77,7 +77,7 @@ class Replicas:
         """`encoder`: the deployment that encodes images, which may be `llm`. `overloaded_retry_s` estimates
         `Retry-After` under overload; `retry_after_s` is for unavailable replicas.
 
-        `by_grpc`: small requests without object references are sent by gRPC.
+        `by_grpc`: small requests are sent by gRPC.
         """
         # `_by_reference`: values pass between replicas through the object store, whatever Serve's default is.
         self._encoder = encoder.options(method_name="encode", _by_reference=True)
@@ -221,11 +221,11 @@ class Replicas:
             self._counts.add(Counter.EARLY_PREFILLS_DEFERRED)
             ready = asyncio.gather(*map(ray_private.wait_until_ready, refs))  # waits without fetching
             await self._translate_errors(ready)
-        next_ref = iter(refs)
+        next_ref = map(ray_private.ResultReference, refs)
         sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings] or request.files
         http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
         num_bytes = len(http.body) + sum(len(file.data) for file in request.files)
-        by_grpc = None if refs or num_bytes > MAX_GRPC_BYTES else self._llm_by_grpc  # only Ray calls carry references
+        by_grpc = None if num_bytes > MAX_GRPC_BYTES else self._llm_by_grpc
         llm = (by_grpc or self._llm).options(session_id=call.to_session_id())
         answer = llm.remote(http, request.references, request.headers, sources, call)
         self._counts.add(Counter.GRPC_CALLS, by_grpc is not None)

@@ -84,7 +84,7 @@ class Counter(Definition):
         "Images sent to an encoder after all, because the embedding, which vLLM needed, was no longer where the "
         "ingress' directory said."
     )
-    GRPC_CALLS = "Requests sent to a language model by gRPC; requests that carry object references are sent by Ray."
+    GRPC_CALLS = "Requests sent to a language model by gRPC; requests over 2 MiB are sent by Ray."
     REQUEST_RETRIES = "Requests retried because a replica was lost while it worked on them."
     REPLICAS_LOST = "Replicas lost while they worked on a request, counted once for each such request."
     EMBEDDING_SHM_FALLBACKS = (

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from deployments.common.messages import PROTOCOL_VERSION
 from tests.cluster import fake_fleet
 from tests.cluster.served import START_S, Cluster, until
 from tests.cluster.test_served_images import chat
@@ -29,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 NUM_IMAGES = (1, 4, 16)
 CLIENTS = 4
 UPDATE_S = 400
+OLD, NEW = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
+"""Versions of the messages before and after an update."""
 
 
 @dataclass
@@ -213,8 +216,8 @@ def test_an_update_to_another_version_of_the_messages_mixes_none(fleet: Fleet, t
     old = fleet.mark
     fleet.model = tmp_path
     (tmp_path / fake_fleet.WEIGHTS).write_bytes(b"newer")
-    (tmp_path / fake_fleet.PROTOCOL).write_text("2")
-    assert (old >> 16, fleet.mark >> 16) == (1, 2)
+    (tmp_path / fake_fleet.PROTOCOL).write_text(str(NEW))
+    assert (old >> 16, fleet.mark >> 16) == (OLD, NEW)
 
     def update() -> None:
         fleet.deploy()
@@ -223,7 +226,9 @@ def test_an_update_to_another_version_of_the_messages_mixes_none(fleet: Fleet, t
     load = Load(fleet.url)
     asyncio.run(load.run_during(update))
     print(f"{len(load.failed)} of {load.sent} were to be tried again")
-    assert all(text.startswith("1: ") and "being updated to another version; try again" in text for text in load.failed)
+    assert all(
+        text.startswith(f"{OLD}: ") and "being updated to another version; try again" in text for text in load.failed
+    )
     assert len(load.failed) < 0.05 * load.sent
     assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}
-    assert set(load.protocols) == {("1", 1), ("2", 2)}
+    assert set(load.protocols) == {(str(version), version) for version in (OLD, NEW)}

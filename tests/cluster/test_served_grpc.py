@@ -34,5 +34,5 @@ def test_ray_alone_brings_the_same_answers(by_ray: ServedApp, app: ServedApp) ->
     assert without[0] == with_grpc[0] == []
     for one, other in zip(without[1:], with_grpc[1:], strict=True):
         assert one[0]["norm"] == pytest.approx(other[0]["norm"], rel=1e-4)
-    assert app.ingress("counts")["GRPC_CALLS"] - before == 2, "the first look at the picture is one of an encoder"
+    assert app.ingress("counts")["GRPC_CALLS"] - before == 3, "the first look at the picture waits for an encoder"
     assert by_ray.ingress("counts")["GRPC_CALLS"] == 0

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from configs.schema import AppConfig
 from deployments.common.messages import Accepted, HttpRequest, ImageJob, ItemReference, ResponseHead
+from deployments.common.ray_private import ResultReference
 from deployments.ingress.deployment import Ingress
 from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.routing.affinity import Call
@@ -172,7 +173,7 @@ class StandIns:
         self.requests.append(request)
         self.references.append(references)
         self.headers.append(headers)
-        self.given.append(given)
+        self.given.append([one.reference if isinstance(one, ResultReference) else one for one in given])
         assert call.to_session_id() == self.labels["handle"][-1], "the replica is told as what it comes"
         return self.answers.pop(0) if self.answers else Pieces(JSON_HEAD, b"{}")
 

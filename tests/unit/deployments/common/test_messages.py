@@ -115,4 +115,4 @@ def test_the_version_is_raised_with_every_change_of_a_message() -> None:
         ]
     assert len(described) > 100
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
-    assert (messages.PROTOCOL_VERSION, digest) == (1, "3a2b60cfa6736040")
+    assert (messages.PROTOCOL_VERSION, digest) == (2, "3a2b60cfa6736040")

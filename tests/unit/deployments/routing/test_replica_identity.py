@@ -11,6 +11,7 @@ import pytest
 from ray.serve.handle import DeploymentHandle
 
 from deployments.common.api_error import ApiError
+from deployments.common.messages import PROTOCOL_VERSION
 from deployments.common.replica_errors import VersionGoneError
 from deployments.ingress.failures import Failures
 from deployments.routing import replica_identity
@@ -150,7 +151,7 @@ def test_new_ingresses_join_as_language_models_of_their_version_do(
         router = handles[name]._router._asyncio_router._request_router
         router.known_replicas = list(router.curr_replicas.values())
         for replica, version in zip(router.known_replicas, running, strict=True):
-            replica.replica_metadata["protocol"] = "0" if version == "o" else "1"
+            replica.replica_metadata["protocol"] = str(PROTOCOL_VERSION - (version == "o"))
         router.curr_replicas = {}
     assert joined(monkeypatch, handles, "Ingress", timeout=5 if joins else 3 * POLL_S) == joins
 
