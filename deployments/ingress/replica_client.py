@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -224,7 +225,8 @@ class Replicas:
         next_ref = map(ray_private.ResultReference, refs)
         sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings] or request.files
         http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
-        num_bytes = len(http.body) + sum(len(file.data) for file in request.files)
+        sent_with_body = request.headers, [one for one in encodings if not isinstance(one, SharedCall)]
+        num_bytes = len(http.body) + sum(len(file.data) for file in request.files) + len(pickle.dumps(sent_with_body))
         by_grpc = None if num_bytes > MAX_GRPC_BYTES else self._llm_by_grpc
         llm = (by_grpc or self._llm).options(session_id=call.to_session_id())
         answer = llm.remote(http, request.references, request.headers, sources, call)

@@ -27,6 +27,9 @@ from encoder.item_header import ChunkHeader, ItemHeader
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
+PIECE_BYTES = 2**20
+"""Maximum bytes of a message to the ingress, whose gRPC client refuses those over 4 MiB."""
+
 
 @dataclass
 class RequestTimeline:
@@ -75,7 +78,7 @@ class VllmFrontend:
         received: ReceivedEmbeddings,
         timeline: RequestTimeline,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Yields a head, then body chunks; the head contains the first chunk if `request.body_in_head`.
+        """Yields a head, then body chunks of at most PIECE_BYTES; the head has the first if `request.body_in_head`.
 
         The head is delayed until all embeddings are received, so that the request can still be retried, and until the
         first chunk, so that its Server-Timing contains the time to the first token. References are valid meanwhile.
@@ -101,19 +104,19 @@ class VllmFrontend:
                     if message["type"] == "http.response.start":
                         start = message
                         continue
-                    body = message.get("body", b"")
+                    body, more_body = message.get("body", b""), message.get("more_body", False)
                     if start is not None:
                         await timeline.received.wait()
                         head = await self._make_head(
                             start, body, request, received, timeline, has_images=bool(references)
                         )
                         start, body = None, head.body
-                        if request.body_in_head:
-                            yield dataclasses.replace(head, complete=not message.get("more_body", False))
-                            continue
-                        yield dataclasses.replace(head, body=b"")
-                    if body:
-                        yield body
+                        num_in_head = PIECE_BYTES if request.body_in_head else 0
+                        in_head, body = body[:num_in_head], body[num_in_head:]
+                        complete = request.body_in_head and not body and not more_body
+                        yield dataclasses.replace(head, body=in_head, complete=complete)
+                    for begin in range(0, len(body), PIECE_BYTES):
+                        yield body[begin : begin + PIECE_BYTES]
         finally:
             self.references.release(keys)
             if (first_token_s := timeline.first_token_s) is not None:

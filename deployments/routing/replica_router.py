@@ -36,15 +36,23 @@ class BoundedReplica(RunningReplica):
     """A replica that must accept or reject a call within ACCEPT_S."""
 
     def __init__(
-        self, replica_info: RunningReplicaInfo, counts: Counters, on_rejected: Callable[[PendingRequest, str], None]
+        self,
+        replica_info: RunningReplicaInfo,
+        counts: Counters,
+        on_rejected: Callable[[PendingRequest, str], None],
+        by_grpc: GrpcCalls,
     ) -> None:
-        """`on_rejected` is called with the call and this replica's unique id before Serve chooses again."""
+        """`on_rejected` is called with the call and this replica's unique id before Serve chooses again. `by_grpc`
+        tracks calls by gRPC, which does not report that the replica's host is lost."""
         super().__init__(replica_info)
         self._counts = counts
         self._on_rejected = on_rejected
+        self._by_grpc = by_grpc
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         result = super().try_send_request(pr, with_rejection)
+        if not is_by_reference(pr):
+            self._by_grpc.track(self.replica_id, result)
         if with_rejection:
             accepted = partial(self._wait_for_accept, pr, result, result.get_rejection_response)
             result.get_rejection_response = accepted  # type: ignore[method-assign]
@@ -82,7 +90,7 @@ class ReplicaRouter(PrivateRequestRouter):
         self._counts = Counters()
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
-        return BoundedReplica(replica_info, self._counts, self.on_rejected)
+        return BoundedReplica(replica_info, self._counts, self.on_rejected, self._by_grpc)
 
     def on_rejected(self, pending: PendingRequest, name: str) -> None:
         """Called with a call that a replica has rejected."""
@@ -112,11 +120,6 @@ class ReplicaRouter(PrivateRequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._set_routable(list(self.curr_replicas.values()))
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Tracks calls by gRPC, which does not report that the replica's host is lost."""
-        if not is_by_reference(pending_request):
-            self._by_grpc.track(replica_id, result)
 
     def _set_routable(self, replicas: list[RunningReplica]) -> None:
         """Sets the replicas that calls may be routed to."""

@@ -200,9 +200,9 @@ async def until_left(request: Request) -> None:
 
 
 def stand_in(references: References, replica: StandInLLM) -> AsgiApp:
-    """`/v1/chat/completions`: the shapes and sums of the embeddings; `stream` in the body streams without end, or
-    `max_tokens` events that carry them, and `[DONE]`; `user`: the seconds between two events. `/v1/responses`: the
-    digests of the images, the number of items, and this process."""
+    """`/v1/chat/completions`: the shapes and sums of the embeddings, and `top_logprobs` times 2 ** 18 characters;
+    `stream` in the body streams without end, or `max_tokens` events that carry them, and `[DONE]`; `user`: the seconds
+    between two events. `/v1/responses`: the digests of the images, the number of items, and this process."""
 
     async def chat(request: Request) -> Response:
         body = await request.json()
@@ -241,7 +241,8 @@ def stand_in(references: References, replica: StandInLLM) -> AsgiApp:
                 events(body.get("max_tokens"), found, float(body.get("user", EVENT_EVERY_S))),
                 media_type="text/event-stream",
             )
-        return JSONResponse({"images": found, "body": body, "traceparent": request.headers.get("traceparent")})
+        answer = {"images": found, "body": body, "traceparent": request.headers.get("traceparent")}
+        return JSONResponse(answer | {"more": "x" * (body.get("top_logprobs", 0) << 18)})
 
     async def events(count: int | None, found: list[dict[str, Any]], every_s: float) -> AsyncIterator[bytes]:
         complete = False

@@ -36,3 +36,10 @@ def test_ray_alone_brings_the_same_answers(by_ray: ServedApp, app: ServedApp) ->
         assert one[0]["norm"] == pytest.approx(other[0]["norm"], rel=1e-4)
     assert app.ingress("counts")["GRPC_CALLS"] - before == 3, "the first look at the picture waits for an encoder"
     assert by_ray.ingress("counts")["GRPC_CALLS"] == 0
+
+
+def test_an_answer_over_the_largest_message_of_grpc_comes_whole(by_ray: ServedApp, app: ServedApp) -> None:
+    """4 MiB. It was a 500, after all the work."""
+    body = chat(png(96, 64, (5, 5, 6)), logprobs=True, top_logprobs=20)
+    for asked in (by_ray, app):
+        assert ask(asked, body).json()["more"] == "x" * (20 << 18)

@@ -106,13 +106,14 @@ def test_the_version_is_raised_with_every_change_of_a_message() -> None:
         for one in (*found, VideoChunk, PixelBounds, RunRecord, Call)
         for field in dataclasses.fields(one)
     ]
-    for file in ("encoder_replica/deployment.py", "llm/deployment.py"):
+    for file in ("encoder_replica/deployment.py", "llm/deployment.py", "common/ray_private.py"):
         tree = ast.parse((Path(messages.__file__).parents[1] / file).read_text())
         described += [
             f"{one.name}({ast.unparse(one.args)})"
             for one in ast.walk(tree)
-            if isinstance(one, ast.AsyncFunctionDef) and one.name in ("encode", "plan", "handle")
+            if isinstance(one, ast.AsyncFunctionDef | ast.FunctionDef)
+            and one.name in ("encode", "plan", "handle", "_received")
         ]
     assert len(described) > 100
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
-    assert (messages.PROTOCOL_VERSION, digest) == (2, "3a2b60cfa6736040")
+    assert (messages.PROTOCOL_VERSION, digest) == (2, "b86e94fc04e4f2c9")

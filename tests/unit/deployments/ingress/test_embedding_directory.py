@@ -7,6 +7,7 @@ import gc
 import json
 from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from deployments.common import ray_private
 from deployments.common.messages import Accepted, NotEncoded, SharedEmbedding
 from deployments.common.replica_errors import TransferFailedError
+from deployments.ingress import replica_client
 from deployments.ingress.embedding_directory import EmbeddingDirectory
 from deployments.llm.received import SlotState
 from deployments.routing.affinity import Call
@@ -104,6 +106,18 @@ def test_no_encoder_is_asked_for_what_a_language_model_has_read_before() -> None
     known = reads.given[-1][0]
     assert isinstance(known, SharedEmbedding)
     assert (known.digest, known.timings.cached) == (reads.jobs[0].digest, True)
+
+
+def test_headers_count_among_the_bytes_of_a_request_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's replicas refuse gRPC messages over 4 MiB, and a conversation may have hundreds of images."""
+    by_grpc = mock.Mock(side_effect=lambda answer: answer)
+    monkeypatch.setattr(replica_client, "GrpcAnswer", by_grpc)
+    reads = Reads()
+    assert in_turn(reads, 1) == [200]
+    assert by_grpc.call_count == 1
+    monkeypatch.setattr(replica_client, "MAX_GRPC_BYTES", len(reads.requests[0].body) + 100)
+    assert in_turn(reads, 2) == [200] * 2
+    assert by_grpc.call_count == 1
 
 
 def test_switched_off_encoders_are_asked_always() -> None:

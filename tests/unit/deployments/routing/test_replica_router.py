@@ -16,7 +16,6 @@ from ray.serve._private.common import (
     RequestMetadata,
     RunningReplicaInfo,
 )
-from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from configs.schema import LLMConfig
@@ -62,7 +61,8 @@ def replica(monkeypatch: pytest.MonkeyPatch, call: Call) -> RunningReplica:
 
     monkeypatch.setattr(RunningReplica, "__init__", init)
     monkeypatch.setattr(RunningReplica, "try_send_request", lambda *_: call)
-    return router().create_replica_wrapper(cast(Any, SimpleNamespace(replica_id=NAME)))
+    info = SimpleNamespace(replica_id=NAME, routing_stats={}, replica_metadata=version_metadata())
+    return router().create_replica_wrapper(cast(Any, info))
 
 
 def router() -> ReplicaRouter:
@@ -115,18 +115,20 @@ def test_without_affinity_replicas_are_watched_all_the_same(monkeypatch: pytest.
     assert issubclass(cast(type, config.get_request_router_class()), AffinityRouter)
 
     async def scenario() -> None:
-        async def died(deadline_s: float) -> int:
+        async def died(_: object, *, deadline_s: float) -> int:
             raise ActorDiedError
 
-        lost = SimpleNamespace(
-            replica_id=NAME, get_queue_len=died, routing_stats={}, replica_metadata=version_metadata()
-        )
-        by_grpc, by_ray = Call(accepts=True), Call(accepts=True)
+        by_grpc, by_ray = Call(accepts=True), Call(accepts=False)
+        calls = [by_grpc, by_ray]
+        lost = replica(monkeypatch, by_grpc)
+        monkeypatch.setattr(RunningReplica, "get_queue_len", died)
+        monkeypatch.setattr(RunningReplica, "try_send_request", lambda *_: calls.pop(0))
         watching = router()
-        watching._set_routable([cast(RunningReplica, lost)])
-        watching.on_request_routed(pending(), NAME, cast(ReplicaResult, by_grpc))
-        watching.on_request_routed(pending(by_reference=True), NAME, cast(ReplicaResult, by_ray))
-        watching._set_routable([])
+        lost = watching.create_replica_wrapper(lost._replica_info)
+        watching._set_routable([lost])
+        lost.try_send_request(pending(), True)
+        lost.try_send_request(pending(by_reference=True), True)
+        watching._set_routable([])  # before either is accepted
         while not by_grpc.cancelled:  # noqa: ASYNC110 - nothing that tells of it
             await asyncio.sleep(0.01)
         assert not by_ray.cancelled, "of those Ray reports it"
