@@ -43,7 +43,12 @@ class _Encoder:
 
 class _LanguageModel:
     async def receive(self, *sent: bytes) -> list[int]:
-        return [len(await pickle.loads(one)) for one in sent]
+        references = [pickle.loads(one) for one in sent]
+        self._most_known = num_known([one.reference.hex() for one in references])
+        return [len(await one) for one in references]
+
+    async def most_known(self) -> int:
+        return self._most_known
 
     async def num_known(self, references: list[str]) -> int:
         """How many of the references this process knows."""
@@ -54,21 +59,22 @@ Encoder: Any = ray.remote(num_cpus=0)(_Encoder)
 LanguageModel: Any = ray.remote(num_cpus=0)(_LanguageModel)
 
 
-def encode(encoder: Any, num_bytes: int) -> Any:
-    """A reference to the result, as Serve takes it."""
-    generator = encoder.encode.options(num_returns="streaming").remote(num_bytes)
-    assert ray.get(next(generator), timeout=LIMIT_S) == b"accepted"
-    (reference,) = generator._get_next_ref_n(1)
-    return reference
+class Result:
+    """Of a call, as Serve holds it: without its generator, Ray drops what the call yields."""
+
+    def __init__(self, encoder: Any, num_bytes: int) -> None:
+        self._generator = encoder.encode.options(num_returns="streaming").remote(num_bytes)
+        assert ray.get(next(self._generator), timeout=LIMIT_S) == b"accepted"
+        (self.reference,) = self._generator._get_next_ref_n(1)
+
+    @property
+    def sent(self) -> bytes:
+        return pickle.dumps(ResultReference(self.reference))
 
 
 def num_known(references: list[str]) -> int:
     core_worker: Any = cast(Any, ray)._private.worker.global_worker.core_worker
-    return len(core_worker.get_all_reference_counts().keys() & {*references})
-
-
-def sent(reference: Any) -> bytes:
-    return pickle.dumps(ResultReference(reference))
+    return len({name.decode() for name in core_worker.get_all_reference_counts()} & {*references})
 
 
 @pytest.fixture
@@ -77,8 +83,8 @@ def encoder(cluster: Cluster) -> Any:
 
 
 def test_a_result_is_received_that_was_not_there_when_its_reference_was_sent(encoder: Any) -> None:
-    results = [encode(encoder, num_bytes) for num_bytes in (SMALL, LARGE)]
-    received = LanguageModel.remote().receive.remote(*map(sent, results))
+    results = [Result(encoder, num_bytes) for num_bytes in (SMALL, LARGE)]
+    received = LanguageModel.remote().receive.remote(*[result.sent for result in results])
     with pytest.raises(GetTimeoutError):
         ray.get(received, timeout=1)
     ray.get(encoder.go_on.remote())
@@ -87,19 +93,19 @@ def test_a_result_is_received_that_was_not_there_when_its_reference_was_sent(enc
 
 def test_a_result_is_received_that_was_there_already(encoder: Any) -> None:
     ray.get(encoder.go_on.remote())
-    results = [encode(encoder, num_bytes) for num_bytes in (SMALL, LARGE)]
-    ray.wait(results, num_returns=2, timeout=LIMIT_S)
-    language_model = LanguageModel.remote()
+    results = [Result(encoder, num_bytes) for num_bytes in (SMALL, LARGE)]
+    ray.get([result.reference for result in results], timeout=LIMIT_S)
+    language_model, sent = LanguageModel.remote(), [result.sent for result in results]
     for _ in range(2):  # a reference can be sent again, after the first receiver has let go of its own
-        assert ray.get(language_model.receive.remote(*map(sent, results)), timeout=LIMIT_S) == [SMALL, LARGE]
+        assert ray.get(language_model.receive.remote(*sent), timeout=LIMIT_S) == [SMALL, LARGE]
 
 
 def test_errors_reach_the_receiver_as_they_reach_a_caller(encoder: Any) -> None:
-    failing, ending = encode(encoder, 0), Encoder.remote()
-    lost, language_model = encode(ending, SMALL), LanguageModel.remote()
-    received = [language_model.receive.remote(sent(one)) for one in (failing, lost)]
+    failing, ending = Result(encoder, 0), Encoder.remote()
+    lost, language_model = Result(ending, SMALL), LanguageModel.remote()
+    received = [language_model.receive.remote(one.sent) for one in (failing, lost)]
     ray.get(encoder.go_on.remote())
-    for failed in (received[0], language_model.receive.remote(sent(failing))):  # before it has failed, and after that
+    for failed in (received[0], language_model.receive.remote(failing.sent)):  # before it has failed, and after that
         with pytest.raises(RayTaskError, match="no image"):
             ray.get(failed, timeout=LIMIT_S)
     ray.kill(ending)
@@ -112,10 +118,10 @@ def test_a_result_that_its_caller_gave_up_is_lost(encoder: Any, is_there: bool) 
     """And is not waited for."""
     if is_there:
         ray.get(encoder.go_on.remote())
-    result, language_model = encode(encoder, LARGE), LanguageModel.remote()
+    result, language_model = Result(encoder, LARGE), LanguageModel.remote()
     if is_there:
-        ray.wait([result], timeout=LIMIT_S)
-    as_bytes = sent(result)
+        ray.get(result.reference, timeout=LIMIT_S)
+    as_bytes = result.sent
     received = None if is_there else language_model.receive.remote(as_bytes)
     del result
     ray.get(encoder.go_on.remote())
@@ -127,12 +133,12 @@ def test_a_result_that_its_caller_gave_up_is_lost(encoder: Any, is_there: bool) 
 def test_nothing_is_left_of_a_reference(encoder: Any) -> None:
     """In either process, once both have let go of it."""
     language_model = LanguageModel.remote()
-    results = [encode(encoder, num_bytes) for num_bytes in (SMALL, LARGE)]
-    names = [one.hex() for one in results]
-    received = language_model.receive.remote(*map(sent, results))
+    results = [Result(encoder, num_bytes) for num_bytes in (SMALL, LARGE)]
+    names = [result.reference.hex() for result in results]
+    received = language_model.receive.remote(*[result.sent for result in results])
     ray.get(encoder.go_on.remote())
     assert ray.get(received, timeout=LIMIT_S) == [SMALL, LARGE]
-    assert num_known(names) == 2
+    assert (num_known(names), ray.get(language_model.most_known.remote())) == (2, 2)
     until(lambda: ray.get(language_model.num_known.remote(names)) == 0, "the receiver to let go")
     del results
     until(lambda: num_known(names) == 0, "the caller to let go")
