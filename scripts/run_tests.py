@@ -48,6 +48,9 @@ WORKER_NICENESS = 5
 REPORT_INTERVAL_MS = 60_000
 """Interval at which Ray's agent of each cluster reads the state of all processes of the host, of no use to a test."""
 
+QUEUE_LENGTH_DEADLINE_S = 5.0
+"""Time in which a replica reports its queue to Serve's router before that chooses another one."""
+
 
 def run(*commands: Sequence[str], background: Sequence[str]) -> int:
     """Runs the commands one after the other to their end, beside them one in the background with a lower priority.
@@ -59,6 +62,7 @@ def run(*commands: Sequence[str], background: Sequence[str]) -> int:
     given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     given["RAY_worker_niceness"] = str(WORKER_NICENESS)
     given["REPORTER_UPDATE_INTERVAL_MS"] = str(REPORT_INTERVAL_MS)
+    given["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = str(QUEUE_LENGTH_DEADLINE_S)
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile())
         other = subprocess.Popen(

@@ -90,7 +90,7 @@ def everything_runs() -> bool:
 
 def deployed(cluster: Cluster, checkpoint: Path, **changes: int) -> ServedApp:
     settings: dict[str, Any] = {"encoders": ENCODERS, "max_queued_tokens": 10_000, "cache_bytes": 0} | changes
-    return deploy(cluster, checkpoint, NAME, replicas=OTHERS, drain_s=START_S, **settings)
+    return deploy(cluster, checkpoint, NAME, replicas=OTHERS, drain_s=START_S, patient=False, **settings)
 
 
 async def update(cluster: Cluster, checkpoint: Path) -> None:

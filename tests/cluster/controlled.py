@@ -75,11 +75,19 @@ class ControlledEncoder(EncoderReplica):
         GatedEncoder.gate.set()
         super().__init__(config)
         self._counts: RecordedCounts = RecordedCounts()
+        self._refuses = True
         self.first_frames: list[int] = []
 
     def decoded(self) -> list[int]:
         """The place of the first frame of each chunk of a video, in the order in which they were decoded."""
         return self.first_frames
+
+    def refuse(self, refuses: bool) -> None:
+        """Whether it refuses images from now on that have too much work before them."""
+        self._refuses = refuses
+
+    def _is_too_busy(self, session_id: str) -> bool:
+        return self._refuses and super()._is_too_busy(session_id)
 
     def hold(self) -> None:
         GatedEncoder.gate.clear()

@@ -40,7 +40,7 @@ from tests.cluster.span_receiver import SpanReceiver
 address, checkpoint, port = sys.argv[1:]
 ray.init(address=address, log_to_driver=False)
 serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": int(port)})
-deploy(Cluster(int(port), 0, SpanReceiver()), Path(checkpoint), "lost", encoders=2, cache_bytes=0)
+deploy(Cluster(int(port), 0, SpanReceiver()), Path(checkpoint), "lost", encoders=2, patient=False, cache_bytes=0)
 """
 REPLACE = """
 import os, signal, sys

@@ -52,6 +52,7 @@ class Hosts:
             encoders=encoders,
             llms=2,
             others_on=NEAR,
+            patient=False,
             max_queued_tokens=10_000,
         )
 

@@ -105,6 +105,7 @@ def deploy(
     others_on: str | None = None,
     encoders_on: str | None = None,
     stores: bool = False,
+    patient: bool = True,
     **encoder: object,
 ) -> ServedApp:
     """The application under `/name`, routed as `build_app` has it, with so many replicas of each deployment.
@@ -112,17 +113,21 @@ def deploy(
     `encoder`, `ingress` and `llm`: settings of `encoder_replica`, `ingress` and `llm` that differ.
     `drain_s`: what a replica that is to go has to end its answers. `others_on`: a resource of the nodes that all but
     the encoders run on, of which there is one a node then. `llms`: so many, one a node, wherever the others are.
-    `encoders_on`: a resource of the nodes that encoders run on. `stores`: responses.
+    `encoders_on`: a resource of the nodes that encoders run on. `stores`: responses. `patient`: no call is made again
+    because a replica stands still for a moment, neither the ingress's nor those of this process.
     """
     from ray import serve
 
     from deployments.app import routing
     from deployments.ingress.responses.store import ResponseStore
+    from deployments.routing import replica_router
     from encoder.checkpoint.vision_config import VisionConfig
     from tests.cluster.controlled import ControlledEncoder
     from tests.cluster.stand_in_llm import StandInLLM
-    from tests.cluster.watched import WatchedIngress
+    from tests.cluster.watched import PATIENT_ACCEPT_S, ImpatientIngress, WatchedIngress
 
+    if patient:
+        replica_router.ACCEPT_S = PATIENT_ACCEPT_S
     config = AppConfig.model_validate(
         {
             "model": str(checkpoint),
@@ -167,7 +172,8 @@ def deploy(
         request_router_config=routing(config.llm),
         **of_llm,
     )(StandInLLM).bind(config, vision.width)
-    door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(WatchedIngress)
+    door_class = WatchedIngress if patient else ImpatientIngress
+    door = serve.deployment(name="Ingress", num_replicas=replicas, **others)(door_class)
     store = serve.deployment(name="ResponseStore", **light)(ResponseStore)
     limits = config.ingress
     bound = {"store": store.bind(limits.stored_responses_bytes, limits.stored_responses_ttl_s)} if stores else {}

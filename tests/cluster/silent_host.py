@@ -98,7 +98,14 @@ def main(checkpoint: Path) -> dict[str, Any]:
     with two_nodes(**health) as (_, other, cluster):
         apps = {
             name: deploy(
-                cluster, checkpoint, name, encoders=1, llms=2, others_on=OTHERS, llm={"affinity": name == "affinity"}
+                cluster,
+                checkpoint,
+                name,
+                encoders=1,
+                llms=2,
+                others_on=OTHERS,
+                llm={"affinity": name == "affinity"},
+                patient=False,
             )
             for name in ("affinity", "without")
         }

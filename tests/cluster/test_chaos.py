@@ -103,7 +103,7 @@ def test_killed_ingresses_cost_no_request_that_had_no_byte(checkpoints: dict[str
 
 def deployed(cluster: Cluster, checkpoints: dict[str, Path], **changes: int) -> ServedApp:
     settings: dict[str, Any] = {"encoders": 3, "cache_bytes": 0, "max_queued_tokens": 10_000} | changes
-    return deploy(cluster, checkpoints["qwen3_vl"], "updated", drain_s=120.0, **settings)
+    return deploy(cluster, checkpoints["qwen3_vl"], "updated", drain_s=120.0, patient=False, **settings)
 
 
 def running(app: ServedApp) -> list[int]:

@@ -87,10 +87,10 @@ def test_images_are_spread_and_each_is_found_again(pair: ServedApp, checkpoints:
     after = encoded(pair)
     by_replica = [after[pid] - before[pid] for pid in before]
     assert sum(by_replica) == len(MANY)
-    assert min(by_replica) >= 2
+    assert min(by_replica) >= 1
     counted = counts(pair)
     assert [norms(ask(pair, chat(file))) for file in MANY] == first
-    assert added(counted, counts(pair)) == {"CACHE_HITS": len(MANY)}
+    until(lambda: added(counted, counts(pair)) == {"CACHE_HITS": len(MANY)}, "the encoders to hear of it")
     expected = Encoder.from_checkpoint(checkpoints["qwen3_vl"]).encode(MANY)
     for found, embedding in zip(first, expected, strict=True):
         assert found == [pytest.approx(float(torch.linalg.norm(embedding.tokens)), rel=1e-4)]
@@ -100,8 +100,13 @@ def test_the_images_of_one_request_each_find_their_replica(pair: ServedApp) -> N
     """Serve knows the calls of one request by one name: one got another's replica, and that one waited for ever."""
     counted = counts(pair)
     assert norms(ask(pair, chat(*MANY))) == [norms(ask(pair, chat(file)))[0] for file in MANY]
-    new = added(counted, counts(pair))
-    assert new["CACHE_HITS"] + new.get("CACHE_MISSES", 0) == 2 * len(MANY)
+    new: dict[str, int] = {}
+
+    def all_counted() -> bool:
+        new.update(added(counted, counts(pair)))
+        return new.get("CACHE_HITS", 0) + new.get("CACHE_MISSES", 0) == 2 * len(MANY)
+
+    until(all_counted, "the encoders to hear of it")
     assert new["CACHE_HITS"] >= len(MANY)
 
 
@@ -136,16 +141,20 @@ def test_a_hot_image_is_encoded_once_by_all_together(pair: ServedApp) -> None:
 
 def test_no_encoder_has_much_more_to_do_than_the_other(pair: ServedApp) -> None:
     """Four tokens an image. At each ingress, an encoder gets an image with at most two more than the mean: of n images,
-    at most (n + 5) / 2 go to one encoder, or half an image more for each earlier call whose end is not known yet."""
+    at most (n + 5) / 2 go to one encoder. What a busy encoder refuses goes to the other one whatever the bound."""
     waiting: list[int] = []
 
     def arrived() -> bool:
         waiting[:] = [state["queued_tokens"] for state in pair.encoders("state")]
         return sum(waiting) == 4 * 24
 
-    answers = asyncio.run(while_held(pair, [png(64, 64, (251, 5, number)) for number in range(24)], arrived))
+    pair.encoders("refuse", refuses=False)
+    try:
+        answers = asyncio.run(while_held(pair, [png(64, 64, (251, 5, number)) for number in range(24)], arrived))
+    finally:
+        pair.encoders("refuse", refuses=True)
     assert all(answer.status_code == 200 for answer in answers)
-    assert max(waiting) <= 4 * (24 + 2 * (5 + 1)) / 2
+    assert max(waiting) <= 4 * (24 + 2 * 5) / 2
 
 
 def test_a_busy_encoder_refuses_images_and_the_other_takes_them(
@@ -237,7 +246,7 @@ def test_turns_of_a_conversation_go_to_one_language_model(pair: ServedApp) -> No
     """Whichever ingress they come to; and conversations are spread."""
     calls = lambda: {state["pid"]: state["calls"] for state in pair.llms("state")}  # noqa: E731
     taken_by: set[int] = set()
-    for number in range(10):
+    for number in range(20):
         body = chat(MANY[0], messages=[{"role": "system", "content": "Be brief."}])
         body["messages"].append({"role": "user", "content": f"Question {number}"})
         before = calls()

@@ -161,7 +161,7 @@ def test_a_full_line_delays_no_probe(probed: Probed) -> None:
 def test_an_exhausted_quota_refuses_no_probe(probed: Probed) -> None:
     answers = [probed.ask(KEY).status_code for _ in range(2 * REQUESTS_A_MINUTE)]
     assert answers[0] == 200
-    assert answers[-1] == 429
+    assert answers.count(429) >= REQUESTS_A_MINUTE - 1, "a minute may end meanwhile, which admits one more"
     assert [probed.probe() for _ in range(REQUESTS_A_MINUTE)] == [[200] * len(PROBES)] * REQUESTS_A_MINUTE
     for method, path in PROBES:
         sent = {"authorization": f"Bearer {KEY}"}

@@ -110,7 +110,13 @@ def test_language_models_follow_their_requests(scaled: ServedApp, streams: Calla
     reached(0, 2)
     streams(2)
     reached(0, 3)
-    shown = told(scaled)
+
+    def all_report() -> dict[str, Any] | None:
+        shown = told(scaled)
+        replicas = shown["LLM"]["replicas"]
+        return shown if len(replicas) == 3 and all(replica["report"] for replica in replicas) else None
+
+    shown = until(all_report, "reports of three language models")
     assert (shown["LLM"]["running"], shown["LLM"]["target"], shown["LLM"]["max_replicas"]) == (3, 3, 3)
     assert all(replica["report"]["replica"] == replica["name"] for replica in shown["LLM"]["replicas"])
     assert (shown["Encoder"]["running"], shown["Encoder"]["replicas"]) == (0, []), "to ask starts none"

@@ -50,5 +50,6 @@ def test_embeddings_of_another_host_come_by_tcp(checkpoints: dict[str, Path]) ->
     """The hosts are network namespaces. Each image comes twice: neither hits nor misses leave the path."""
     found = told_by("two_namespaces", checkpoints["qwen3_vl"])
     assert found["statuses"] == {"200": two_namespaces.REQUESTS}
-    assert found["received"] == {"tcp": two_namespaces.REQUESTS}
+    assert found["received"].keys() == {"tcp"}
+    assert two_namespaces.REQUESTS <= found["received"]["tcp"] <= 1.05 * two_namespaces.REQUESTS, "calls made again"
     assert found["network"] == found["hosts"] == 2

@@ -87,6 +87,7 @@ def main(checkpoint: Path) -> dict[str, Any]:
             "nodes",
             encoders=2,
             others_on=OTHERS,
+            patient=False,
             cache_bytes=0,
             max_queued_tokens=10_000,
         )

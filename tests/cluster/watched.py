@@ -10,11 +10,13 @@ from ray.serve.handle import DeploymentHandle
 from configs.schema import AppConfig
 from deployments.common.ray_private import serve_host
 from deployments.ingress.deployment import Ingress
-from deployments.routing import serve_router
+from deployments.routing import replica_router, serve_router
 from deployments.telemetry.metrics import Counter, Counters
 
 PATIENT_PROBE_S = 5.0
 """Time in which a replica of a busy host answers a probe, so that tests of routing see no late ones."""
+PATIENT_ACCEPT_S = 30.0
+"""Likewise, in which it accepts a call, so that tests that count calls see none that is made again."""
 
 
 class RecordedCounts(Counters):
@@ -32,6 +34,8 @@ class RecordedCounts(Counters):
 class WatchedIngress(Ingress):
     """Remembers what it counted."""
 
+    accept_s = PATIENT_ACCEPT_S
+
     def __init__(
         self,
         config: AppConfig,
@@ -40,6 +44,7 @@ class WatchedIngress(Ingress):
         store: DeploymentHandle[Any] | None = None,
     ) -> None:
         serve_router.PROBE_TIMEOUT_S = PATIENT_PROBE_S
+        replica_router.ACCEPT_S = self.accept_s
         super().__init__(config, llm, encoder, store)
         recorded = RecordedCounts()
         self._replicas._counts = self._replicas.failures._counts = recorded
@@ -59,3 +64,9 @@ class WatchedIngress(Ingress):
         counts = self._replicas._counts
         assert isinstance(counts, RecordedCounts)
         return counts.recorded
+
+
+class ImpatientIngress(WatchedIngress):
+    """Gives up calls to silent replicas as the application does."""
+
+    accept_s = replica_router.ACCEPT_S

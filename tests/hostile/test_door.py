@@ -134,6 +134,7 @@ def test_a_probe_needs_no_body_and_no_replica(
     assert asyncio.run(probe()) == 503
 
 
+@pytest.mark.usefixtures("early_in_a_minute")
 def test_probes_are_outside_quotas_and_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by its address, a balancer that probes each second got 429 from a quota of 60 a minute; and 503 where the
     line was full, so that it took busy nodes out of service."""
@@ -156,6 +157,7 @@ def test_the_page_needs_no_key_and_what_it_asks_does(keys: Path, monkeypatch: py
     assert statuses(asked(ingress, *gets)) == [200, 200, 401, 401, 401, 401]
 
 
+@pytest.mark.usefixtures("early_in_a_minute")
 def test_an_open_page_takes_nothing_of_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(_: ClusterView) -> dict[str, JsonValue]:
         return {}

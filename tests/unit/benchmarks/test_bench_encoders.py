@@ -70,7 +70,11 @@ def url() -> Iterator[str]:
 
 
 def test_what_is_answered_in_the_measured_time_counts_and_what_fails_at_any(url: str) -> None:
-    done, failed = asyncio.run(drive(Load(url, ((FILE, FILE),), in_flight=3, warm_s=0.3, seconds=0.6, first=0)))
+    for _ in range(5):  # a machine may stand still for all of the measured time
+        Answers.files, Answers.requests = set(), 0
+        done, failed = asyncio.run(drive(Load(url, ((FILE, FILE),), in_flight=3, warm_s=0.3, seconds=0.6, first=0)))
+        if done and failed:
+            break
     assert failed == Answers.requests // 4 > 0
     assert 0 < done < len(Answers.files) - failed, "the warm-up is not counted"
     assert done % 2 == 0, "both pictures of a request count"

@@ -187,8 +187,9 @@ def test_what_is_in_flight_is_bounded_and_the_next_waits(
 
 
 def test_without_room_in_time_it_is_given_up(sender: RemoteSender, store: EmbeddingStore, network: FakeNetwork) -> None:
-    with closing(RemoteReader(FakeMemory(network), ReceiveBuffer(2 * HEADER_BYTES, timeout_s=SHORT_S))) as reader:
+    with closing(RemoteReader(FakeMemory(network), ReceiveBuffer(2 * HEADER_BYTES, timeout_s=PATIENCE_S))) as reader:
         kept = reader.receive(published(sender, store)).result(PATIENCE_S)
+        reader.timeout_s = SHORT_S
         with pytest.raises(EmbeddingUnavailableError, match=r"no room for an embedding of \d+ bytes"):
             reader.receive(published(sender, store, 2)).result(PATIENCE_S)
         assert kept.offset == 0

@@ -215,7 +215,7 @@ def test_a_bad_answer_fails_the_read_and_frees_its_memory(
     answer: Callable[[socket.socket, Request], None],
     reason: TcpError,
 ) -> None:
-    monkeypatch.setattr(tcp, "STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tcp, "STALL_TIMEOUT_S", 0.2 if answer is silent else PATIENCE_S)
     address, thread = plays(serving(answer))
     with closing(TcpClient(address, SECRET, buffer, on_error=lambda error: errors.update([error]))) as client:
         with pytest.raises(EmbeddingUnavailableError):

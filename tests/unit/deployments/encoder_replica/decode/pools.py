@@ -18,7 +18,7 @@ from encoder.images.size import ImageError, PixelBounds, read_header
 from encoder.pixels.preprocess import Pixels
 from tests.unit.deployments.samples import RULES, png
 
-TIMEOUT_S = 3
+TIMEOUT_S = 60
 MAX_PIXELS = 4_000_000
 SHARED_BYTES = 2**20
 GOOD = png(100, 60)

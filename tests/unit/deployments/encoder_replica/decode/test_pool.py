@@ -98,6 +98,13 @@ def test_callers_who_leave_cost_nothing(
     runner.run(scenario())
 
 
+@pytest.fixture
+def impatient(pool: DecodePool) -> None:
+    """The limit of an image is short enough to be waited for."""
+    pool._timeout_s = 3
+
+
+@pytest.mark.usefixtures("impatient")
 def test_an_image_that_takes_too_long_is_refused_and_the_pool_goes_on(pool: DecodePool, runner: asyncio.Runner) -> None:
     async def scenario() -> None:
         both = await asyncio.gather(decoded(pool, TOO_SLOW), decoded(pool, GOOD), return_exceptions=True)
@@ -123,6 +130,7 @@ def handed_over(pool: DecodePool, monkeypatch: pytest.MonkeyPatch) -> threading.
     return begun
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kills", [1, 2])
 def test_a_decoder_killed_at_work_costs_one_retry(
     pool: DecodePool, runner: asyncio.Runner, handed_over: threading.Event, kills: int
@@ -191,6 +199,7 @@ def test_a_decoder_that_cannot_be_started_is_no_fault_of_the_image(
     runner.run(scenario())
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "answers",
     [
@@ -239,6 +248,7 @@ def test_pixels_lie_in_shared_memory_until_nobody_holds_them(pool: DecodePool, r
     assert freed(pool)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_killed_decoders_memory_is_free_again(
     pool: DecodePool, runner: asyncio.Runner, handed_over: threading.Event
 ) -> None:
@@ -289,6 +299,6 @@ def test_nothing_is_left_of_an_owner_that_was_killed(tmp_path: Path) -> None:
     assert all(any("vitray-pixels" in mapped.path for mapped in worker.memory_maps()) for worker in workers)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    _, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=600)
     assert not alive
     assert not [path.name for path in set(Path("/dev/shm").iterdir()) - named if "vitray" in path.name]
