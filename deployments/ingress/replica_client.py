@@ -225,9 +225,9 @@ class Replicas:
         next_ref = map(ray_private.ResultReference, refs)
         sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings] or request.files
         http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
-        sent_with_body = request.headers, [one for one in encodings if not isinstance(one, SharedCall)]
-        num_bytes = len(http.body) + sum(len(file.data) for file in request.files) + len(pickle.dumps(sent_with_body))
-        by_grpc = None if num_bytes > MAX_GRPC_BYTES else self._llm_by_grpc
+        by_grpc = self._llm_by_grpc
+        if by_grpc is not None and _message_bytes(request, encodings) > MAX_GRPC_BYTES:
+            by_grpc = None
         llm = (by_grpc or self._llm).options(session_id=call.to_session_id())
         answer = llm.remote(http, request.references, request.headers, sources, call)
         self._counts.add(Counter.GRPC_CALLS, by_grpc is not None)
@@ -300,6 +300,16 @@ async def _drain(answer: Answer) -> None:
                     pass
         except TimeoutError:
             answer.cancel()
+
+
+def _message_bytes(request: EngineRequest, encodings: Sequence[Encoding]) -> int:
+    """Returns the bytes of a request to a language model, without the results of encoders, which are small."""
+    locations = [encoding for encoding in encodings if not isinstance(encoding, SharedCall)]
+    return (
+        len(request.http.body)
+        + sum(len(file.data) for file in request.files)
+        + len(pickle.dumps((request.headers, locations)))
+    )
 
 
 def _encoder_calls(encodings: Sequence[Encoding]) -> list[EncoderCall]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError
 
+from deployments.common import ray_private
 from deployments.common.ray_private import ResultReference
 from tests.cluster.served import Cluster, until
 
@@ -73,8 +74,8 @@ class Result:
 
 
 def num_known(references: list[str]) -> int:
-    core_worker: Any = cast(Any, ray)._private.worker.global_worker.core_worker
-    return len({name.decode() for name in core_worker.get_all_reference_counts()} & {*references})
+    known = ray_private._core_worker().get_all_reference_counts()
+    return len({name.decode() for name in known} & {*references})
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ class RecordedCounts(Counters):
 class WatchedIngress(Ingress):
     """Remembers what it counted."""
 
-    accept_s = PATIENT_ACCEPT_S
+    patient = True
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class WatchedIngress(Ingress):
         store: DeploymentHandle[Any] | None = None,
     ) -> None:
         serve_router.PROBE_TIMEOUT_S = PATIENT_PROBE_S
-        replica_router.ACCEPT_S = self.accept_s
+        if self.patient:
+            replica_router.ACCEPT_S = PATIENT_ACCEPT_S
         super().__init__(config, llm, encoder, store)
         recorded = RecordedCounts()
         self._replicas._counts = self._replicas.failures._counts = recorded
@@ -69,4 +70,4 @@ class WatchedIngress(Ingress):
 class ImpatientIngress(WatchedIngress):
     """Gives up calls to silent replicas as the application does."""
 
-    accept_s = replica_router.ACCEPT_S
+    patient = False

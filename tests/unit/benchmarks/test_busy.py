@@ -28,7 +28,7 @@ def test_a_process_that_spins_in_one_thread_has_that_much_of_a_core() -> None:
         process.wait()
     found = looked.found["spins"]
     assert found["processes"] == 1
-    assert 0 < found["busiest_thread"] <= found["busiest_process"] + 0.05 < took_s + 0.5
+    assert 0.02 < found["busiest_thread"] <= found["busiest_process"] + 0.05 < took_s + 0.3
     assert "none" not in looked.found
 
 

@@ -26,7 +26,7 @@ from deployments.common.messages import (
     TooEarly,
 )
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm import asgi_client, vllm_frontend
+from deployments.llm import asgi_client
 from deployments.llm.dropped_images import find_dropped_images
 from deployments.vllm import compat
 from deployments.vllm.compat import AsgiApp
@@ -54,23 +54,6 @@ def test_embeddings_are_there_under_their_keys_and_gone_afterwards() -> None:
     assert [image["grid"] for image in body["images"]] == [[1, 6, 4], [1, 4, 6], [1, 6, 4]]
     assert "encode;dur=3.0" in dict(head.headers)[b"server-timing"].decode()
     assert llm.state()["keys"] == 0
-
-
-@pytest.mark.parametrize("in_head", [True, False])
-def test_large_answers_are_sent_in_pieces(in_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer() -> list[Any]:
-        return [piece async for piece in llm.handle(request(joined=in_head))][1:]
-
-    llm = replica()
-    whole, *chunks = asyncio.run(answer())
-    body = whole.body + b"".join(chunks)
-    assert whole.complete is in_head
-    for num_bytes in (len(body), len(body) - 1, len(body) // 2, 10):
-        monkeypatch.setattr(vllm_frontend, "PIECE_BYTES", num_bytes)
-        head, *chunks = asyncio.run(answer())
-        assert head.body + b"".join(chunks) == body
-        assert all(0 < len(piece) <= num_bytes for piece in (chunks if not in_head else [head.body, *chunks]))
-        assert (head.complete, bool(head.body)) == (in_head and not chunks, in_head)
 
 
 @pytest.mark.parametrize("image", [encoded(2.0, width=WIDTH - 1), encoded(2.0, rows=5), encoded(2.0, rows=7)])

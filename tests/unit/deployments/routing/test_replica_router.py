@@ -54,15 +54,18 @@ def pending(*, by_reference: bool = False) -> PendingRequest:
     return PendingRequest(args=[], kwargs={}, metadata=metadata)
 
 
-def replica(monkeypatch: pytest.MonkeyPatch, call: Call) -> RunningReplica:
+def replica(monkeypatch: pytest.MonkeyPatch, *calls: Call, of: ReplicaRouter | None = None) -> RunningReplica:
+    """One that is sent the calls in turn."""
+    to_send = iter(calls)
+
     def init(self: Any, info: RunningReplicaInfo) -> None:
         self._replica_info = info
         self._actor_handle = SimpleNamespace(_actor_id=ACTOR)
 
     monkeypatch.setattr(RunningReplica, "__init__", init)
-    monkeypatch.setattr(RunningReplica, "try_send_request", lambda *_: call)
+    monkeypatch.setattr(RunningReplica, "try_send_request", lambda *_: next(to_send))
     info = SimpleNamespace(replica_id=NAME, routing_stats={}, replica_metadata=version_metadata())
-    return router().create_replica_wrapper(cast(Any, info))
+    return (of or router()).create_replica_wrapper(cast(Any, info))
 
 
 def router() -> ReplicaRouter:
@@ -118,13 +121,9 @@ def test_without_affinity_replicas_are_watched_all_the_same(monkeypatch: pytest.
         async def died(_: object, *, deadline_s: float) -> int:
             raise ActorDiedError
 
-        by_grpc, by_ray = Call(accepts=True), Call(accepts=False)
-        calls = [by_grpc, by_ray]
-        lost = replica(monkeypatch, by_grpc)
+        by_grpc, by_ray, watching = Call(accepts=True), Call(accepts=True), router()
+        lost = replica(monkeypatch, by_grpc, by_ray, of=watching)
         monkeypatch.setattr(RunningReplica, "get_queue_len", died)
-        monkeypatch.setattr(RunningReplica, "try_send_request", lambda *_: calls.pop(0))
-        watching = router()
-        lost = watching.create_replica_wrapper(lost._replica_info)
         watching._set_routable([lost])
         lost.try_send_request(pending(), True)
         lost.try_send_request(pending(by_reference=True), True)
