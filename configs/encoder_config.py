@@ -50,9 +50,9 @@ class EncoderConfig:
     newer. At start-up the tower is compared with itself in float32 on trial images, and each image in a batch with the
     same image alone; layers that exceed the limit below stay in bfloat16, and if all would, the start fails."""
     fp8_max_error: float = 3.0
-    """Largest error of an image in fp8, as a multiple of the largest error of the same tower in bfloat16, both against
-    float32 on trial images; also of what an image differs by between a batch and alone. The main part and each
-    deepstack level are compared separately."""
+    """Largest error of an image in fp8, as a multiple of the same image's error in bfloat16, both against float32 on
+    trial images; also of what an image differs by between a batch and alone. The main part and each deepstack level are
+    compared separately."""
     compile_mm_encoder: bool = False
     """Run the tower's blocks through torch.compile. It has no effect with fused kernels."""
     attention_backend: AttentionName = "auto"

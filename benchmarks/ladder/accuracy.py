@@ -18,13 +18,13 @@ from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.fp8.calibration_images import trial_batch
-from encoder.fp8.validation import part_errors
+from encoder.fp8.validation import image_errors
 from encoder.towers.weights import load_tower
 
 
 @torch.inference_mode()
 def measure_accuracy(model: str, rungs: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """Returns a row for each rung: its largest error, and that over the eager tower's in bfloat16.
+    """Returns a row for each rung: the error of the image for which it is largest beside the eager tower's in bfloat16.
 
     Args:
         model: a checkpoint's folder, or its name on the hub.
@@ -42,9 +42,9 @@ def measure_accuracy(model: str, rungs: Sequence[str], device: torch.device) -> 
     expected = exact(patches, exact.prepare(grids))
     del exact
     tower = load_tower(folder, dtype=torch.bfloat16, device=device)
-    own = part_errors(tower(patches, tower.prepare(grids)), expected, counts, config.out_hidden_size)
+    own = image_errors(tower(patches, tower.prepare(grids)), expected, counts, config.out_hidden_size)
     own = own.clamp(min=torch.finfo(torch.float32).tiny)
-    parts = ["main", *(f"level {number}" for number in range(len(own) - 1))]
+    parts = ["main", *(f"level {number}" for number in range(own.shape[1] - 1))]
     rows: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     for name in rungs:
@@ -54,12 +54,12 @@ def measure_accuracy(model: str, rungs: Sequence[str], device: torch.device) -> 
             skipped[name] = str(error)
             continue
         found = torch.cat(rung.run(patches, grids))
-        errors = part_errors(found, expected, counts, config.out_hidden_size)
-        worst = int((errors / own).argmax())
+        errors = image_errors(found, expected, counts, config.out_hidden_size)
+        image, part = divmod(int((errors / own).argmax()), own.shape[1])
         rows[name] = {
-            "error": float(errors[worst]),
-            "over_bfloat16": float((errors / own)[worst]),
-            "part": parts[worst],
+            "error": float(errors[image, part]),
+            "over_bfloat16": float((errors / own)[image, part]),
+            "part": parts[part],
             "attention": rung.facts()["attention"],
         }
         del rung, found
@@ -82,7 +82,7 @@ def accuracy_table(found: dict[str, Any]) -> str:
     header = [f"{found['model']}, {found['images']} images", "error to float32", "over bfloat16's", "part", "attention"]
     skipped = [f"skipped: {name}: {reason}" for name, reason in found["skipped"].items()]
     limit = (
-        f"fp8 above is of all layers. A server keeps layers in bfloat16 until the error is at most "
-        f"{found['fp8_max_error']:g} times bfloat16's (encoder.fp8_max_error)."
+        f"fp8 above is of all layers. A server keeps layers in bfloat16 until each image's error is at most "
+        f"{found['fp8_max_error']:g} times its error in bfloat16 (encoder.fp8_max_error)."
     )
     return "\n".join([*columns(header, lines), *skipped, limit])

@@ -118,8 +118,8 @@ def _unseen(row: Record) -> list[str]:
 def _agreement(row: Record) -> str:
     found = row["facts"]["fp8"]
     return (
-        f"{row['label']} ({found['share']}), on trial images: error to float32 {found['error']:.2e}, "
-        f"{found['over_bfloat16']:.2f} times bfloat16's"
+        f"{row['label']} ({found['layers']}), worst of the trial images: error to float32 {found['error']:.2e}, "
+        f"{found['over_bfloat16']:.2f} times its error in bfloat16"
     )
 
 

@@ -36,8 +36,8 @@ class Fp8RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Errors ‖found - expected‖ / ‖expected‖ of the worst trial image. All but `whole_error` are of the part of the
-    width, main or a deepstack level, for which they are largest beside bfloat16's error."""
+    """Errors ‖found - expected‖ / ‖expected‖. All but `whole_error` are of one trial image and one part of the width,
+    main or a deepstack level: those for which they are largest beside bfloat16's error."""
 
     over_bfloat16: float
     """The largest of `error` and `batch_error`, as a multiple of `bfloat16_error`."""
@@ -48,7 +48,7 @@ class Agreement:
     bfloat16_error: float
     """Of the tower in bfloat16 against float32."""
     whole_error: float
-    """Against float32, over the whole width."""
+    """Against float32, over the whole width, of the worst image."""
     layers: str = ""
     """The layers in 8 bits, as text."""
 
@@ -60,11 +60,6 @@ def image_errors(found: Tensor, expected: Tensor, image_tokens: Sequence[int], o
         [(one - other).norm(dim=(0, 2)) / other.norm(dim=(0, 2)) for one, other in zip(ours, theirs, strict=True)]
     )
     return errors.nan_to_num(float("inf"), posinf=float("inf"))
-
-
-def part_errors(found: Tensor, expected: Tensor, image_tokens: Sequence[int], out_hidden_size: int) -> Tensor:
-    """Returns the largest of `image_errors` of each part of the width, `[parts]`."""
-    return image_errors(found, expected, image_tokens, out_hidden_size).amax(0)
 
 
 def default_rules(config: VisionConfig) -> ImageRules:
@@ -87,11 +82,11 @@ def try_fp8(
     patches: Tensor,
     grids: Sequence[Grid],
 ) -> tuple[RunGrids, Agreement]:
-    """Returns the run of a tower with layers in 8 bits whose error is at most the settings' multiple of that of `wide`:
-    with all of them, or those chosen by the error that each group of layers causes alone.
+    """Returns the run of a tower with layers in 8 bits in which each image's error is at most the settings' multiple of
+    its error in `wide`: with all of them, or those chosen by the error that each group of layers causes alone.
 
-    The limit holds for each image's error in the batch, for each image's alone, and for what it differs by between the
-    two, because kernels depend on a batch's size and 8 bits amplify rounding.
+    The limit holds for an image's error in the batch, for its error alone, and for what it differs by between the two,
+    because kernels depend on a batch's size and 8 bits amplify rounding.
 
     `narrow`: returns the run of the tower with these layers in 8 bits. `wide`: in bfloat16. `expected`: the batch's
     embeddings in float32.
@@ -136,36 +131,37 @@ class _Trials:
     ) -> None:
         self._expected, self._tower, self._patches, self._grids = expected, tower, patches, grids
         self._counts = [t * h * w // tower.merge_unit for t, h, w in grids]
-        errors = self._errors(wide(patches, grids), expected).clamp(min=torch.finfo(torch.float32).tiny)
-        self._squares, self._own = errors.square(), errors.amax(0)
+        self._own = self._errors(wide(patches, grids), expected).clamp(min=torch.finfo(torch.float32).tiny)
 
     def agreement(self, run: RunGrids, layers: Layers) -> Agreement:
         """Returns the errors of the run with these layers in 8 bits."""
         together = run(self._patches, self._grids)
         rows = self._patches.split([t * h * w for t, h, w in self._grids])
         alone = torch.cat([run(one, [grid]) for one, grid in zip(rows, self._grids, strict=True)])
-        error = torch.maximum(self._errors(together, self._expected), self._errors(alone, self._expected)).amax(0)
-        batch_error = self._errors(together, alone).amax(0)
+        error = torch.maximum(self._errors(together, self._expected), self._errors(alone, self._expected))
+        batch_error = self._errors(together, alone)
         own = self._own
         ratios = (torch.maximum(error, batch_error) / own).masked_fill(own.isinf(), float("inf"))
-        worst = int(ratios.argmax())
+        worst = divmod(int(ratios.argmax()), ratios.shape[1])
         return Agreement(
             over_bfloat16=float(ratios[worst]),
             error=float(error[worst]),
             batch_error=float(batch_error[worst]),
             bfloat16_error=float(own[worst]),
-            whole_error=float(part_errors(together, self._expected, self._counts, self._tower.width)),
+            whole_error=float(image_errors(together, self._expected, self._counts, self._tower.width).max()),
             layers=describe(layers),
         )
 
     def added_error(self, run: RunGrids) -> Tensor:
         """Returns the squared error that the run's layers in 8 bits add to bfloat16's, `[images, parts]`."""
-        return (self._errors(run(self._patches, self._grids), self._expected).square() - self._squares).clamp(min=0)
+        return (self._errors(run(self._patches, self._grids), self._expected).square() - self._own.square()).clamp(
+            min=0
+        )
 
     def room(self, limit: float) -> Tensor:
-        """Returns the squared error that may be added so that no image has more than `limit` times the largest error
-        of bfloat16, `[images, parts]`."""
-        return (limit * self._own).square() - self._squares
+        """Returns the squared error that may be added so that no image has more than `limit` times its error in
+        bfloat16, `[images, parts]`; less than 0 for a limit below 1."""
+        return (limit**2 - 1) * self._own.square()
 
     def _errors(self, found: Tensor, expected: Tensor) -> Tensor:
         return image_errors(found, expected, self._counts, self._tower.out_hidden_size)
@@ -174,8 +170,8 @@ class _Trials:
 def _disagreement(found: Agreement, config: EncoderConfig) -> str:
     if found.over_bfloat16 <= config.fp8_max_error:
         return ""
-    what = "error of an image" if found.error >= found.batch_error else "difference of an image between batches"
+    what = "error" if found.error >= found.batch_error else "difference between batches"
     return (
-        f"the largest {what} is {found.over_bfloat16:.2f} times the error of bfloat16 ({found.bfloat16_error:.2e}); "
+        f"an image's {what} is {found.over_bfloat16:.2f} times its error in bfloat16 ({found.bfloat16_error:.2e}); "
         f"the limit is {config.fp8_max_error:g} (fp8_max_error)"
     )
