@@ -16,16 +16,16 @@ from benchmarks.reports.tables import table_row, table_rule
 
 LADDER = "ladder_h200.json"
 TWO_GPUS = "goodput_x2_again_h200.json"
-HALVES = "goodput_x4_halves_h200.json"
 ONE_GPU = "goodput_shared_threads_h200.json"
 EQUAL = "goodput_4b_threads_h200.json"
+EQUAL_TWO_GPUS = "goodput_4b_x2_threads_h200.json"
 FOUR_IMAGES = "serving_transfer_h200.json"
 LOGS = {
     LADDER: "2026-11-25-fair-ladder-three-towers.md",
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
-    HALVES: "2026-11-23-goodput-half-gpus.md",
     ONE_GPU: "2026-11-27-equal-requests-haproxy.md",
     EQUAL: "2026-11-27-equal-requests-haproxy.md",
+    EQUAL_TWO_GPUS: "2026-11-27-equal-requests-one-thread.md",
     FOUR_IMAGES: "2026-11-21-serving-one-gpu.md",
 }
 """The log entry that describes the run, by result file."""
@@ -37,9 +37,9 @@ def markdown(folder: Path) -> str:
     """Returns a table with one row per workload, with our figure and the peer's."""
     lines = [table_row(["NVIDIA H200", "vitray", "vLLM 0.26 alone", "conditions"]), table_rule(4)]
     lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
-    lines += _goodput_rows(folder, HALVES, "four halves of GPUs (MPS), one for the encoder")
     lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
-    lines += _equal_rows(folder)
+    lines += _equal_rows(folder, EQUAL, "one GPU, shared with the encoder")
+    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two GPUs, an encoder on each")
     lines += _tower_rows(folder)
     lines.append(_repeated_row(folder))
     lines.append(_four_images_row(folder))
@@ -86,9 +86,9 @@ def _share(server: Record, slo: Record) -> float:
     return share
 
 
-def _equal_rows(folder: Path) -> Iterator[str]:
+def _equal_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
     """Yields the fastest rate of each shape of requests, beside vLLM's configuration with the earliest first token."""
-    result = json.loads((folder / EQUAL).read_text())
+    result = json.loads((folder / name).read_text())
     for row in _fastest(result["rows"]):
         images, side, prompt_tokens, _ = re.split("[x+]", row["trace"]["name"])
         if prompt_tokens != "400":
@@ -101,7 +101,7 @@ def _equal_rows(folder: Path) -> Iterator[str]:
                 f"TTFT, TPOT, mean: {images} × {side}² and {prompt_tokens} tokens at {_rate(row):.3g}/s",
                 ours,
                 theirs,
-                f"Qwen3-VL-4B, one GPU, shared with the encoder, {result['date'][:10]} ({_log(EQUAL)})",
+                f"Qwen3-VL-4B, {layout}, {result['date'][:10]} ({_log(name)})",
             ]
         )
 

@@ -240,9 +240,10 @@ def test_the_readmes_peer_is_the_best_one_and_its_threads_are_told() -> None:
     assert "| 93% | 80% | one GPU" in documents, "by the strictest SLO, vLLM with one thread"
     assert "SLO: TTFT 1 s, TPOT 50 ms" in documents
     assert "default threads" not in documents
-    assert all("vLLM with torch's default threads" in line for line in lines if "two GPUs" in line)
-    (four,) = (line for line in lines if "4 × 640² and 400 tokens" in line)
-    assert "15/s | 277, 20.1 ms | 408, 21.4 ms |" in four
+    assert all("vLLM with torch's default threads" in line for line in lines if "two GPUs, one shared" in line)
+    one_gpu, two_gpus = (line for line in lines if "4 × 640² and 400 tokens" in line)
+    assert "15/s | 277, 20.1 ms | 408, 21.4 ms |" in one_gpu
+    assert "39.5/s | 621, 28.6 ms | 732, 30.2 ms |" in two_gpus
 
 
 def test_a_run_whose_peer_did_not_take_turns_says_so() -> None:
