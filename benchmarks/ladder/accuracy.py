@@ -55,10 +55,11 @@ def measure_accuracy(model: str, rungs: Sequence[str], device: torch.device) -> 
             continue
         found = torch.cat(rung.run(patches, grids))
         errors = image_errors(found, expected, counts, config.out_hidden_size)
-        image, part = divmod(int((errors / own).argmax()), own.shape[1])
+        ratios = errors / own
+        image, part = divmod(int(ratios.argmax()), ratios.shape[1])
         rows[name] = {
             "error": float(errors[image, part]),
-            "over_bfloat16": float((errors / own)[image, part]),
+            "over_bfloat16": float(ratios[image, part]),
             "part": parts[part],
             "attention": rung.facts()["attention"],
         }

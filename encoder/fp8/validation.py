@@ -154,9 +154,8 @@ class _Trials:
 
     def added_error(self, run: RunGrids) -> Tensor:
         """Returns the squared error that the run's layers in 8 bits add to bfloat16's, `[images, parts]`."""
-        return (self._errors(run(self._patches, self._grids), self._expected).square() - self._own.square()).clamp(
-            min=0
-        )
+        errors = self._errors(run(self._patches, self._grids), self._expected)
+        return (errors.square() - self._own.square()).clamp(min=0)
 
     def room(self, limit: float) -> Tensor:
         """Returns the squared error that may be added so that no image has more than `limit` times its error in

@@ -44,8 +44,9 @@ from tests.parity.reference_towers import Reference, make_reference, relative_er
 
 CUDA, BFLOAT16 = torch.device("cuda"), torch.bfloat16
 SCENES = Path(__file__).parents[2] / "models" / "scenes-8m"
-# Only a few layers of the shipped model's last blocks are in 8 bits: all of them have 14 times bfloat16's error.
-FP8 = EncoderConfig(fused_kernels=True, fp8=True, fp8_max_error=5)
+# On an H100, qkv of block 4 and the MLP of block 3 of the shipped model are in 8 bits, with 2.9 times bfloat16's error;
+# all of its layers have 18 times.
+FP8 = EncoderConfig(fused_kernels=True, fp8=True)
 PLAN = AttentionPlan.single(AttentionKernel(AttentionBackend.TRITON, rotates=True))
 # e4m3 keeps 4 bits: a factor is off by 1/16 at most and 0.026 on average, so a product of two is off by 0.037. It gets
 # no better in long sums, which grow as the errors do.
@@ -283,7 +284,7 @@ def test_outliers_are_refused_and_nothing_else_is_run_in_their_place() -> None:
     assert choose_forward(tower, FP8, rules).name == "fp8"
     monster(tower)
     for fused_kernels in (True, "auto"):
-        with pytest.raises(Fp8RefusedError, match=r"fp8 is true, .* the limit is 5 \(fp8_max_error\)"):
+        with pytest.raises(Fp8RefusedError, match=r"fp8 is true, .* the limit is 3 \(fp8_max_error\)"):
             choose_forward(tower, dataclasses.replace(FP8, fused_kernels=fused_kernels), rules)
 
 
