@@ -24,12 +24,12 @@ from benchmarks.trace.costs import read_image_costs, windows
 from configs.encoder_config import EncoderConfig
 from configs.schema import AppConfig
 from encoder.graphs.budgets import resolve_budgets
-from encoder.packing.cost_based import ImageCost, plan_batches
+from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch, pack
-from planner.recorded_costs import Costs, MeasuredTable, read_costs
+from planner.recorded_costs import for_budgets, read_costs
 from planner.traces import RULES
 
-DEFAULT_COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
+DEFAULT_COSTS = ROOT / "benchmarks" / "results" / "ladder_h200.json"
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,8 @@ class Outcome:
     batches: int
 
 
-def outcome(
-    costs: Costs | MeasuredTable, budgets: Sequence[int], packed: Sequence[tuple[Sequence[ImageCost], Sequence[Batch]]]
-) -> Outcome:
+def outcome(table: CostTable, packed: Sequence[tuple[Sequence[ImageCost], Sequence[Batch]]]) -> Outcome:
     """Returns the totals of `packed`: each window of images with its batches."""
-    table = costs.table(budgets)
     real = padded = total = batches = 0
     ms = 0.0
     for window, made in packed:
@@ -62,11 +59,11 @@ def outcome(
     return Outcome(padded / real if real else 1.0, real / total, ms, batches)
 
 
-def pack_trace(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs | MeasuredTable) -> Outcome:
+def pack_trace(config: EncoderConfig, trace: Sequence[ImageCost], costs: CostTable) -> Outcome:
     """Packs the trace in windows of as many images as fit into a graph."""
     budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)
     size = config.encoder_cudagraph_max_images_per_batch
-    table = costs.table(budgets)
+    table = for_budgets(costs, budgets)
     packed: list[tuple[Sequence[ImageCost], Sequence[Batch]]] = []
     for window in windows(list(trace), size):
         if config.packing == "greedy":
@@ -74,7 +71,7 @@ def pack_trace(config: EncoderConfig, trace: Sequence[ImageCost], costs: Costs |
         else:
             made = plan_batches(window, table=table, max_images=size, max_tokens=max(budgets))
         packed.append((window, made))
-    return outcome(costs, budgets, packed)
+    return outcome(table, packed)
 
 
 def encoder_config(path: Path | None) -> EncoderConfig:
@@ -86,11 +83,10 @@ def encoder_config(path: Path | None) -> EncoderConfig:
 
 
 def recorded_costs(path: Path) -> dict[str, object]:
-    """Returns the source of the costs: file, GPU name, and the measured subject if the file states one."""
+    """Returns the source of the costs: file, GPU name and commit."""
     found = json.loads(path.read_text())
-    gpu = found["gpu"]["name"] if isinstance(found.get("gpu"), dict) else found.get("gpu")
-    what = found.get("what") or f"bench_encoder.py's cost tables, commit {found.get('commit')}"
-    return {"file": path.name, "gpu": gpu, "what": what}
+    gpu = (found.get("gpu") or {}).get("name")
+    return {"file": path.name, "gpu": gpu, "what": f"bench_encoder.py's cost tables, commit {found.get('commit')}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ process with pyzmq and torch represents vLLM's engine. No path includes Serve's 
 from __future__ import annotations
 
 import argparse
+import mmap
 import multiprocessing
 import os
 import sys
@@ -31,15 +32,15 @@ from benchmarks.record import gpu, provenance, write
 from benchmarks.transfer import object_store as transfer_today
 from benchmarks.transfer.figures import BARS_MS, Options, Took, bars_met, change, device_here, sum_of_bits
 from benchmarks.transfer.paths import SLOTS, TRANSFER_PATHS, Receiver, Side, slot_bytes
-from deployments.transfer.shared_memory import Arena, ArenaHandle
+from deployments.transfer.shared_memory import Arena
 
 TODAY = "today"
 PAIR_PATIENCE_S = 240.0
 
 
-def send_all(path: str, options: Options, handle: ArenaHandle, channel: Connection) -> None:
+def send_all(path: str, options: Options, shared: mmap.mmap, channel: Connection) -> None:
     """Runs the encoder's process."""
-    side = Side(device_here(), channel, handle.open(), options.most_bytes)
+    side = Side(device_here(), channel, shared, options.most_bytes)
     sender = TRANSFER_PATHS[path].sender(side)
     in_place = getattr(sender, "buffer", None) if path == "cuda_ipc_in_place" else None
     for megabytes in options.megabytes:
@@ -57,10 +58,10 @@ def send_all(path: str, options: Options, handle: ArenaHandle, channel: Connecti
             channel.recv()
 
 
-def receive_all(path: str, options: Options, handle: ArenaHandle, channel: Connection, results: Connection) -> None:
+def receive_all(path: str, options: Options, shared: mmap.mmap, channel: Connection, results: Connection) -> None:
     """Runs the engine's process; sends the measurements, or the reason for having none."""
     try:
-        side = Side(device_here(), channel, handle.open(), options.most_bytes)
+        side = Side(device_here(), channel, shared, options.most_bytes)
         receiver = TRANSFER_PATHS[path].receiver(side)
         results.send({megabytes: _receive(receiver, side, options, megabytes) for megabytes in options.megabytes})
     except Exception as error:
@@ -108,8 +109,8 @@ def measure(path: str, options: Options, gpus: tuple[int | None, int | None]) ->
     one, other = context.Pipe()
     results, told = context.Pipe(duplex=False)
     processes: list[BaseProcess] = [
-        context.Process(target=send_all, args=(path, options, arena.handle(), one)),
-        context.Process(target=receive_all, args=(path, options, arena.handle(), other, told)),
+        context.Process(target=send_all, args=(path, options, arena, one)),
+        context.Process(target=receive_all, args=(path, options, arena, other, told)),
     ]
     for process, number in zip(processes, gpus, strict=True):
         with sees_gpu(number):

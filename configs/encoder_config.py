@@ -6,21 +6,10 @@ This module imports only the standard library: an encoder also runs where only t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
-Implementation = Literal["auto", "vitray", "vllm", "none"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4", "fa3"]
-GraphCapture = Literal["startup", "on_demand", "hybrid"]
-Packing = Literal["cost", "greedy"]
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "implementation": get_args(Implementation),
-    "dtype": get_args(Dtype),
-    "attention_backend": get_args(AttentionName),
-    "graph_capture": get_args(GraphCapture),
-    "packing": get_args(Packing),
-}
 
 
 @dataclass(frozen=True)
@@ -34,7 +23,7 @@ class EncoderConfig:
         "use_attribute_docstrings": True,
     }
 
-    implementation: Implementation = "auto"
+    implementation: Literal["auto", "vitray", "vllm", "none"] = "auto"
     """Which code encodes. "vitray": our own tower. "vllm": vLLM's processor and model class, for every other
     architecture ([models](models.md)); of the settings below, only `dtype`, `cudagraph_mm_encoder`, the token budgets
     and the images per batch apply to it. "auto": our own tower, if there is one for the checkpoint. "none": no
@@ -61,10 +50,10 @@ class EncoderConfig:
     cudagraph_mm_encoder: Literal["auto"] | bool = "auto"
     """Replay CUDA graphs. "auto": on a GPU with an attention backend that reads sequence boundaries on the device.
     true: an error if they cannot be used."""
-    graph_capture: GraphCapture = "startup"
+    graph_capture: Literal["startup", "on_demand", "hybrid"] = "startup"
     """When CUDA graphs are captured. "startup": all before the replica is ready. "on_demand": while the GPU is idle,
     those that save most time first. "hybrid": some at start-up, the rest on demand."""
-    packing: Packing = "cost"
+    packing: Literal["cost", "greedy"] = "cost"
     """How images are packed into batches. "cost": by measured time, with graphs and eagerly. "greedy": in ascending
     order, as many as fit the largest budget. Without measured times, "greedy" is used."""
     encoder_cudagraph_token_budgets: Literal["auto"] | tuple[int, ...] = "auto"
@@ -86,9 +75,9 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         """Validates the settings. Raises ValueError that names the value and its limit."""
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        for name, hint in get_type_hints(EncoderConfig).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(hint))}")
         if self.implementation in ("vllm", "none") and (self.fp8 or self.fused_kernels is True):
             key = "fp8" if self.fp8 else "fused_kernels"
             raise ValueError(f"{key} is true, and implementation is {self.implementation!r}; only 'vitray' has it")

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 
+def check_device(device: torch.device) -> None:
+    """Raises the error that a GPU was lost by; every call meets it. Others, such as a missing kernel image, pass."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Also where CUDA itself says so, not torch's allocator."""
     return isinstance(error, torch.OutOfMemoryError) or (

@@ -20,12 +20,12 @@ from PIL import Image
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.forwards import choose_forward
-from encoder.images.decoded import Decoded
+from encoder.images.decoded import Decoded, decode
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageRules, PixelBounds, num_tokens, resized_size
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts
-from encoder.pixels.preprocess import Pixels, Preprocessor
+from encoder.pixels.preprocess import Pixels, resize
 from encoder.runner import TowerRunner
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds, StagingCounts
@@ -61,7 +61,6 @@ class Encoder:
 
     def __init__(self, runner: TowerRunner, identity: EncoderIdentity, config: EncoderConfig) -> None:
         self.identity = identity
-        self.preprocessor = Preprocessor(identity.rules)
         self.runner = runner
         self._verbose = config.encoder_cudagraph_verbose
         bounds = StagingBounds(pinned_bytes=config.staging_pinned_bytes)
@@ -115,8 +114,8 @@ class Encoder:
 
         Raises ImageError.
         """
-        resizes_on_device = self.resizes_on_device
-        return (self.preprocessor.decode if resizes_on_device else self.preprocessor.preprocess)(image, bounds)
+        decoded = decode(image, self.identity.rules, bounds)
+        return decoded if self.resizes_on_device else resize(decoded, self.identity.rules)
 
     def warm_up(self) -> None:
         """Encodes a blank image: the first run loads kernels, which takes seconds on a GPU."""
@@ -140,12 +139,14 @@ class Encoder:
         """
         self._check_owner()
         for launched in self._pipeline.launch(pixels):
-            if self._verbose:
-                batch, total = launched.batch, sum(launched.num_tokens)
-                padding = 0 if batch.budget is None else batch.budget - total
-                images = len(batch.indices)
-                logger.info("encoded images=%d tokens=%d budget=%s padding=%d", images, total, batch.budget, padding)
-            yield replace(launched, run_record=self.runner.last_run)
+            ran = self.runner.last_run
+            if self._verbose and ran is not None:
+                padding = 0 if ran.budget is None else ran.budget - ran.num_tokens
+                logger.info(
+                    "encoded images=%d tokens=%d budget=%s padding=%d",
+                    ran.num_images, ran.num_tokens, ran.budget, padding,
+                )  # fmt: skip
+            yield replace(launched, run_record=ran)
 
     def wait_for_room(self) -> None:
         """Blocks while two batches are in flight. Images collected after it returns make the fullest batches."""

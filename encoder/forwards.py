@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from configs.encoder_config import EncoderConfig
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
+from encoder.device_errors import check_device
 from encoder.fp8.tower import build_fp8_tower, check_fp8
 from encoder.fp8.validation import Agreement
 from encoder.metadata.device_tables import GridTables, Layout
@@ -140,6 +141,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
         FusionError: fused kernels are required, and the error of their embeddings is too large.
         Fp8RefusedError: 8-bit GEMMs are required, and their errors are larger than the settings allow.
         BackendUnavailableError: the attention backend that the settings name is not available.
+        torch.AcceleratorError: a fused kernel left the device unusable.
     """
     if config.fp8:
         check_fp8(tower.device, tower.dtype)
@@ -157,6 +159,7 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
             asked_for = isinstance(error, BackendUnavailableError) and config.attention_backend != "auto"
             if config.fused_kernels is True or config.fp8 or asked_for:
                 raise
+            check_device(tower.device)
             fallback = _fallback(error)
             logger.warning("no fused kernels: %s", error)
     if config.fp8:

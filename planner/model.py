@@ -131,13 +131,8 @@ def find_cheapest_layout(
     requests: Sequence[Request], speeds: Speeds, target: Target, *, placement: Placement, max_gpus: int
 ) -> Prediction | None:
     """Returns the layout with the fewest GPUs that meets the target, of equals the one with the earliest first token;
-    None if none within `max_gpus` does.
-
-    Raises:
-        ValueError: `placement` is SHARED and a language model takes several GPUs.
+    None if none within `max_gpus` does. With SHARED, a language model takes 1 GPU.
     """
-    if placement is Placement.SHARED and speeds.language.gpus > 1:
-        raise ValueError(f"a language model takes {speeds.language.gpus} GPUs; on shared GPUs it can take only 1")
     cpu_processes = _num_cpu_processes(requests, speeds, placement)
     largest = Layout(placement, max_gpus if placement is Placement.SPLIT else 0, max_gpus, max(max_gpus, cpu_processes))
     if not predict(requests, speeds, target, largest).meets_target:
@@ -157,7 +152,7 @@ def choose_layout(found: Sequence[Prediction]) -> Prediction:
 
 
 def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout: Layout) -> Prediction:
-    """Simulates the trace, unless language models exceed MOST_BUSY: such a layout misses the target."""
+    """Simulates the trace, unless language models exceed MAX_UTILISATION: such a layout misses the target."""
     language, llms = speeds.language, layout.llms
     duration_s = requests[-1].at_s - requests[0].at_s
     decode_share = sum(request.output_tokens for request in requests) / (

@@ -21,11 +21,11 @@ def text(
     speeds: Speeds,
     target: Target,
     met: Mapping[Placement, Prediction | str],
-    sources: Mapping[str, Sequence[str]],
+    costs: str,
 ) -> str:
     """Returns the report without the verdict.
 
-    `met`: the cheapest layout of each way, or why there is none. `sources`: sources of the numbers by kind.
+    `met`: the cheapest layout of each way, or why there is none. `costs`: name of the file of the towers' times.
     """
     duration_s = requests[-1].at_s - requests[0].at_s
     images = sum(len(request.images) for request in requests)
@@ -52,7 +52,7 @@ def text(
         "",
         f"encoding, each request alone: {ours:.1f} GPU-seconds by our encoder, {vllms:.1f} by vLLM's tower; a batch "
         f"there stops the answers of the same replica for up to {stall_s * 1e3:.0f} ms",
-        *(f"{kind}: {'; '.join(found)}" for kind, found in sources.items()),
+        f"measured: {costs}",
         f"assumed: hop of {speeds.transfer_overhead_s * 1e3:.0f} ms for every request with pictures, and "
         f"{speeds.llm_overhead_s * 1e3:.0f} ms of the language model's own for every one; 1000 visual tokens take a "
         f"CPU {speeds.image_load_s_per_token * 1e6:.0f} ms to read, one of vLLM's "

@@ -15,13 +15,16 @@ from typing import Any
 from encoder.graphs.budgets import default_budgets
 from encoder.packing.cost_based import ImageCost
 from planner.model import Tower
-from planner.recorded_costs import read_costs, read_vllm_costs
+from planner.recorded_costs import for_budgets, read_costs, read_vllm_costs
 from planner.traces import RULES, image_cost
 
 RESULT_FILE = "serving_transfer_h200.json"
+COSTS_FILE = "ladder_h200.json"
+"""Measured times of towers on an H200."""
 OURS, VLLM_ALONE = "cudagraph + layer fusion", "vLLM alone, encoder graphs"
 """Names of rows in the result."""
-_ARCH = "qwen3_vl"
+TOWER = "qwen3_vl"
+"""The tower of the result."""
 _PARALLEL_STAGES = ("preprocess", "queue", "transfer")
 """Stages besides encoding that concurrent requests pass in parallel."""
 
@@ -38,21 +41,20 @@ class Overheads:
 
 def image_costs(row: dict[str, Any]) -> list[ImageCost]:
     """Returns the costs of the images of a row's requests."""
-    return [image_cost({"w": width, "h": height}, RULES[_ARCH]) for width, height in row["images"]]
+    return [image_cost({"w": width, "h": height}, RULES[TOWER]) for width, height in row["images"]]
 
 
-def read_towers(results: Path) -> tuple[Tower, Tower]:
-    """Returns vitray's and vLLM's tower from the folder `results`. Raises OSError, ValueError, KeyError."""
-    times = read_costs(results / f"encoder_h200_{_ARCH}.json", _ARCH)
-    work_ms = times.table(()).work_ms
-    vllms = read_vllm_costs(results / "costs_vllm_h200.json", _ARCH, work_ms=work_ms)
-    return Tower(times.table(default_budgets())), Tower(vllms.table(()), max_images=1024)
+def read_towers(costs: Path, tower: str) -> tuple[Tower, Tower]:
+    """Returns vitray's and vLLM's `tower` from a file of measured times. Raises OSError, ValueError, KeyError."""
+    ours = read_costs(costs, tower)
+    vllms = read_vllm_costs(costs, tower, work_ms=ours.work_ms)
+    return Tower(for_budgets(ours, default_budgets())), Tower(vllms, max_images=1024)
 
 
 def read_overheads(results: Path) -> Overheads:
     """Returns the overheads from the result's sequential requests. Raises ValueError if the folder lacks the result."""
     try:
-        _, vllms = read_towers(results)
+        _, vllms = read_towers(results / COSTS_FILE, TOWER)
         rows = json.loads((results / RESULT_FILE).read_text())["rows"]
         ours, alone = rows[OURS], rows[VLLM_ALONE]
         stages_ms: dict[str, float] = ours["stages_ms"]

@@ -24,11 +24,13 @@ from encoder.video.bounds import VideoBounds
 from encoder.video.header import VideoHeader
 from encoder.video.plan import VideoPlan
 
+_QWEN3_VL = ImageRules(patch_size=16, min_pixels=65_536, max_pixels=16_777_216)
 RULES: Mapping[str, ImageRules] = {
-    # Sizes, patches and pixel bounds of the published preprocessor configs.
-    "qwen3_vl": ImageRules(patch_size=16, min_pixels=65_536, max_pixels=16_777_216),
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_2b": _QWEN3_VL,
     "qwen2_5_vl": ImageRules(patch_size=14, min_pixels=3_136, max_pixels=12_845_056),
 }
+"""Patches and pixel bounds of the published preprocessor configs, by the benchmarks' name of the tower."""
 
 T = TypeVar("T")
 

@@ -217,7 +217,6 @@ ROWS = (
                 (Counter.EMBEDDINGS_EVICTED_UNREAD, "evicted unread"),
                 (Counter.TRANSFER_FAILURES, "requests retried"),
             ),
-            _by("Errors of listening threads, per s", Counter.LISTENER_ERRORS, "operation"),
             _times(Histogram.LLM_FIRST_TOKEN_SECONDS, "From arrival to the first token"),
         ),
     ),

@@ -59,9 +59,12 @@ def routes_page() -> str:
     rows = [_row(" ".join(one.methods), f"`{one.path}`", one.service.value, one.note) for one in routes.ROUTES]
     parts = [
         "# Routes",
-        "The server answers the HTTP routes of this table; those marked 404, and every path that is not listed, are "
-        "closed. `vitray routes` prints them. `ingress.auth.management_routes` opens the operator's routes to other "
-        "machines.",
+        "The server answers the HTTP routes of this table. `vitray routes` prints them. "
+        "`ingress.auth.management_routes` opens the operator's routes to other machines.",
+        "Every other path is closed with status 404, those of vLLM included: `/invocations`, where vLLM would fetch "
+        "images by itself; `/score`, `/rerank`, `/pooling`, `/classify`, `/v1/embeddings` and the like, since no "
+        "pooling models are served; `/v1/audio/…`; `/v1/responses/{id}/cancel`, since there is no background mode; and "
+        "administration such as `/scale_elastic_ep`.",
         GENERATED,
         _table(("method", "path", "service", "notes"), rows),
     ]

@@ -21,7 +21,7 @@ FOR_USERS = {
     "ApiError", "ReplicaLostError", "OverloadedError", "MediaError", "MediaTooLargeError", "MediaBusyError",
     "ImageError", "VideoError", "ConfigFileError", "KeysError", "UnprotectedServerError", "VllmNotUsableError",
     "VisionConfigError",
-    "WeightsError", "CheckpointError", "Fp8RefusedError", "FusionError", "BackendUnavailableError", "AskError",
+    "CheckpointError", "Fp8RefusedError", "FusionError", "BackendUnavailableError", "AskError",
     "SetupError", "EngineLostError", "FetchRefusedError", "UnknownReferenceError",
 }  # fmt: skip
 # Here ValueError and RuntimeError are a user's too: what is refused at the start.

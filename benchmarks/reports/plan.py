@@ -45,7 +45,7 @@ def burst_ms(speeds: Speeds, row: dict[str, Any], placement: Placement) -> list[
 def comparison(results: Path) -> list[Compared]:
     """Compares the set-ups in the record of transfers: shares of one GPU, four new pictures per request."""
     rows = json.loads((results / RESULT_FILE).read_text())["rows"]
-    ours_tower, vllms_tower = overheads.read_towers(results)
+    ours_tower, vllms_tower = overheads.read_towers(results / overheads.COSTS_FILE, overheads.TOWER)
     around = overheads.read_overheads(results)
     # The time that the small language model adds to every first token includes its prefill.
     speeds = Speeds(

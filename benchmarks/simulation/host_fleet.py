@@ -25,13 +25,14 @@ from benchmarks.simulation.virtual_time import now_s
 from configs.schema import IngressConfig
 from deployments.common.api_error import OverloadedError, Shed
 from deployments.common.messages import EncodeTimings, SharedEmbedding
-from deployments.ingress.admission import Admission, AdmissionBounds
+from deployments.ingress.admission import Admission
 from deployments.ingress.coalescing import SharedCalls
 from deployments.ingress.embedding_directory import EmbeddingDirectory
 from deployments.routing.affinity import Affinity, Call, concatenate_prefixes
 from deployments.routing.choices import Choices
 from deployments.routing.prefill_load import rank_by_pending_prefill
 from deployments.routing.serve_router import PROBE_FANOUT
+from deployments.telemetry.metrics import AdmissionMetrics
 
 _TIMINGS = EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=True)
 _WIDTH = BYTES_PER_TOKEN // 2
@@ -234,7 +235,7 @@ class HostFleet:
         self.found.model_utilization = models / span_s / self.num_models
 
 
-class _ShedCount:
+class _ShedCount(AdmissionMetrics):
     """Counts the requests that an ingress's admission refuses."""
 
     def __init__(self, found: Outcome) -> None:
@@ -257,8 +258,7 @@ class _Ingress:
         self._models = Affinity(load_factor=1.25)
         self._models.set_replicas(fleet.models, hosts={name: node.host for name, node in fleet.models.items()})
         self._choices = Choices(self._models, clock=now_s)
-        bounds = AdmissionBounds.from_config(IngressConfig())
-        self._admission = Admission(bounds, _ShedCount(fleet.found), clock=now_s)
+        self._admission = Admission(IngressConfig(), _ShedCount(fleet.found), clock=now_s)
         self._directory = EmbeddingDirectory(rule.directory_entries, clock=now_s)
         self._calls: SharedCalls[asyncio.Task[str]] = SharedCalls()
         self._requests = itertools.count()
@@ -353,7 +353,7 @@ class _Ingress:
         )
         self._found.images[Source.JOINED] += shared and measured
         name = await call.response
-        self._calls.complete(call)
+        self._calls.release(call, share=False)
         encoder = self._fleet.encoders[name]
         await self._fleet.transfer(image, encoder.host, model.host, measured=measured)
         if encoder.host in (model.host, SHARED):

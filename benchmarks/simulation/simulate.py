@@ -30,10 +30,10 @@ from benchmarks.simulation.fleet import Fleet, FleetModel, Load, Outcome, Policy
 from benchmarks.trace.costs import Arrival, read_arrivals, read_image_costs
 from deployments.scaling.policies import VisualTokenPolicy
 from encoder.checkpoint.image_rules import ImageRules
-from planner.recorded_costs import read_costs
+from planner.recorded_costs import for_budgets, read_costs
 from planner.traces import RULES, TraceError
 
-COSTS = ROOT / "benchmarks" / "results" / "costs_h200.json"
+COSTS = ROOT / "benchmarks" / "results" / "ladder_h200.json"
 BATCH_TOKENS = 4096
 """Tokens of the full batches whose times, plus attention over each image, determine a replica's speed."""
 STEP_S = 0.1
@@ -72,7 +72,7 @@ def new_tokens(arrival: Arrival) -> int:
 
 def tokens_per_s(path: Path, arch: str) -> float:
     """Returns the speed of a replica that encodes the trace's images in full batches, from the recorded cost table."""
-    table = read_costs(COSTS, arch).table([BATCH_TOKENS])
+    table = for_budgets(read_costs(COSTS, arch), [BATCH_TOKENS])
     ((_, batch_ms),) = table.replay_ms
     images = read_image_costs(path, RULES[arch])
     tokens = sum(image.num_tokens for image in images)

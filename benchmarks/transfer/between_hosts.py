@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import mmap
 import os
 import statistics
 import subprocess
@@ -31,13 +32,13 @@ from benchmarks.record import provenance, write
 from benchmarks.transfer import namespaces
 from configs.schema import TcpConfig
 from deployments.common.messages import EncodedImage, EncodeTimings, SharedEmbedding
-from deployments.transfer.header import HEADER_BYTES, Header
+from deployments.transfer.header import HEADER_BYTES, Header, embedding_view
 from deployments.transfer.rdma import NotInstalledError
 from deployments.transfer.rdma_process import RdmaProcess
-from deployments.transfer.receive_buffer import ReceiveBuffer
+from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
 from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.remote_sender import RemoteSender
-from deployments.transfer.same_host import ShmClient, ShmServer
+from deployments.transfer.same_host import Lease, ShmClient, ShmServer
 from deployments.transfer.shared_memory import Arena
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.tcp_client import TcpClients
@@ -89,7 +90,7 @@ class Encoder:
 class Reader:
     def __init__(self, encoder: Any, nixl: bool) -> None:  # noqa: ANN401 - an actor's handle
         self._encoder = encoder
-        buffer = ReceiveBuffer(ROOM_BYTES)
+        self._buffer = buffer = ReceiveBuffer(ROOM_BYTES)
         self._remote = RemoteReader(RdmaProcess(), buffer) if nixl else None
         self._tcp = TcpClients(SECRET, buffer)
         self._client: ShmClient | None = None
@@ -104,12 +105,17 @@ class Reader:
         else:
             leases = await asyncio.gather(*[await self._start(path, image) for image in answers])
             seconds = time.perf_counter() - began
-            found = [lease.tensor() for lease in leases]
+            found = [self._tokens(lease) for lease in leases]
         assert [_sum(tokens) for tokens in found] == expected, f"{path}: other bytes came"
         if path == "shared_memory":
             for lease in leases:
                 lease.release()
         return seconds
+
+    def _tokens(self, lease: Lease | ReceivedEmbedding) -> torch.Tensor:
+        memory = lease.client if isinstance(lease, Lease) else self._buffer
+        flat = torch.frombuffer(mmap.mmap(memory.file, memory.num_bytes), dtype=torch.uint8)
+        return embedding_view(flat[lease.offset :], lease.header)
 
     async def _start(self, path: str, image: SharedEmbedding) -> asyncio.Future[Any]:
         if path == "nixl":

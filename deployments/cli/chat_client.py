@@ -144,11 +144,9 @@ class ChatClient:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             start = "start one with `vitray serve`, or name another address with --url"
             raise AskError(f"no server answers at {self.base}: {error}", start) from error
-        except httpx.ConnectTimeout as error:
-            raise AskError(f"no server answers at {self.base} within {CONNECT_TIMEOUT_S:g} s", "check --url") from error
         except httpx.TimeoutException as error:
             raise AskError(f"received nothing from {self.base} for {ANSWER_TIMEOUT_S:g} s", _REMEDIES[503]) from error
         except httpx.RequestError as error:

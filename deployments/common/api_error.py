@@ -8,15 +8,10 @@ from enum import Enum
 from deployments.common.messages import ResponseHead
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     501: "not_implemented_error",
     503: "overloaded_error",
 }
@@ -55,7 +50,7 @@ def conversation_field(path: str) -> str:
 
 def error_head_and_body(error: ApiError) -> tuple[ResponseHead, bytes]:
     """Returns the HTTP response: OpenAI's error body, with `Retry-After` or `WWW-Authenticate` where they apply."""
-    kind = _TYPES.get(error.status, "server_error")
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     message = error.message
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = message[:MAX_MESSAGE_CHARACTERS] + " …"
@@ -74,7 +69,8 @@ def anthropic_error(status: int, body: bytes) -> bytes:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = "the server failed to answer"
-    error = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"type": kind, "message": message}
     return json.dumps({"type": "error", "error": error}).encode()
 
 
@@ -99,9 +95,8 @@ class Shed(Enum):
     OBJECT_STORE = "object_store"
 
 
-class OverloadedError(Exception):
+class OverloadedError(ApiError):
     """The admission queue is full."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+        super().__init__(503, message, code="overloaded", retry_after_s=retry_after_s)

@@ -153,10 +153,6 @@ class EncodedImage:
         return self.bits.nbytes
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.bits.shape[0])
-
-    @property
     def shape(self) -> tuple[int, int]:
         """(tokens, width)."""
         rows, width = self.bits.shape
@@ -224,29 +220,15 @@ class SharedEmbedding:
     def check(self, shape: Shape) -> None:
         """Raises WireError if the embedding is not what the language model expects: `shape` is (rows, width), without
         rows if they are to be those of the header that came with it. A wrong width would end its engine."""
-        _check(self.dtype, self.shape, shape, self.header)
-
-
-def tensor_of_bytes(flat: torch.Tensor, dtype: str, shape: tuple[int, int]) -> torch.Tensor:
-    """Views `flat`, uint8 `[num_bytes]`, as `shape` in `dtype`; the result shares its memory."""
-    return flat.view(_torch_dtype(dtype)).view(shape)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def _check(dtype: object, shape: tuple[int, ...], expected: Shape, header: ItemHeader | ChunkHeader | None) -> None:
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise WireError(f"embedding dtype {dtype!r} is unknown; known: {', '.join(_BITS)}")
-    if expected[0] is None:
-        if header is None:
-            raise WireError("the embedding came without its header")
-        expected = header.num_embeds, expected[1]
-    if shape != expected:
-        raise WireError(f"embedding shape {shape} is not the expected {expected}")
+        if not isinstance(self.dtype, str) or self.dtype not in _BITS:
+            raise WireError(f"embedding dtype {self.dtype!r} is unknown; known: {', '.join(_BITS)}")
+        rows, width = shape
+        if rows is None:
+            if self.header is None:
+                raise WireError("the embedding came without its header")
+            rows = self.header.num_embeds
+        if self.shape != (rows, width):
+            raise WireError(f"embedding shape {self.shape} is not the expected {(rows, width)}")
 
 
 @dataclass(frozen=True)

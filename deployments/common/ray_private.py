@@ -47,10 +47,13 @@ def serve_host() -> str | None:
         return None
 
 
-def serve_details() -> dict[str, Any] | None:
-    """Returns the state of all applications from Serve's controller; None without a controller. Blocks."""
+def serve_details(timeout_s: float) -> dict[str, Any] | None:
+    """Returns the state of all applications from Serve's controller; None without a controller. Blocks up to
+    `timeout_s`, then raises GetTimeoutError: the node of a controller that does not answer may be lost."""
     client = _get_global_client(raise_if_no_controller_running=False)
-    return None if client is None else client.get_serve_details()
+    if client is None:
+        return None
+    return cast("dict[str, Any]", ray.get(client._controller.get_serve_instance_details.remote(), timeout=timeout_s))
 
 
 def get_or_store(key: str, new: bytes) -> bytes:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import time
@@ -62,17 +61,17 @@ from deployments.telemetry.metrics import (
     Histogram,
     Histograms,
     RunMetrics,
-    Tier,
     gauge_setter,
 )
 from deployments.telemetry.tracing import Stage, record_encode_spans, record_span
+from deployments.transfer.header import HEADER_BYTES
 from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.tcp import get_secret
 from deployments.transfer.tcp_server import TcpServer
-from deployments.transfer.unix_socket import ListenerError, host_id
+from deployments.transfer.unix_socket import host_id
 from encoder.checkpoint.video_rules import VideoRules
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageError
@@ -105,13 +104,12 @@ class EncoderReplica:
         prepare_pool = None if uses_own_tower(config) else PreparePool(path, config, count_lost)
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         store = self._make_store(config)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._server = self._make_server(store)
         self._tcp = self._make_tcp_server(store, config)
         self._remote = None
         if config.transfer == "nixl":
             rdma = RdmaProcess(on_restarted=partial(self._counts.add, Counter.RDMA_RESTARTS))
-            self._remote = RemoteSender(store, rdma, on_error=self._count_listener_error)
+            self._remote = RemoteSender(store, rdma)
         self._times = Histograms()
         self._run_metrics = RunMetrics(self._counts)
         self._worker = GpuWorker(
@@ -214,7 +212,6 @@ class EncoderReplica:
             WorkerEndedError: the GPU thread ended, the GPU failed, or no decoder process can be started.
             DeviceMemoryError: the GPU has too little memory for this image.
         """
-        self._loop = asyncio.get_running_loop()
         image, store = await self._get_or_encode(job), self._server.store
         if isinstance(image, ImageRefused):
             return image
@@ -255,7 +252,7 @@ class EncoderReplica:
         )
 
     def _make_server(self, store: EmbeddingStore) -> ShmServer:
-        return ShmServer(store, on_direct_read=self._count_direct_read, on_error=self._count_listener_error)
+        return ShmServer(store, on_direct_read=self._count_direct_read)
 
     def _make_tcp_server(self, store: EmbeddingStore, config: AppConfig) -> TcpServer:
         return TcpServer(
@@ -263,15 +260,14 @@ class EncoderReplica:
             get_secret(config.tcp, application_name()),
             config.tcp,
             on_direct_read=self._count_direct_read,
-            on_error=self._count_listener_error,
             on_tcp_error=lambda error: self._counts.add(Counter.TCP_ERRORS, reason=error.value),
         )
 
-    def _count_listener_error(self, failed: ListenerError) -> None:
-        self._counts.add(Counter.LISTENER_ERRORS, operation=failed.value)
-
     def _allocate(self, store: EmbeddingStore, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Allocates shared memory for an embedding, evicting cached ones if needed. Runs on the completion thread."""
+        """Allocates shared memory for an embedding, evicting cached ones if needed; None if that cannot make room. Runs
+        on the completion thread."""
+        if HEADER_BYTES + num_tokens * width * dtype.itemsize > store.arena.num_bytes:
+            return None
         while (found := store.allocate(num_tokens, width, dtype)) is None and self._cache.evict_oldest():
             pass
         return found
@@ -280,14 +276,8 @@ class EncoderReplica:
         """Counts a cache hit for an embedding that a language model reads without a call of `encode`, and marks it as
         recently used. Runs on the server's thread.
         """
-
-        def count_hit() -> None:
-            if self._cache.get(digest) is not None:
-                self._counts.add(Counter.CACHE_HITS, tier=Tier.HOST.value)
-
-        if self._loop is not None:  # no embedding can be read before the first call
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: the replica is shutting down
-                self._loop.call_soon_threadsafe(count_hit)
+        if self._cache.get(digest) is not None:
+            self._counts.add(Counter.CACHE_HITS, tier="host")
 
     async def _get_or_encode(self, job: ImageJob) -> EncodedImage | ImageRefused:
         self._check_identity(job)
@@ -295,7 +285,7 @@ class EncoderReplica:
         if cached is None:
             self._counts.add(Counter.CACHE_MISSES)
         else:
-            self._counts.add(Counter.CACHE_HITS, tier=Tier.REPLICA.value)
+            self._counts.add(Counter.CACHE_HITS, tier="replica")
             record_span(Stage.CACHED, 0)
             return dataclasses.replace(
                 cached, timings=dataclasses.replace(cached.timings, ready_at_s=time.time(), cached=True)

@@ -26,16 +26,12 @@ class EmbeddingCache(Generic[V]):
             entry = self._entries.get(key)
             return None if entry is None else entry[0]
 
-    def put(self, key: str, value: V, num_bytes: int) -> bool:
-        """Stores `value` of `num_bytes`, replacing any earlier one, and evicts the least recently used entries.
-
-        Returns False, and neither stores nor evicts, if `value` is larger than the cache.
-        """
-        with self._lock:
-            fits = num_bytes <= self._entries.maxsize
-            if fits:
+    def put(self, key: str, value: V, num_bytes: int) -> None:
+        """Stores `value` of `num_bytes`, replacing any earlier one, and evicts the least recently used entries; does
+        nothing if `value` is larger than the cache."""
+        if num_bytes <= self._entries.maxsize:
+            with self._lock:
                 self._entries[key] = (value, num_bytes)
-            return fits
 
     def evict_oldest(self) -> bool:
         """Evicts the least recently used entry to free its memory. Returns False if the cache is empty."""

@@ -9,7 +9,7 @@ from configs.schema import AppConfig
 from deployments.common.model_path import generic_engine_args
 from deployments.encoder_replica.decode.prepare_pool import PreparePool
 from deployments.vllm.architectures import model_support, vllm_version
-from deployments.vllm.vllm_encoder import VllmEncoder
+from deployments.vllm.vllm_encoder import VllmEncoder, VllmTower
 from encoder.checkpoint.fingerprint import checkpoint_fingerprint
 from encoder.images.generic_identity import GenericIdentity
 
@@ -19,7 +19,7 @@ def load_generic_encoder(path: Path, config: AppConfig, pool: PreparePool) -> Vl
     `pool`."""
     arguments = generic_engine_args(config)
     settings = json.dumps([vllm_version(), arguments], sort_keys=True)
-    encoder = VllmEncoder.from_checkpoint(path, config.encoder, arguments)
+    encoder = VllmEncoder(VllmTower(path, config.encoder, arguments), config.encoder)
     images, sounds, videos = pool.count_tokens()
     architectures = json.loads((path / "config.json").read_text()).get("architectures") or []
     if any(model.without_videos for model in model_support(only=architectures)):

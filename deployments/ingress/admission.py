@@ -15,55 +15,15 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError, OverloadedError, Shed
 from deployments.common.throughput import BusySpeed
+from deployments.telemetry.metrics import AdmissionMetrics
 
 MAX_YIELD_S = 10.0
 """Maximum delay of a request's virtual arrival time."""
-
-
-@dataclass(frozen=True)
-class AdmissionBounds:
-    """Bounds of one ingress replica."""
-
-    requests: int
-    """Requests that no language model has accepted yet, including those without images."""
-    tokens_in_flight: int
-    """Visual tokens of admitted requests; one request must not have more."""
-    images_in_flight: int
-    """Images of admitted requests; one request must not have more."""
-    tokens_queued: int
-    """Visual tokens in the admission queue."""
-    min_retry_after_s: int
-    """Minimum of `Retry-After`."""
-    max_retry_after_s: int
-    """Maximum of `Retry-After`."""
-
-    @classmethod
-    def from_config(cls, limits: IngressConfig) -> AdmissionBounds:
-        return cls(
-            requests=limits.max_requests_waiting,
-            tokens_in_flight=limits.max_visual_tokens_in_flight,
-            images_in_flight=limits.max_images_in_flight,
-            tokens_queued=limits.max_visual_tokens_queued,
-            min_retry_after_s=limits.retry_after_s,
-            max_retry_after_s=limits.max_retry_after_s,
-        )
-
-
-class AdmissionEvents(Protocol):
-    """Metrics that Admission updates."""
-
-    def levels(self, *, requests: int, tokens_waiting: int, tokens_in_flight: int) -> None: ...
-
-    def admitted(self, tokens: int) -> None: ...
-
-    def shed(self, reason: Shed, tokens: int) -> None: ...
 
 
 class _Stage(Enum):
@@ -131,10 +91,10 @@ class Admission:
     """
 
     def __init__(
-        self, bounds: AdmissionBounds, events: AdmissionEvents, *, clock: Callable[[], float] = time.monotonic
+        self, limits: IngressConfig, metrics: AdmissionMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._bounds = bounds
-        self._events = events
+        self._limits = limits
+        self._metrics = metrics
         self._clock = clock
         self._queue: list[Visit] = []  # ascending in virtual arrival time, then by arrival
         self._token_speed = BusySpeed(clock)
@@ -159,8 +119,8 @@ class Admission:
 
     def arrive(self) -> Visit:
         """Returns a Visit, which the caller ends by `accept` or `leave`. Raises OverloadedError as `visit` does."""
-        if self.requests >= self._bounds.requests:
-            self._events.shed(Shed.REQUESTS, 0)
+        if self.requests >= self._limits.max_requests_waiting:
+            self._metrics.shed(Shed.REQUESTS, 0)
             message = f"{self.requests} requests wait for a language model, the limit; try again"
             raise OverloadedError(message, retry_after_s=self.retry_after_s())
         self._count_request()
@@ -171,8 +131,8 @@ class Admission:
         """See Visit.request."""
         tokens, images = visit.tokens + tokens, visit.images + images
         for total, limit, unit in (
-            (tokens, self._bounds.tokens_in_flight, "visual tokens"),
-            (images, self._bounds.images_in_flight, "images"),
+            (tokens, self._limits.max_visual_tokens_in_flight, "visual tokens"),
+            (images, self._limits.max_images_in_flight, "images"),
         ):
             if total > limit:
                 raise ApiError(400, f"{total} {unit} must be encoded, the limit is {limit}", param=param)
@@ -183,10 +143,11 @@ class Admission:
         speed = self._token_speed.recent_tokens_per_s
         visit.virtual_arrival_s = self._clock() + (min(tokens / speed, MAX_YIELD_S) if speed > 0 else 0.0)
         self._enqueue(visit)
-        if visit.stage is _Stage.QUEUED and self.tokens_queued > self._bounds.tokens_queued:
+        if visit.stage is _Stage.QUEUED and self.tokens_queued > self._limits.max_visual_tokens_queued:
             waiting = self.tokens_queued - tokens
             visit.leave(Shed.TOKENS)
-            message = f"{waiting} visual tokens wait, {tokens} more would pass {self._bounds.tokens_queued}; try again"
+            limit = self._limits.max_visual_tokens_queued
+            message = f"{waiting} visual tokens wait, {tokens} more would pass {limit}; try again"
             raise OverloadedError(message, retry_after_s=self.retry_after_s())
 
     def requeue(self, visit: Visit) -> None:
@@ -213,9 +174,8 @@ class Admission:
         self.requests -= 1
         self._request_speed.end(1 if done else 0)
         if reason is not None:
-            self._events.shed(reason, visit.tokens)
+            self._metrics.shed(reason, visit.tokens)
         self._admit_next()
-        self._report()
 
     def retry_after_s(self) -> int:
         """Returns the time that the backlog takes at the recently measured speed, in seconds within the bounds."""
@@ -224,7 +184,7 @@ class Admission:
             (self.requests, self._request_speed.recent_tokens_per_s),
         )
         wait_s = max((backlog / speed for backlog, speed in pressed if speed > 0), default=0.0)
-        return max(self._bounds.min_retry_after_s, math.ceil(min(wait_s, self._bounds.max_retry_after_s)))
+        return max(self._limits.retry_after_s, math.ceil(min(wait_s, self._limits.max_retry_after_s)))
 
     def _enqueue(self, visit: Visit) -> None:
         visit.stage = _Stage.QUEUED
@@ -240,17 +200,17 @@ class Admission:
             self.tokens_in_flight += visit.tokens
             self.images_in_flight += visit.images
             self._token_speed.begin()
-            self._events.admitted(visit.tokens)
+            self._metrics.admitted(visit.tokens)
             visit.admit()
         self._report()
 
     def _fits(self, visit: Visit) -> bool:
         return (
-            self.tokens_in_flight + visit.tokens <= self._bounds.tokens_in_flight
-            and self.images_in_flight + visit.images <= self._bounds.images_in_flight
+            self.tokens_in_flight + visit.tokens <= self._limits.max_visual_tokens_in_flight
+            and self.images_in_flight + visit.images <= self._limits.max_images_in_flight
         )
 
     def _report(self) -> None:
-        self._events.levels(
+        self._metrics.levels(
             requests=self.requests, tokens_waiting=self.tokens_queued, tokens_in_flight=self.tokens_in_flight
         )

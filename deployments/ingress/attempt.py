@@ -86,8 +86,9 @@ class Attempt:
     lost: Losses = Losses()
     charge: Callable[[Sequence[ImageJob]], Awaitable[None]] = charge_nothing
     """Called with deferred images before they are encoded. Waits for their admission."""
-    asked: frozenset[int] = frozenset()
-    """Deferred images that are encoded: an engine has asked for them, or their headers are unknown."""
+    asked: set[int] = field(default_factory=set)
+    """Deferred images that are encoded and were charged: an engine has asked for them, or their headers are unknown.
+    All attempts at a request share it."""
     encoder_host: str = ""
     """Host of the first language model that was chosen: its encoders have the embeddings."""
     encodings: list[Encoding] = field(default_factory=list)
@@ -174,7 +175,7 @@ class Attempt:
 
     async def _encode_deferred(self, images: Sequence[int]) -> None:
         """Waits for the admission of deferred images, which from now on are encoded."""
-        self.asked |= {*images}
+        self.asked.update(images)
         await self.charge([self.request.jobs[image] for image in images])
 
     async def _start_answer(self, *, early: bool) -> Answer:

@@ -23,10 +23,10 @@ class SharedCall(Generic[T]):
 
 
 class SharedCalls(Generic[T]):
-    """Calls in flight by key. Used from one event loop. Each `acquire` is followed by `complete`, `release` or `fail`.
+    """Calls in flight by key. Used from one event loop. Each `acquire` is followed by `release`.
 
     call, shared = calls.acquire(digest, lambda: encoder.encode.remote(job))
-    calls.complete(call)
+    calls.release(call, share=False)
     """
 
     def __init__(self) -> None:
@@ -44,23 +44,12 @@ class SharedCalls(Generic[T]):
         call.num_users += 1
         return call, shared
 
-    def complete(self, call: SharedCall[T]) -> None:
-        """The result has been used. Later requests for the key make a new call."""
+    def release(self, call: SharedCall[T], *, share: bool) -> bool:
+        """A request no longer needs the call. Returns True for the last one, which must cancel a call in flight.
+
+        `share`: whether later requests may share it; False if its result has been used, or if it may have failed.
+        """
         call.num_users -= 1
-        self._forget(call)
-
-    def release(self, call: SharedCall[T]) -> bool:
-        """A request no longer needs the call. Returns True for the last one, which must cancel the call."""
-        call.num_users -= 1
-        if call.num_users == 0:
-            self._forget(call)
-        return call.num_users == 0
-
-    def fail(self, call: SharedCall[T]) -> bool:
-        """Like `release`, for a call that may have failed: no further request shares it."""
-        self._forget(call)
-        return self.release(call)
-
-    def _forget(self, call: SharedCall[T]) -> None:
-        if self._calls.get(call.key) is call:
+        if (not share or call.num_users == 0) and self._calls.get(call.key) is call:
             del self._calls[call.key]
+        return call.num_users == 0

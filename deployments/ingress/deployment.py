@@ -26,7 +26,6 @@ from deployments.common.api_error import (
     ANTHROPIC_PATHS,
     RESPONSES_PATH,
     ApiError,
-    OverloadedError,
     Shed,
     anthropic_error,
     error_head_and_body,
@@ -35,10 +34,10 @@ from deployments.common.messages import MODEL_SAMPLING, HttpRequest, ImageJob, R
 from deployments.common.model_path import default_sampling
 from deployments.common.ray_private import running_replicas, serve_host
 from deployments.common.replica_errors import IdentityGoneError
-from deployments.ingress.admission import Admission, AdmissionBounds, Visit
+from deployments.ingress.admission import Admission, Visit
 from deployments.ingress.attempt import Attempt, http_response, respond, split_videos
 from deployments.ingress.auth.gate import AccessControl, Client
-from deployments.ingress.dashboard.cluster_view import ClusterView, IngressLoad
+from deployments.ingress.dashboard.cluster_view import ClusterView
 from deployments.ingress.dashboard.static_files import Page, json_answer
 from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.ingress.fetch.fetcher import MediaFetcher
@@ -86,15 +85,8 @@ class Ingress:
         self._access = AccessControl(self._limits, host=serve_host())
         self._admission_metrics = AdmissionMetrics()
         self._histograms = Histograms()
-        self._admission = Admission(AdmissionBounds.from_config(self._limits), self._admission_metrics)
-        self._replicas = Replicas(
-            encoder or llm,
-            llm,
-            retry_after_s=self._limits.retry_after_s,
-            overloaded_retry_s=self._admission.retry_after_s,
-            embedding_directory_entries=self._limits.embedding_directory_entries,
-            by_grpc=self._limits.llm_transport == "grpc",
-        )
+        self._admission = Admission(self._limits, self._admission_metrics)
+        self._replicas = Replicas(encoder or llm, llm, self._limits, self._admission.retry_after_s)
         self._held_bytes = HeldBytes(
             self._limits.max_bytes_held, self._admission_metrics, retry_after_s=self._admission.retry_after_s
         )
@@ -105,11 +97,7 @@ class Ingress:
         self._measure: Measure = remembered(measure_image)
         self._fetcher = MediaFetcher(self._limits.fetch, max_bytes=self._limits.max_image_bytes)
         self._page = Page(enabled=self._limits.web_ui)
-        self._cluster = ClusterView(encoder, llm, self._ingress_load)
-
-    def _ingress_load(self) -> IngressLoad:
-        line = self._admission
-        return IngressLoad(float(line.tokens_queued), float(line.tokens_in_flight), float(line.requests))
+        self._cluster = ClusterView(encoder, llm, self._admission)
 
     async def record_replica_metadata(self) -> dict[str, str]:
         """Returns the version of the messages, which Serve sends to routers. Waits for its turn in a rollout."""
@@ -127,7 +115,6 @@ class Ingress:
 
     async def _respond(self, request: Request) -> Response:
         arrived = asyncio.get_running_loop().time()
-        deadline = Deadline.from_header(None, arrived=arrived, max_s=self._limits.request_timeout_s)
         try:
             header = request.headers.get(TIMEOUT_HEADER)
             deadline = Deadline.from_header(header, arrived=arrived, max_s=self._limits.request_timeout_s)
@@ -136,8 +123,6 @@ class Ingress:
                     return await self._dispatch(request, deadline)
         except TimeoutError:
             error = deadline.error()
-        except OverloadedError as full:
-            error = ApiError(503, str(full), code="overloaded", retry_after_s=full.retry_after_s)
         except ApiError as refused:
             error = refused
             if refused.status == 429:
@@ -220,7 +205,7 @@ class Ingress:
         """Fetches the images, waits for admission and responds. Retries if the last encoder of the identity ends."""
         started = time.perf_counter()
         charge = partial(self._charge, client, visit, chat.images[0].param)
-        is_charged = False
+        is_charged, asked = False, set[int]()
         for _ in range(MAX_ATTEMPTS):
             identity = await self._replicas.identity.get()
             chat.images = await fetch_images(
@@ -245,7 +230,9 @@ class Ingress:
                 self._histograms.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
                 tracing.record_span(Stage.ADMISSION, admission_ms / 1e3)
             try:
-                attempt = Attempt(request, self._replicas, visit, deadline, self._histograms, stages, charge=charge)
+                attempt = Attempt(
+                    request, self._replicas, visit, deadline, self._histograms, stages, charge=charge, asked=asked
+                )
                 return await respond(attempt)
             except IdentityGoneError:
                 self._replicas.count_retry()

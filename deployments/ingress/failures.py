@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from deployments.common.api_error import ApiError, OverloadedError, Shed
+from deployments.common.api_error import ApiError, Shed
 from deployments.common.replica_errors import (
     DeviceMemoryError,
     EngineDeadError,
@@ -68,7 +68,7 @@ class Failures:
 
         `lost`: the class that represents the loss of the called replica.
         """
-        if isinstance(error, ApiError | OverloadedError | IdentityGoneError | TimeoutError):
+        if isinstance(error, ApiError | IdentityGoneError | TimeoutError):
             return error
         retry = self._retry_after_s
         if isinstance(error, BackPressureError | QueueFullError):

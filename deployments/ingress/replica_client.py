@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from cachetools import LRUCache
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
+from configs.schema import IngressConfig
 from deployments.common import ray_private
 from deployments.common.messages import (
     Accepted,
@@ -69,17 +70,12 @@ class Replicas:
         self,
         encoder: DeploymentHandle[Any],
         llm: DeploymentHandle[Any],
-        *,
-        retry_after_s: int,
+        limits: IngressConfig,
         overloaded_retry_s: Callable[[], int],
-        embedding_directory_entries: int = 0,
-        by_grpc: bool = True,
     ) -> None:
         """`encoder`: the deployment that encodes images, which may be `llm`. `overloaded_retry_s` estimates
-        `Retry-After` under overload; `retry_after_s` is for unavailable replicas.
-
-        `by_grpc`: small requests are sent by gRPC.
-        """
+        `Retry-After` under overload."""
+        by_grpc = limits.llm_transport == "grpc"  # for small requests
         # `_by_reference`: values pass between replicas through the object store, whatever Serve's default is.
         self._encoder = encoder.options(method_name="encode", _by_reference=True)
         self._planner = encoder.options(method_name="plan", _by_reference=True)
@@ -87,12 +83,14 @@ class Replicas:
         self._llm = llm.options(method_name="handle", stream=True, _by_reference=True)
         self._llm_by_grpc = llm.options(method_name="handle", stream=True, _by_reference=False) if by_grpc else None
         self._encodings: SharedCalls[DeploymentResponse[EncoderAnswer]] = SharedCalls()
-        self._directory = EmbeddingDirectory(embedding_directory_entries)
+        self._directory = EmbeddingDirectory(limits.embedding_directory_entries)
         self._planned: LRUCache[str, PlannedVideo] = LRUCache(MAX_PLANNED)
         self._planning: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
         self._draining: set[asyncio.Task[None]] = set()
         self._counts = Counters()
-        self.failures = Failures(self._counts, retry_after_s=retry_after_s, overloaded_retry_s=overloaded_retry_s)
+        self.failures = Failures(
+            self._counts, retry_after_s=limits.retry_after_s, overloaded_retry_s=overloaded_retry_s
+        )
         self.identity = FleetIdentity(encoder, llm, self.failures.to_client_error)
 
     async def choose(self, call: Call) -> Call:
@@ -253,7 +251,7 @@ class Replicas:
     def record_accepted(self, encodings: Sequence[Encoding], accepted: Accepted) -> None:
         """Records that a language model has the encodings, and the locations that it read them from."""
         for call in _encoder_calls(encodings):
-            self._encodings.complete(call)
+            self._encodings.release(call, share=False)
         for location in filter(None, accepted.locations):
             self._directory.put(location)
 
@@ -262,9 +260,9 @@ class Replicas:
 
         `failed`: one of them has failed, and later requests must not share them.
         """
-        release = self._encodings.fail if failed else self._encodings.release
         started: list[Answer | DeploymentResponse[EncoderAnswer]] = [] if answer is None else [answer]
-        started += [call.response for call in _encoder_calls(encodings) if release(call)]
+        unshared = [call for call in _encoder_calls(encodings) if self._encodings.release(call, share=not failed)]
+        started += [call.response for call in unshared]
         for response in started:
             with contextlib.suppress(Exception):  # Serve raises the call's error here, which was reported already
                 response.cancel()

@@ -32,7 +32,7 @@ from deployments.common.replica_status import (
     max_ongoing_requests,
     replica_name,
 )
-from deployments.llm.child_guard import guard_children
+from deployments.llm.child_guard import guard_children, stop_looking
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
 from deployments.llm.image_requests import ImageRequests
 from deployments.llm.received import Image
@@ -51,7 +51,6 @@ from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.tcp import get_secret
 from deployments.transfer.unix_socket import host_id
 from deployments.vllm import compat
-from deployments.vllm.connector.replica_link import LinkLostError
 from deployments.vllm.preparer import Preparer, count_tokens, sample_header
 from deployments.vllm.references import DecodedImages, References
 from deployments.vllm.stats import EngineStats
@@ -79,11 +78,8 @@ class LLM:
         counts = Counters()
         receive_buffer, remote_reader = ReceiveBuffer(config.llm.receive_buffer_bytes), None
         if config.transfer == "nixl":
-            remote_reader = RemoteReader(
-                RdmaProcess(on_restarted=lambda: counts.add(Counter.RDMA_RESTARTS)),
-                receive_buffer,
-                on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value),
-            )
+            rdma = RdmaProcess(on_restarted=lambda: counts.add(Counter.RDMA_RESTARTS))
+            remote_reader = RemoteReader(rdma, receive_buffer)
         self._receiver = EmbeddingReceiver(
             counts,
             Histograms(),
@@ -93,6 +89,7 @@ class LLM:
             remote_reader=remote_reader,
         )
         self._stats = EngineStats()
+        self._guard = guard_children()
         with preserve_log_buffers():
             self._engine, args = compat.start_engine(
                 local_model(config.model),
@@ -104,8 +101,9 @@ class LLM:
                 early_prefill_min_tokens=_early_prefill_min_tokens(config),
             )
             self._prefill_load = PrefillLoad(has_prefix_cache=compat.has_prefix_cache(self._engine))
-            self._guard = guard_children()
-            references, images, width = References(), DecodedImages(), compat.embedding_width(self._engine)
+            stop_looking(self._guard)
+            references, width = References(), compat.embedding_width(self._engine)
+            images: DecodedImages = {}
             app = await compat.build_application(self._engine, args, images if own_tower else references)
             self._frontend = VllmFrontend(app, references, engine_died=self._engine_died)
             self._requests = Requests(
@@ -154,13 +152,7 @@ class LLM:
 
     def _engine_died(self) -> bool:
         """Whether the engine or its link has failed: requests cannot be answered, and `check_health` will raise."""
-        if self._engine.errored:
-            return True
-        try:
-            self._receiver.link.check()
-        except LinkLostError:
-            return True
-        return False
+        return self._engine.errored or self._receiver.link.lost() is not None
 
     def _raise_if_dead(self) -> None:
         if self._engine_died():

@@ -37,10 +37,9 @@ from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.same_host import EmbeddingUnavailableError, Lease, ShmClient
 from deployments.transfer.tcp import TcpError
 from deployments.transfer.tcp_client import TcpClients
-from deployments.transfer.unix_socket import ListenerError
 from deployments.vllm.connector.lease_table import EngineLease
 from deployments.vllm.connector.link import Loaded
-from deployments.vllm.connector.replica_link import LinkLostError, ReplicaLink
+from deployments.vllm.connector.replica_link import ReplicaLink
 
 Encoding = Awaitable[Image] | SharedEmbedding | Deferred
 """Future answer of an encoder, last known location of an embedding, or an embedding that the engine may not need."""
@@ -48,10 +47,14 @@ Encoding = Awaitable[Image] | SharedEmbedding | Deferred
 logger = logging.getLogger("ray.serve")
 
 
+class LinkLostError(RuntimeError):
+    """An engine process, or a thread that listens to one or reads embeddings, has ended."""
+
+
 class EmbeddingReceiver:
     """Embeddings of one engine's requests. Used on one event loop; threads of the link call back.
 
-    received = receiver.new_batch()
+    received = ReceivedEmbeddings(clock)
     await receiver.receive(encodings, [(num_embeds, width) for …], received)
     receiver.close(received)
     """
@@ -77,21 +80,12 @@ class EmbeddingReceiver:
             on_ended=self._end_engine_lease,
             on_loaded=self._count_load,
             on_missing=self.missing.report,
-            on_error=self._count_listener_error,
         )
         self._peers: dict[str, asyncio.Task[Peer]] = {}
         self._lock = threading.Lock()
         self._granted: dict[str, EmbeddingSlot] = {}
         self.num_loaded = 0
         """Copies of embeddings to devices, by all workers."""
-
-    def __len__(self) -> int:
-        """Number of leases granted to the engine."""
-        return len(self._granted)
-
-    def new_batch(self) -> ReceivedEmbeddings:
-        """Returns an empty batch for `receive`."""
-        return ReceivedEmbeddings()
 
     async def receive(
         self, encodings: Sequence[Encoding], shapes: Sequence[Shape], received: ReceivedEmbeddings
@@ -159,10 +153,6 @@ class EmbeddingReceiver:
             if lost:
                 raise NotEncodedError(*lost)
 
-    def count_skipped(self, received: ReceivedEmbeddings) -> None:
-        """Must be called when the engine has scheduled the request without the skipped embeddings."""
-        self._counts.add(Counter.EMBEDDINGS_SKIPPED, received.num_skipped)
-
     def close(self, received: ReceivedEmbeddings) -> None:
         """Releases all leases; those granted to the engine are released when the engine reports their end."""
         engine_leases = []
@@ -182,7 +172,8 @@ class EmbeddingReceiver:
     def check(self) -> None:
         """Raises LinkLostError if embeddings no longer reach the engine. Must be called periodically: it also unmaps
         dead peers and closes unused connections."""
-        self.link.check()
+        if (lost := self.link.lost()) is not None:
+            raise LinkLostError(lost)
         if self._remote_reader is not None and not self._remote_reader.is_alive:
             raise LinkLostError("the thread that reads embeddings by RDMA has ended")
         self.unmap_dead_peers()
@@ -262,7 +253,7 @@ class EmbeddingReceiver:
     async def _open(self, server: str) -> Peer | None:
         """Returns the encoder's memory if the engine can load from it."""
         try:
-            peer = await self._get_peer(server, lambda: ShmClient(server, on_error=self._count_listener_error))
+            peer = await self._get_peer(server, lambda: ShmClient(server))
         except (EmbeddingUnavailableError, OSError) as error:
             logger.warning("an encoder's memory cannot be opened; its embeddings are read by TCP: %s", error)
             return None
@@ -343,9 +334,6 @@ class EmbeddingReceiver:
     def _add_num_leases(self, peer: Peer, number: int) -> None:
         with self._lock:
             peer.num_leases += number
-
-    def _count_listener_error(self, error: ListenerError) -> None:
-        self._counts.add(Counter.LISTENER_ERRORS, operation=error.value)
 
     def _count_tcp_error(self, error: TcpError) -> None:
         self._counts.add(Counter.TCP_ERRORS, reason=error.value)

@@ -17,8 +17,8 @@ from configs.schema import AppConfig
 from deployments.common.api_error import ApiError, conversation_field, error_head_and_body
 from deployments.common.messages import Accepted, HttpRequest, ImageJob, ItemReference, Piece
 from deployments.llm.received import ReceivedEmbeddings
-from deployments.llm.streams import prepend
-from deployments.llm.vllm_frontend import RequestTimeline, VllmFrontend
+from deployments.llm.streams import PrefetchedStream
+from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.telemetry import tracing
 from deployments.vllm.compat import FirstTokenClock
 from deployments.vllm.references import DecodedImages
@@ -74,14 +74,15 @@ class ImageRequests:
         """Yields Accepted once the images are decoded, then a ResponseHead, then body chunks; the client's error if an
         image cannot be decoded. `files`: the images that `references` name by index; emptied once they are decoded."""
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
-        timeline = RequestTimeline(clock)
+        received = ReceivedEmbeddings(clock)
         try:
             async with self._decoded(references, files, clock, param=conversation_field(request.path)):
-                timeline.mark_received()
-                stream = self._frontend.answer(request, references, (), ReceivedEmbeddings(), timeline)
+                received.mark_complete()
+                answer = self._frontend.answer(request, references, (), received)
                 self.num_in_flight += 1
                 try:
-                    async with aclosing(stream) as answer, aclosing(prepend(Accepted(), answer)) as pieces:
+                    async with aclosing(PrefetchedStream(answer)) as stream, aclosing(stream.read()) as pieces:
+                        yield Accepted()
                         async for piece in pieces:
                             yield piece
                 finally:
@@ -105,7 +106,8 @@ class ImageRequests:
         await self._memory.acquire(num_bytes)
         with ExitStack() as held:
             held.callback(self._memory.release, num_bytes)
-            held.callback(self._images.release, [reference.key for reference in references])
+            for reference in references:
+                held.callback(self._images.pop, reference.key, None)
             decoding = [*map(self._decode, files)]
             try:
                 images = await asyncio.gather(*map(asyncio.wrap_future, decoding), return_exceptions=True)
@@ -119,7 +121,7 @@ class ImageRequests:
                     raise ApiError(400, refusal, param=param, code="invalid_image") from image
                 if isinstance(image, BaseException):
                     raise image
-                self._images.add(reference.key, files[reference.item].digest, image)
+                self._images[reference.key] = files[reference.item].digest, image
             del decoding, images, image  # each holds pixels
             files.clear()
             finish_prefill = clock.on_first_token

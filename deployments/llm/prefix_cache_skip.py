@@ -41,9 +41,6 @@ class MissingWatch:
         self._watched: list[Missing] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __len__(self) -> int:
-        return len(self._watched)
-
     def report(self, request: str, digests: Sequence[str]) -> None:
         """Reports digests that a request, by the engine's internal identifier, misses. Thread-safe. No effect if the
         request has ended."""

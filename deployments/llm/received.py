@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from deployments.common.messages import ImageRefused, SharedEmbedding
-from deployments.transfer.receive_buffer import ReceiveBuffer
-from deployments.transfer.same_host import EmbeddingLease, ShmClient
+from deployments.telemetry import tracing
+from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
+from deployments.transfer.same_host import Lease, ShmClient
+from deployments.vllm.compat import FirstTokenClock
 from encoder.item_header import ItemHeader
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 Image = SharedEmbedding | ImageRefused
 
@@ -82,7 +90,7 @@ class EmbeddingSlot:
     """Last known location of a skipped embedding."""
     path: TransferPath | None = None
     """Set once LEASED."""
-    lease: EmbeddingLease | None = None
+    lease: Lease | ReceivedEmbedding | None = None
     """Set once LEASED, as is `peer`."""
     peer: Peer | None = None
     engine_lease: str = ""
@@ -91,11 +99,29 @@ class EmbeddingSlot:
 
 @dataclass
 class ReceivedEmbeddings:
-    """All images of one request. Pass it to `EmbeddingReceiver.close` when the request has ended or failed."""
+    """All images of one request, and when they were received. Pass it to `EmbeddingReceiver.close` when the request has
+    ended or failed."""
 
+    clock: FirstTokenClock = field(default_factory=FirstTokenClock)
     slots: list[EmbeddingSlot] = field(default_factory=list)
     transfer_s: float | None = None
     """Seconds from when the last embedding was ready until all were received; None without embeddings."""
+    received_epoch_s: float = 0.0
+    received_at_s: float = 0.0
+    """`time.perf_counter()` when all were received."""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    trace: Context | None = field(default_factory=tracing.current_context)
+
+    def mark_complete(self) -> None:
+        self.received_epoch_s, self.received_at_s = time.time(), time.perf_counter()
+        self.complete.set()
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the embeddings to the first token, None before it; 0 if vLLM had the prompt in its prefix cache
+        and needed no embedding."""
+        first = self.clock.first_token_at_s
+        return None if first is None else max(0.0, first - self.received_at_s)
 
     @property
     def images(self) -> list[SharedEmbedding | ImageRefused]:

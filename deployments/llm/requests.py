@@ -31,8 +31,8 @@ from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
 from deployments.llm.prefix_cache_skip import stream_unless_lost, unless_lost
 from deployments.llm.received import EmbeddingMismatchError, NotEncodedError, ReceivedEmbeddings
-from deployments.llm.streams import PrefetchedStream, cancel_and_wait, prepend
-from deployments.llm.vllm_frontend import RequestTimeline, VllmFrontend
+from deployments.llm.streams import PrefetchedStream, cancel_and_wait
+from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.telemetry import tracing
 from deployments.telemetry.metrics import Counter, Counters
 from deployments.vllm.compat import FirstTokenClock
@@ -90,7 +90,7 @@ class Requests:
             yield TooEarly()
             return
         request = dataclasses.replace(request, headers=tracing.inject_trace(request.headers))
-        received, timeline = self._receiver.new_batch(), RequestTimeline(clock)
+        received = ReceivedEmbeddings(clock)
         headers = [header or _known_header(encoding) for header, encoding in zip(headers, encodings, strict=True)]
         expected = [header.embeddings[0] if isinstance(header, ItemHeader) else header for header in headers]
         if None not in headers and not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
@@ -101,7 +101,7 @@ class Requests:
             for number, header in enumerate(expected)
         ]
         with self._receiver.missing.watch(clock) as missing:
-            stream = PrefetchedStream(self._frontend.answer(request, references, headers, received, timeline))
+            stream = PrefetchedStream(self._frontend.answer(request, references, headers, received))
             digests = [None if header is None else header.digest for header in expected]
             lost = asyncio.ensure_future(self._receiver.receive_missing(missing, digests, shapes, received))
             try:
@@ -109,25 +109,25 @@ class Requests:
                 try:
                     refusal = await unless_lost(self._receive(request, references, shapes, encodings, received), lost)
                 except NotEncodedError as failed:
-                    await stream.close()
+                    await stream.aclose()
                     yield NotEncoded(failed.images)
                     return
                 finally:
                     self._num_early_requests -= request.early_prefill
                 missing.changed.set()
-                timeline.mark_received()
+                received.mark_complete()
                 if refusal is not None:
-                    await stream.close()
+                    await stream.aclose()
                 answer = stream.read() if refusal is None else _answer_error(refusal)
                 self.num_in_flight += 1
                 try:
-                    async with aclosing(self._accept(answer, received, lost, timeline)) as pieces:
+                    async with aclosing(self._accept(answer, received, lost)) as pieces:
                         async for piece in pieces:
                             yield piece
                 finally:
                     self.num_in_flight -= 1
             finally:
-                await stream.close()
+                await stream.aclose()
                 await cancel_and_wait(lost)
                 self._receiver.close(received)
 
@@ -167,22 +167,22 @@ class Requests:
         answer: AsyncGenerator[ResponseHead | bytes, None],
         received: ReceivedEmbeddings,
         lost: asyncio.Future[NoReturn],
-        timeline: RequestTimeline,
     ) -> AsyncGenerator[Piece, None]:
         """Yields Accepted and the answer, or NotEncoded if the engine needs skipped embeddings that are `lost`."""
         accepted = Accepted(received.locations)
         if not received.num_skipped:
-            async with aclosing(prepend(accepted, answer)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            yield accepted
+            async with aclosing(answer):
+                async for part in answer:
+                    yield part
             return
         scheduled = False
         try:
-            first_token = timeline.clock.first_token_event
+            first_token = received.clock.first_token_event
             async with aclosing(stream_unless_lost(answer, lost, first_token, accepted)) as pieces:
                 async for piece in pieces:
                     if not scheduled and first_token.is_set():  # a count of tokens needs no embedding
-                        self._receiver.count_skipped(received)
+                        self._counts.add(Counter.EMBEDDINGS_SKIPPED, received.num_skipped)
                     scheduled = True
                     yield piece
         except NotEncodedError as error:

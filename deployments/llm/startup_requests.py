@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -38,6 +39,8 @@ MAX_TOKENS = 2
 """Tokens per warm-up answer: prefill produces the first, a decode step the second."""
 CONNECT_TIMEOUT_S = 10.0
 """Timeout for the engine's processes to connect, which they begin before the engine is up."""
+REPORT_TIMEOUT_S = 5.0
+"""Timeout for the report of the probe's load, which comes by another way than its answer."""
 
 Answer = Callable[[HttpRequest, ItemReference, ItemHeader, SharedEmbedding], Awaitable[int]]
 """Answers the request and returns the status."""
@@ -80,6 +83,9 @@ async def probe_engine_loads(
         before = receiver.num_loaded
         request = _request(model, content, max_tokens=1)
         status = await answer(request, reference, header, image.to_shared(server.address))
+        end_s = time.monotonic() + REPORT_TIMEOUT_S
+        while status == 200 and receiver.num_loaded == before and time.monotonic() < end_s:  # noqa: ASYNC110 - a thread
+            await asyncio.sleep(0.01)
         if status != 200 or receiver.num_loaded == before:
             num_loaded = receiver.num_loaded - before
             raise EngineLoadError(f"a probe was answered with {status}, {num_loaded} embeddings were loaded")

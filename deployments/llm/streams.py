@@ -9,22 +9,8 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-async def prepend(first: T, pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """Yields `first` while the first of the pieces is produced, then the pieces."""
-    pending = asyncio.ensure_future(next_or_none(pieces))
-    try:
-        yield first
-        piece = await pending
-    finally:
-        await cancel_and_wait(pending)
-    if piece is not None:
-        yield piece
-        async for piece in pieces:
-            yield piece
-
-
 class PrefetchedStream(Generic[T]):
-    """A stream whose first piece is produced from construction on. Must be ended by `read` or `close`."""
+    """A stream whose first piece is produced from construction on. Must be ended by `read` or `aclose`."""
 
     def __init__(self, pieces: AsyncGenerator[T, None]) -> None:
         self._pieces = pieces
@@ -38,9 +24,9 @@ class PrefetchedStream(Generic[T]):
                 yield piece
                 piece = await next_or_none(self._pieces)
         finally:
-            await self.close()
+            await self.aclose()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Cancels the stream and waits until it has ended."""
         await cancel_and_wait(self._first)
         await self._pieces.aclose()

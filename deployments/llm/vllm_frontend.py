@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from deployments.common.api_error import error_head_and_body
 from deployments.common.messages import HttpRequest, ItemReference, ResponseHead
@@ -24,34 +21,8 @@ from deployments.vllm import compat
 from deployments.vllm.references import References
 from encoder.item_header import ChunkHeader, ItemHeader
 
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
 PIECE_BYTES = 2**20
 """Maximum bytes of a message to the ingress, whose gRPC client refuses those over 4 MiB."""
-
-
-@dataclass
-class RequestTimeline:
-    """Times at which a request's embeddings were received and its first token was produced."""
-
-    clock: compat.FirstTokenClock
-    received_epoch_s: float = 0.0
-    received_at_s: float = 0.0
-    """`time.perf_counter()` when the embeddings were received."""
-    received: asyncio.Event = field(default_factory=asyncio.Event)
-    trace: Context | None = field(default_factory=tracing.current_context)
-
-    def mark_received(self) -> None:
-        self.received_epoch_s, self.received_at_s = time.time(), time.perf_counter()
-        self.received.set()
-
-    @property
-    def first_token_s(self) -> float | None:
-        """Seconds from the embeddings to the first token, None before it; 0 if vLLM had the prompt in its prefix cache
-        and needed no embedding."""
-        first = self.clock.first_token_at_s
-        return None if first is None else max(0.0, first - self.received_at_s)
 
 
 class VllmFrontend:
@@ -76,7 +47,6 @@ class VllmFrontend:
         references: Sequence[ItemReference],
         headers: Sequence[ItemHeader | ChunkHeader | None],
         received: ReceivedEmbeddings,
-        timeline: RequestTimeline,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Yields a head, then body chunks of at most PIECE_BYTES; the head has the first if `request.body_in_head`.
 
@@ -88,13 +58,13 @@ class VllmFrontend:
         Raises WorkerEndedError before the head if the engine has ended and the answer would be an error: vLLM sends a
         500, or an event stream without a token.
         """
-        compat.first_token_clock.set(timeline.clock)
+        compat.first_token_clock.set(received.clock)
         compat.cache_salt.set(request.cache_salt)
         keys: list[str] = []
         start: compat.Message | None = None
         try:
             if None in headers:
-                await timeline.received.wait()
+                await received.complete.wait()
             for reference in references if headers else ():
                 header = headers[reference.item] or received.header(reference.item)
                 assert isinstance(header, ItemHeader), "a reference is to an item's first embedding"
@@ -106,10 +76,8 @@ class VllmFrontend:
                         continue
                     body, more_body = message.get("body", b""), message.get("more_body", False)
                     if start is not None:
-                        await timeline.received.wait()
-                        head = await self._make_head(
-                            start, body, request, received, timeline, has_images=bool(references)
-                        )
+                        await received.complete.wait()
+                        head = await self._make_head(start, body, request, received, has_images=bool(references))
                         start, body = None, head.body
                         num_in_head = PIECE_BYTES if request.body_in_head else 0
                         in_head, body = body[:num_in_head], body[num_in_head:]
@@ -119,9 +87,9 @@ class VllmFrontend:
                         yield body[begin : begin + PIECE_BYTES]
         finally:
             self.references.release(keys)
-            if (first_token_s := timeline.first_token_s) is not None:
-                generated_s = time.perf_counter() - timeline.received_at_s - first_token_s
-                tracing.record_span(Stage.GENERATE, generated_s, parent=timeline.trace)
+            if (first_token_s := received.first_token_s) is not None:
+                generated_s = time.perf_counter() - received.received_at_s - first_token_s
+                tracing.record_span(Stage.GENERATE, generated_s, parent=received.trace)
 
     async def _make_head(
         self,
@@ -129,13 +97,12 @@ class VllmFrontend:
         body: bytes,
         request: HttpRequest,
         received: ReceivedEmbeddings,
-        timeline: RequestTimeline,
         *,
         has_images: bool,
     ) -> ResponseHead:
         """Returns the head with the first chunk. Raises WorkerEndedError for an error of an engine that has ended."""
         head = ResponseHead(start["status"], list(start["headers"]), body)
-        no_token = timeline.first_token_s is None
+        no_token = received.first_token_s is None
         if (head.status >= 500 or no_token) and self._engine_died():
             raise WorkerEndedError("the engine has ended")
         if head.status == 500 and has_images and no_token:
@@ -143,28 +110,28 @@ class VllmFrontend:
             if dropped is not None:
                 refusal, refusal_body = error_head_and_body(dropped)
                 head = dataclasses.replace(refusal, body=refusal_body)
-        self._observe_timings(received, timeline)
+        self._observe_timings(received)
         timing = format_server_timing(
             received.images,
             received.transfer_s,
-            timeline.first_token_s,
+            received.first_token_s,
             None if received.path is None else received.path.value,
         )
         return dataclasses.replace(head, headers=[*head.headers, (b"server-timing", timing.encode())])
 
-    def _observe_timings(self, received: ReceivedEmbeddings, timeline: RequestTimeline) -> None:
+    def _observe_timings(self, received: ReceivedEmbeddings) -> None:
         if (transfer_s := received.transfer_s) is not None:
             self._times.observe(Histogram.TRANSFER_SECONDS, transfer_s)
             attributes = {"vitray.bytes": received.num_bytes}
             tracing.record_span(
                 Stage.TRANSFER,
                 transfer_s,
-                ended_s=timeline.received_epoch_s,
-                parent=timeline.trace,
+                ended_s=received.received_epoch_s,
+                parent=received.trace,
                 attributes=attributes,
             )
-        if (seconds := timeline.first_token_s) is not None:
+        if (seconds := received.first_token_s) is not None:
             self._times.observe(Histogram.LLM_FIRST_TOKEN_SECONDS, seconds)
             tracing.record_span(
-                Stage.FIRST_TOKEN, seconds, ended_s=timeline.received_epoch_s + seconds, parent=timeline.trace
+                Stage.FIRST_TOKEN, seconds, ended_s=received.received_epoch_s + seconds, parent=received.trace
             )

@@ -140,13 +140,9 @@ class Affinity:
     call unless it has too many cache hits in flight, whatever its other load. A retry exceeds the bound rather than
     return to the replica that failed it, and a refused call rather than return to a replica that refused it. Each
     router applies the bound to the calls that it sent, so their sum keeps it too.
-
-    Raises ValueError for a `load_factor` under 1, which could exclude every replica.
     """
 
     def __init__(self, *, load_factor: float = 1.25, separate_cache_hits: bool = False) -> None:
-        if not load_factor >= 1:
-            raise ValueError(f"load_factor is {load_factor}; it must be at least 1")
         self._load_factor = load_factor
         self._separate_cache_hits = separate_cache_hits
         self._names: list[str] = []
@@ -179,11 +175,7 @@ class Affinity:
             del self._cached[gone], self._reports[gone]
 
     def set_cached_keys(self, name: str, prefixes: bytes) -> None:
-        """Replaces the replica's cached keys by `prefixes`, a result of `concatenate_prefixes`. Raises ValueError if
-        its length is not a multiple of PREFIX_BYTES.
-        """
-        if len(prefixes) % PREFIX_BYTES:
-            raise ValueError(f"{len(prefixes)} bytes are published; they must be a multiple of {PREFIX_BYTES}")
+        """Replaces the replica's cached keys by `prefixes`, a result of `concatenate_prefixes`."""
         before, now = self._cached.get(name, frozenset()), frozenset(np.frombuffer(prefixes, ">u4").tolist())
         for prefix in before - now:
             self._replicas_by_prefix[prefix].discard(name)

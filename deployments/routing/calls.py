@@ -60,9 +60,6 @@ class GrpcCalls:
         self._calls: dict[ReplicaID, set[ReplicaResult]] = {}
         self._watching: dict[ReplicaID, asyncio.Task[None]] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._calls.values()))
-
     def track(self, replica: ReplicaID, call: ReplicaResult) -> None:
         self._calls.setdefault(replica, set()).add(call)
         call.add_done_callback(lambda _: self._untrack(replica, call))

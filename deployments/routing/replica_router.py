@@ -35,24 +35,14 @@ ACCEPT_S = 2.0
 class BoundedReplica(RunningReplica):
     """A replica that must accept or reject a call within ACCEPT_S."""
 
-    def __init__(
-        self,
-        replica_info: RunningReplicaInfo,
-        counts: Counters,
-        on_rejected: Callable[[PendingRequest, str], None],
-        by_grpc: GrpcCalls,
-    ) -> None:
-        """`on_rejected` is called with the call and this replica's unique id before Serve chooses again. `by_grpc`
-        tracks calls by gRPC, which does not report that the replica's host is lost."""
+    def __init__(self, replica_info: RunningReplicaInfo, router: ReplicaRouter) -> None:
         super().__init__(replica_info)
-        self._counts = counts
-        self._on_rejected = on_rejected
-        self._by_grpc = by_grpc
+        self._router = router
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         result = super().try_send_request(pr, with_rejection)
         if not is_by_reference(pr):
-            self._by_grpc.track(self.replica_id, result)
+            self._router.by_grpc.track(self.replica_id, result)
         if with_rejection:
             accepted = partial(self._wait_for_accept, pr, result, result.get_rejection_response)
             result.get_rejection_response = accepted  # type: ignore[method-assign]
@@ -70,11 +60,11 @@ class BoundedReplica(RunningReplica):
             async with asyncio.timeout(ACCEPT_S):
                 answer = await ask()
             if answer is not None and not answer.accepted:
-                self._on_rejected(pending, self.replica_id.unique_id)
+                self._router.on_rejected(pending, self.replica_id.unique_id)
             return answer
         except TimeoutError:
             result.cancel()
-            self._counts.add(Counter.CALL_ACCEPT_TIMEOUTS, target=self.replica_id.deployment_id.name)
+            self._router.counts.add(Counter.CALL_ACCEPT_TIMEOUTS, target=self.replica_id.deployment_id.name)
             silent = f"the call was not accepted in {ACCEPT_S:g} s"
             raise ActorUnavailableError(silent, self.actor_id.binary()) from None
 
@@ -86,14 +76,15 @@ class ReplicaRouter(PrivateRequestRouter):
         self._excluded: set[ReplicaID] = set()
         self._has_seen_own_version = self._is_version_gone = False
         self._routable: dict[ReplicaID, RunningReplica] = {}
-        self._by_grpc = GrpcCalls()
-        self._counts = Counters()
+        self.by_grpc = GrpcCalls()
+        """Calls by gRPC, which does not report that a replica's host is lost."""
+        self.counts = Counters()
 
     def create_replica_wrapper(self, replica_info: RunningReplicaInfo) -> RunningReplica:
-        return BoundedReplica(replica_info, self._counts, self.on_rejected, self._by_grpc)
+        return BoundedReplica(replica_info, self)
 
     def on_rejected(self, pending: PendingRequest, name: str) -> None:
-        """Called with a call that a replica has rejected."""
+        """Called with a call that the replica with this unique id has rejected, before Serve chooses again."""
 
     def exclude(self, name: str) -> None:
         """Excludes the replica with this unique id from routing until Serve removes it."""
@@ -124,4 +115,4 @@ class ReplicaRouter(PrivateRequestRouter):
     def _set_routable(self, replicas: list[RunningReplica]) -> None:
         """Sets the replicas that calls may be routed to."""
         before, self._routable = self._routable, {replica.replica_id: replica for replica in replicas}
-        self._by_grpc.watch_removed(replica for name, replica in before.items() if name not in self._routable)
+        self.by_grpc.watch_removed(replica for name, replica in before.items() if name not in self._routable)

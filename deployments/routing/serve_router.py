@@ -90,7 +90,7 @@ class AffinityRouter(ReplicaRouter):
             pending_request.routing_context.should_backoff = True  # Serve waits before it tries full replicas again
             call = self._call(pending_request)
             replaced = pending_request.metadata.internal_request_id if call.only_choose else None
-            self._counts.add(Counter.CHOICES_NOT_CALLED, self._choices.expire(replaced))
+            self.counts.add(Counter.CHOICES_NOT_CALLED, self._choices.expire(replaced))
             if self._names and not self._affinity.can_serve(call):
                 error = IdentityGoneError("no running replica has the call's identity")
                 if call.only_choose:
@@ -101,7 +101,7 @@ class AffinityRouter(ReplicaRouter):
         names = (await self._probe(call) if is_probed else []) or self._affinity.candidates(call)
         if pending_request is not None and call.only_choose and names:
             spilled = not is_probed and self._affinity.is_spill(names[0], call)
-            self._counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
+            self.counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
             self._choices.begin(pending_request.metadata.internal_request_id, names[0], call)
         return [[self._names[name]] for name in names if name in self._names]
 
@@ -113,7 +113,7 @@ class AffinityRouter(ReplicaRouter):
         """Routes a call that may be refused to other replicas from now on."""
         call = Call.from_session_id(pending.metadata.session_id)
         if call.refusable:
-            self._counts.add(Counter.ENCODER_REFUSALS)
+            self.counts.add(Counter.ENCODER_REFUSALS)
             refused_by = (*call.refused_by, name)
             pending.metadata.session_id = dataclasses.replace(call, refused_by=refused_by).to_session_id()
 
@@ -142,7 +142,7 @@ class AffinityRouter(ReplicaRouter):
             for task in probes.values():
                 task.cancel()
         if num_silent := len(names) - len(stats):
-            self._counts.add(Counter.LOAD_PROBE_TIMEOUTS, num_silent, target=self.deployment_name)
+            self.counts.add(Counter.LOAD_PROBE_TIMEOUTS, num_silent, target=self.deployment_name)
         first = rank_by_pending_prefill(call, stats)
         return [*first, *(name for name in ranked if name not in first)] if first else []
 
@@ -154,13 +154,13 @@ class AffinityRouter(ReplicaRouter):
         name = replica.replica_id.unique_id
         request = pending.metadata.internal_request_id
         if call.replica and self._choices.end(request) and name != call.replica:
-            self._counts.add(Counter.CHOICES_NOT_CALLED)
+            self.counts.add(Counter.CHOICES_NOT_CALLED)
         is_probed = self._should_probe(call)
         spilled = not is_probed and self._affinity.is_spill(name, call)
         active = self._affinity.begin(name, call, bounded=not is_probed)
         if active is None:
             return False
-        self._counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
+        self.counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
         self._active[replica.replica_id, request].append(active)
         if self._refusable and call.key is not None:
             sent = dataclasses.replace(call, refusable=call.cost > 0 and self._affinity.is_refusable(call))

@@ -5,6 +5,7 @@ Inside a replica, Serve adds the labels `application`, `deployment` and `replica
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import Enum
 
@@ -135,43 +136,10 @@ class Counter(Definition):
         "no_previous (the response that it continues was gone)."
     )
     RESPONSE_STORE_FAILURES = "Calls to the response store that failed or timed out; nothing was stored, or a 503 sent."
-    LISTENER_ERRORS = (
-        "Errors survived by the threads that connect encoders, language models and engines of one host. `operation`: "
-        "accept (a connection), message (handling a message)."
-    )
 
 
-LABELS = {
-    Counter.CACHE_HITS: "tier",
-    **dict.fromkeys((Counter.IMAGES_ENCODED, Counter.IMAGES_REFUSED), "medium"),
-    **dict.fromkeys(
-        (
-            Counter.EAGER_RUNS,
-            Counter.FUSED_KERNEL_FALLBACKS,
-            Counter.GPU_FAILURES,
-            Counter.SHED_TOKENS,
-            Counter.SHED_REQUESTS,
-            Counter.EARLY_PREFILLS_ABORTED,
-            Counter.RESPONSES_EVICTED,
-            Counter.TCP_ERRORS,
-        ),
-        "reason",
-    ),
-    **dict.fromkeys((Counter.AFFINITY_SPILLS, Counter.LOAD_PROBE_TIMEOUTS, Counter.CALL_ACCEPT_TIMEOUTS), "target"),
-    Counter.EMBEDDINGS_RECEIVED: "path",
-    Counter.EMBEDDING_BYTES_RECEIVED: "path",
-    Counter.DURATIONS_CLAMPED: "skew",
-    Counter.LISTENER_ERRORS: "operation",
-}
-"""Label of each counter that has one in addition to Serve's."""
-
-
-class Tier(Enum):
-    """Place where an embedding was cached; the label `tier`."""
-
-    REPLICA = "replica"
-    HOST = "host"
-    """A language model of the same host read the embedding from the encoder's memory without a call of the encoder."""
+LABELS = {counter: found[1] for counter in Counter if (found := re.search(r"`(\w+)`", counter.value))}
+"""Label of each counter that has one in addition to Serve's: its help text has it in backticks."""
 
 
 class Gauge(Definition):
@@ -217,7 +185,7 @@ class Counters:
     """Counters of one replica. Must be created in the replica, which determines Serve's labels. Thread-safe.
 
     counts = Counters()
-    counts.add(Counter.CACHE_HITS, tier=Tier.REPLICA.value)
+    counts.add(Counter.CACHE_HITS, tier="replica")
     """
 
     def __init__(self) -> None:
@@ -268,13 +236,11 @@ class RunMetrics:
             (Counter.GEOMETRY_CACHE_HITS, now.grid_hits, before.grid_hits),
             (Counter.GEOMETRY_CACHE_MISSES, now.grid_misses, before.grid_misses),
         ):
-            if new > old:
-                self._counts.add(count, new - old)
+            self._counts.add(count, new - old)
         if now.fusion_fallback is not None and before.fusion_fallback is None:
             self._counts.add(Counter.FUSED_KERNEL_FALLBACKS, reason=now.fusion_fallback.value)
         for reason, new in now.eager_runs.items():
-            if new > before.eager_runs.get(reason, 0):
-                self._counts.add(Counter.EAGER_RUNS, new - before.eager_runs.get(reason, 0), reason=reason)
+            self._counts.add(Counter.EAGER_RUNS, new - before.eager_runs.get(reason, 0), reason=reason)
 
 
 class AdmissionMetrics:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from ray import serve
@@ -54,21 +55,13 @@ def otlp() -> list[SpanProcessor]:
         ImportError: the exporter is not installed (`pip install 'vitray[otel]'`).
         ValueError: the protocol is another one.
     """
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-    exporter: SpanExporter
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        exporter = GrpcExporter()
-    elif protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-        exporter = HttpExporter()
-    else:
+    if protocol not in ("grpc", "http/protobuf"):
         raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}; it must be grpc or http/protobuf")
-    return [BatchSpanProcessor(exporter)]
+    exporter = import_module(f"opentelemetry.exporter.otlp.proto.{protocol.partition('/')[0]}.trace_exporter")
+    return [BatchSpanProcessor(exporter.OTLPSpanExporter())]
 
 
 def current_context() -> Context | None:

@@ -6,9 +6,10 @@ import mmap
 import struct
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from deployments.common.messages import EncodedImage, SharedEmbedding, tensor_of_bytes
+from deployments.common.messages import EncodedImage, SharedEmbedding
 
 HEADER_BYTES = mmap.PAGESIZE
 """One page, so that the embedding starts at a page boundary."""
@@ -54,7 +55,7 @@ def embedding_view(flat: Tensor, header: Header) -> Tensor:
     Raises WrongEmbeddingError if another embedding or none is stored there.
     """
     verify_header(flat[: len(EMPTY_HEADER)].numpy().tobytes(), header)
-    return tensor_of_bytes(flat[HEADER_BYTES:][: header.num_bytes], header.dtype, header.shape)
+    return flat[HEADER_BYTES:][: header.num_bytes].view(getattr(torch, header.dtype)).view(header.shape)
 
 
 def verify_header(found: bytes | memoryview, expected: Header) -> None:

@@ -7,18 +7,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
-from typing import Any, Protocol
+from typing import Any
 
 from deployments.common.child_process import spawn
 from deployments.transfer.rdma import NixlMemory, NixlRead, NotInstalledError, ReadError
-from deployments.transfer.shared_memory import Arena, ArenaHandle
+from deployments.transfer.shared_memory import Arena
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,18 +45,15 @@ class Endpoint:
     """Address of the arena in the RDMA process."""
 
 
-class Read(Protocol):
-    """A read in flight."""
-
-    def done(self) -> bool:
-        """Whether all bytes have arrived; must be polled until they have. Raises ReadError."""
-        ...
+Read = Callable[[], bool]
+"""A read in flight: returns whether all bytes have arrived, and must be called until they have. Raises ReadError; after
+the end of its process, nothing is written any more."""
 
 
-def serve(pipe: connection.Connection, handle: ArenaHandle, make_memory: Callable[[], NixlMemory] = NixlMemory) -> None:
-    """Runs in the child: sends the endpoint or the error of its start, then answers calls until the pipe closes."""
+def serve(pipe: connection.Connection, arena: mmap.mmap, make_memory: Callable[[], NixlMemory] = NixlMemory) -> None:
+    """Runs in the child, which has the parent's arena as a map: sends the endpoint or the error of its start, then
+    answers calls until the pipe closes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    arena = handle.open()
     address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
     try:
         memory = make_memory()
@@ -104,7 +103,7 @@ class RdmaProcess:
     rdma = RdmaProcess()
     rdma.start(arena)
     read = rdma.read(agent_metadata, source, offset, num_bytes)
-    while not read.done(): ...
+    while not read(): ...
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class RdmaProcess:
         if child is None:
             raise ReadError(ENDED)
         self._call(child, "read", self._num_reads, agent_metadata, source, offset, num_bytes, notify)
-        return _ProcessRead(self, child, self._num_reads)
+        return partial(self._call, child, "done", self._num_reads)
 
     def disconnect(self, agent_metadata: bytes) -> None:
         """Closes the connection; a later read opens a new one."""
@@ -210,21 +209,12 @@ class RdmaProcess:
         return self._pause_s
 
 
-class _ProcessRead:
-    def __init__(self, process: RdmaProcess, child: _Child, number: int) -> None:
-        self._process, self._child, self._number = process, child, number
-
-    def done(self) -> bool:
-        """See `Read`. After the end of its process, nothing is written any more."""
-        return bool(self._process._call(self._child, "done", self._number))  # noqa: SLF001
-
-
 class _Child:
     """One process."""
 
     def __init__(self, arena: Arena, run: Callable[..., None]) -> None:
         """Raises NotInstalledError, or OSError if the system cannot start a process."""
-        self._pipe, self._process = spawn(run, arena.handle(), name="rdma")
+        self._pipe, self._process = spawn(run, arena, name="rdma")
         late = NotInstalledError(f"NIXL does not start in {START_TIMEOUT_S:g} s")
         try:
             started = self._pipe.recv() if self._pipe.poll(START_TIMEOUT_S) else late

@@ -8,10 +8,7 @@ import secrets
 import threading
 import time
 
-import torch
-from torch import Tensor
-
-from deployments.transfer.header import EMPTY_HEADER, Header, WrongEmbeddingError, embedding_view
+from deployments.transfer.header import EMPTY_HEADER, Header
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import Allocation, Arena
 
@@ -22,21 +19,13 @@ WAIT_POLL_S = 0.002
 
 
 class ReceivedEmbedding:
-    """`same_host.EmbeddingLease` on an embedding in the buffer. After `release`, its memory is freed with its last
-    tensor."""
+    """An embedding in the buffer, which stays in place until `release`."""
 
     def __init__(self, memory: Allocation, header: Header) -> None:
         self._memory: Allocation | None = memory
         self.header = header
         self.offset = memory.offset
         """Offset of the header in the buffer, in bytes."""
-
-    def tensor(self) -> Tensor:
-        """Returns the embedding `[num_tokens, width]`, which keeps the memory. Raises WrongEmbeddingError, also after
-        `release`."""
-        if self._memory is None:
-            raise WrongEmbeddingError("the embedding was released")
-        return view(self._memory, self.header)
 
     def release(self) -> None:
         self._memory = None
@@ -61,7 +50,7 @@ class ReceiveBuffer:
         deadline = time.monotonic() + self.timeout_s
         if self._turn.acquire(timeout=self.timeout_s):
             try:
-                while (memory := self.try_allocate(num_bytes)) is None and time.monotonic() < deadline:
+                while (memory := self._allocate(num_bytes)) is None and time.monotonic() < deadline:
                     time.sleep(WAIT_POLL_S)
             finally:
                 self._turn.release()
@@ -70,7 +59,10 @@ class ReceiveBuffer:
         raise EmbeddingUnavailableError(f"no room for an embedding of {num_bytes} bytes in {self.timeout_s} s")
 
     def try_allocate(self, num_bytes: int) -> Allocation | None:
-        """Returns None if there is no space now."""
+        """Returns None if there is no space now, or another transfer waits for it."""
+        return None if self._turn.locked() else self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> Allocation | None:
         memory = self.arena.allocate(num_bytes)
         if memory is not None:
             self.arena.write(memory.offset, EMPTY_HEADER)
@@ -86,8 +78,3 @@ class ReceiveBuffer:
         """Writes the header of an embedding that is complete."""
         self.arena.write(memory.offset, header.to_bytes())
         return ReceivedEmbedding(memory, header)
-
-
-def view(memory: Allocation, header: Header) -> Tensor:
-    """Returns the embedding `[num_tokens, width]`, which keeps the memory. Raises WrongEmbeddingError."""
-    return embedding_view(torch.from_numpy(memory.array((memory.num_bytes,))), header)

@@ -10,18 +10,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
 from deployments.common.messages import RemoteLocation, SharedEmbedding
-from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError
+from deployments.transfer.header import HEADER_BYTES, Header, WrongEmbeddingError, verify_header
 from deployments.transfer.rdma import ReadError
 from deployments.transfer.rdma_process import RdmaProcess, Read
-from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding, view
+from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import Allocation
-from deployments.transfer.unix_socket import ListenerError, OnError
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,20 +50,10 @@ class RemoteReader:
     received.release()
     """
 
-    def __init__(
-        self,
-        rdma: RdmaProcess,
-        buffer: ReceiveBuffer,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        on_error: OnError = lambda _: None,
-    ) -> None:
-        """`rdma`: not started. `on_error` is called on the reading thread when it survived an error.
-
-        Raises NotInstalledError if NIXL cannot be used.
-        """
+    def __init__(self, rdma: RdmaProcess, buffer: ReceiveBuffer) -> None:
+        """`rdma`: not started. Raises NotInstalledError if NIXL cannot be used."""
         rdma.start(buffer.arena)
-        self._rdma, self._buffer, self._clock, self._on_error = rdma, buffer, clock, on_error
+        self._rdma, self._buffer = rdma, buffer
         self.timeout_s = buffer.timeout_s
         self._requests: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._pending: list[_Pending] = []
@@ -89,7 +77,7 @@ class RemoteReader:
         num_bytes = image.num_bytes + HEADER_BYTES
         self._buffer.check(num_bytes)
         received: Future[ReceivedEmbedding] = Future()
-        deadline = self._clock() + self.timeout_s
+        deadline = time.monotonic() + self.timeout_s
         self._requests.put(_Pending(Header.of(image), num_bytes, image.remote, deadline, received))
         return received
 
@@ -128,56 +116,42 @@ class RemoteReader:
                 if pending.read is None:
                     if pending.received.done():
                         return True
-                    self._start(pending)
-                elif pending.read.done() and self._complete(pending):
+                    pending.memory = self._buffer.try_allocate(pending.num_bytes)
+                    if pending.memory is not None:
+                        self._connected.add(pending.source.agent_metadata)
+                        self._read(pending, pending.memory, pending.num_bytes)
+                elif pending.read() and self._complete(pending):
                     return True
-            except ReadError as error:
+            except ReadError:
                 self._connected.discard(pending.source.agent_metadata)
                 self._rdma.disconnect(pending.source.agent_metadata)
-                _fail(pending, str(error))
-                return True
-        except WrongEmbeddingError as error:
-            _fail(pending, str(error))
-            return True
+                raise
         except Exception as error:  # this thread must not die: later readers would wait for ever
-            logger.exception("an embedding could not be received")
-            self._on_error(ListenerError.MESSAGE)
+            if not isinstance(error, ReadError | WrongEmbeddingError):
+                logger.exception("an embedding could not be received")
             _fail(pending, str(error))
             return True
-        if self._clock() >= pending.deadline:
+        if time.monotonic() >= pending.deadline:
             missing = "room" if pending.read is None else "bytes"
             _fail(pending, f"no {missing} for an embedding of {pending.num_bytes} bytes in {self.timeout_s} s")
         return False
 
-    def _start(self, pending: _Pending) -> None:
-        """Starts the read if there is space."""
-        pending.memory = self._buffer.try_allocate(pending.num_bytes)
-        if pending.memory is not None:
-            self._connected.add(pending.source.agent_metadata)
-            self._read(pending, pending.num_bytes)
-
     def _complete(self, pending: _Pending) -> bool:
         assert pending.memory is not None
-        view(pending.memory, pending.header)
+        verify_header(pending.memory.array((HEADER_BYTES,)).data, pending.header)
         if pending.received.done():
             return True
         if not pending.is_body_read:  # the header may have changed while the bytes were read
             pending.is_body_read = True
-            self._read(pending, HEADER_BYTES, notify=pending.source.lease)
+            self._read(pending, pending.memory, HEADER_BYTES, notify=pending.source.lease)
             return False
-        _succeed(pending)
+        with contextlib.suppress(InvalidStateError):  # its reader cancelled it
+            pending.received.set_result(ReceivedEmbedding(pending.memory, pending.header))
         return True
 
-    def _read(self, pending: _Pending, num_bytes: int, *, notify: bytes = b"") -> None:
-        assert pending.memory is not None
-        source, offset = pending.source, pending.memory.offset
-        pending.read = self._rdma.read(source.agent_metadata, source.address, offset, num_bytes, notify=notify)
-
-
-def _succeed(pending: _Pending) -> None:
-    assert pending.memory is not None
-    with contextlib.suppress(InvalidStateError):  # its reader cancelled it
-        pending.received.set_result(ReceivedEmbedding(pending.memory, pending.header))
+    def _read(self, pending: _Pending, memory: Allocation, num_bytes: int, *, notify: bytes = b"") -> None:
+        agent, address = pending.source.agent_metadata, pending.source.address
+        pending.read = self._rdma.read(agent, address, memory.offset, num_bytes, notify=notify)
 
 
 def _fail(pending: _Pending, why: str) -> None:

@@ -14,12 +14,15 @@ import time
 from deployments.common.messages import EncodedImage, RemoteLocation
 from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.shared_store import EmbeddingStore
-from deployments.transfer.unix_socket import ListenerError, OnError
 
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.0002
-"""Pause between polls of the network while any embedding is published."""
+"""Pause between polls of the network after an embedding was published."""
+RECENT_S = 10.0
+"""Time for that from the last publication: by then its reader has read it, or given up (`receive_buffer.TIMEOUT_S`)."""
+SLOW_POLL_S = 0.02
+"""Pause between polls after that time, while any embedding is published: its reader may never notify."""
 ERROR_PAUSE_S = 1.0
 """Pause after a failed poll."""
 
@@ -27,22 +30,16 @@ ERROR_PAUSE_S = 1.0
 class RemoteSender:
     """Publishes embeddings of a store. Thread-safe; its own thread polls the network."""
 
-    def __init__(self, store: EmbeddingStore, rdma: RdmaProcess, *, on_error: OnError = lambda _: None) -> None:
-        """`rdma`: not started. `on_error` is called on the polling thread when it survived an error.
-
-        Raises NotInstalledError if NIXL cannot be used.
-        """
-        self._store, self._rdma, self._on_error = store, rdma, on_error
+    def __init__(self, store: EmbeddingStore, rdma: RdmaProcess) -> None:
+        """`rdma`: not started. Raises NotInstalledError if NIXL cannot be used."""
+        self._store, self._rdma = store, rdma
         rdma.start(store.arena)
         self._leases: set[bytes] = set()
+        self._published_at_s = 0.0  # the last time
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="remote-sender", daemon=True)
         self._thread.start()
-
-    def __len__(self) -> int:
-        """Number of published embeddings."""
-        return len(self._leases)
 
     @property
     def is_alive(self) -> bool:
@@ -57,6 +54,7 @@ class RemoteSender:
             return None
         with self._changed:
             self._leases.add(lease)
+            self._published_at_s = time.monotonic()
             self._changed.notify()
         return RemoteLocation(endpoint.agent_metadata, endpoint.address + offset, lease)
 
@@ -75,9 +73,10 @@ class RemoteSender:
                 self._process_notifications()
             except Exception:
                 logger.exception("notifications of readers on other hosts could not be read")
-                self._on_error(ListenerError.MESSAGE)
                 time.sleep(ERROR_PAUSE_S)
-            time.sleep(POLL_S)
+            with self._changed:
+                is_recent = time.monotonic() - self._published_at_s < RECENT_S
+                self._changed.wait(POLL_S if is_recent else SLOW_POLL_S)
         self._rdma.close()
 
     def _process_notifications(self) -> None:

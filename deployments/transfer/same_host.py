@@ -9,25 +9,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import mmap
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from msgspec import Struct, field
 from msgspec.json import Decoder
-from torch import Tensor
 
 from deployments.common.messages import EncodedImage
 from deployments.transfer import unix_socket
-from deployments.transfer.header import Header, embedding_view
+from deployments.transfer.header import Header
 from deployments.transfer.shared_store import EmbeddingStore
-from deployments.transfer.unix_socket import Listener, OnError, Sender
+from deployments.transfer.unix_socket import Listener, Sender
 
 logger = logging.getLogger("ray.serve")
 
@@ -71,37 +68,19 @@ class EmbeddingUnavailableError(RuntimeError):
     """The embedding is not available at its stated location; calling the encoder again may help."""
 
 
-class ShmServer:
+class ShmServer(Listener):
     """Serves the embeddings of a store to clients on this host, on its own threads, until `close`."""
 
-    def __init__(
-        self,
-        store: EmbeddingStore,
-        *,
-        on_direct_read: Callable[[str], None] = lambda digest: None,
-        on_error: OnError = lambda _: None,
-    ) -> None:
-        """`on_direct_read` receives the digest of each embedding that was acquired without a call of the encoder;
-        `on_error` is called when a thread survived an error. Both are called on the server's threads."""
-        self.store = store
-        self._on_direct_read, self._on_error = on_direct_read, on_error
-        self._listener = Listener(self._serve, name="shm-server", on_error=on_error)
-        self.address = self._listener.address
+    def __init__(self, store: EmbeddingStore, *, on_direct_read: Callable[[str], None] = lambda digest: None) -> None:
+        """`on_direct_read` receives, on one of the server's threads, the digest of each embedding that was acquired
+        without a call of the encoder."""
+        self.store, self._on_direct_read = store, on_direct_read
+        super().__init__(self._serve_client, name="shm-server")
 
-    @property
-    def is_alive(self) -> bool:
-        """False if the thread that accepts clients died; True after `close`."""
-        return self._listener.is_alive
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve_client(self, connection: socket.socket) -> None:
         leased: dict[int, EncodedImage] = {}
         unix_socket.send(connection, self._hello(), self.store.arena.file)
-        unix_socket.handle_messages(
-            connection, REQUEST, lambda request, _: self._handle(request, connection, leased), on_error=self._on_error
-        )
+        unix_socket.handle_messages(connection, REQUEST, lambda request, _: self._handle(request, connection, leased))
 
     def _hello(self) -> Hello:
         return Hello(self.store.arena.num_bytes, PROTOCOL)
@@ -123,35 +102,19 @@ class ShmServer:
             self._on_direct_read(request.digest)
 
 
-class EmbeddingLease(Protocol):
-    """A reader's right to one copy of an embedding, which stays in place until `release`. Implemented by `Lease` and
-    `receive_buffer.ReceivedEmbedding`."""
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def header(self) -> Header: ...
-
-    def tensor(self) -> Tensor: ...
-
-    def release(self) -> None: ...
-
-
 class ShmClient:
-    """Client of one server, whose memory it maps. Acquired embeddings stay readable after the server has ended.
+    """Client of one server, whose memory is `num_bytes` of `file`. Acquired embeddings stay readable after the server
+    has ended.
 
     client = ShmClient(image.server)
     lease = client.acquire(Header.of(image)).result()
-    embedding = lease.tensor()
+    …  # the engine reads the embedding at lease.offset
     lease.release()
     """
 
-    def __init__(self, address: str, *, on_error: OnError = lambda _: None) -> None:
-        """`on_error` is called on the listening thread when it survived an error.
-
-        Raises EmbeddingUnavailableError if no server answers, as on another host, or if its protocol version differs.
-        """
+    def __init__(self, address: str) -> None:
+        """Raises EmbeddingUnavailableError if no server answers, as on another host, or if its protocol version
+        differs."""
         self.address = address
         try:
             self._connection = unix_socket.connect(address, timeout_s=TIMEOUT_S)
@@ -161,14 +124,11 @@ class ShmClient:
         except OSError as error:
             raise EmbeddingUnavailableError(f"cannot connect to the encoder's embedding server: {error}") from error
         hello, self.file = received[0], received[1]
+        weakref.finalize(self, os.close, self.file)
         if hello.protocol != PROTOCOL:
             self._connection.close()
             raise EmbeddingUnavailableError(f"the server's protocol is {hello.protocol}, the client's {PROTOCOL}")
         self.num_bytes = hello.num_bytes
-        # Mapped writable: CUDA does not pin read-only memory.
-        self.memory = mmap.mmap(self.file, self.num_bytes)
-        self._flat = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self._on_error = on_error
         self._sender = Sender(self._connection)
         self._ids = itertools.count()
         self._lock = threading.Lock()
@@ -193,10 +153,6 @@ class ShmClient:
             acquired.set_exception(EmbeddingUnavailableError("the server has ended"))
         return acquired
 
-    def tensor(self, offset: int, header: Header) -> Tensor:
-        """Returns the embedding `[num_tokens, width]`, a view of the server's memory. Raises WrongEmbeddingError."""
-        return embedding_view(self._flat[offset:], header)
-
     def release(self, lease: int) -> None:
         """Releases a lease; no effect if it was released before."""
         self._send(Release(lease))
@@ -213,7 +169,7 @@ class ShmClient:
 
     def _listen(self) -> None:
         try:
-            unix_socket.handle_messages(self._connection, ANSWER, self._handle, on_error=self._on_error)
+            unix_socket.handle_messages(self._connection, ANSWER, self._handle)
         finally:
             with self._lock:
                 self.is_alive = False
@@ -235,24 +191,17 @@ class ShmClient:
         else:
             self.release(answer.lease)
 
-    def __del__(self) -> None:
-        if hasattr(self, "file"):
-            os.close(self.file)
-
 
 @dataclass(frozen=True)
 class Lease:
-    """`EmbeddingLease` on memory of a server on this host."""
+    """A reader's right to one copy of an embedding in memory of a server on this host, which stays in place until
+    `release`."""
 
     client: ShmClient
     id: int
     offset: int
     """Offset of the header in bytes."""
     header: Header
-
-    def tensor(self) -> Tensor:
-        """Returns the embedding `[num_tokens, width]`, a view of the encoder's memory. Raises WrongEmbeddingError."""
-        return self.client.tensor(self.offset, self.header)
 
     def release(self) -> None:
         self.client.release(self.id)

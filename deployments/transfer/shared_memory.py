@@ -11,9 +11,10 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from multiprocessing import reduction
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +29,10 @@ class Arena:
         """`num_bytes` is rounded up to whole pages, which take memory when they are first written to. `purpose` is part
         of the memfd's name."""
         self.num_bytes = _round_up_to_pages(num_bytes)
-        self._file = os.memfd_create(f"vitray-{purpose}", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self._file, self.num_bytes)
-            self._memory = mmap.mmap(self._file, self.num_bytes)
-        except BaseException:
-            os.close(self._file)
-            raise
+        self.file = os.memfd_create(f"vitray-{purpose}", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, self.num_bytes)
+        self._memory = mmap.mmap(self.file, self.num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)]  # (start, end), ascending, never adjacent
@@ -58,15 +56,6 @@ class Arena:
                     return Allocation(self, start, size_bytes)
         return None
 
-    @property
-    def file(self) -> int:
-        """File descriptor, open while the arena exists."""
-        return self._file
-
-    def handle(self) -> ArenaHandle:
-        """Returns an argument for a child process that is started by the method "spawn"."""
-        return ArenaHandle(self._file, self.num_bytes)
-
     def write(self, offset: int, content: bytes) -> None:
         """Writes bytes at offset `offset`, inside an allocation of the caller."""
         self._memory[offset : offset + len(content)] = content
@@ -86,9 +75,9 @@ class Arena:
                 merged.append((start, end))
         self._free = merged
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
+    def __reduce__(self) -> tuple[object, ...]:
+        """A child process that is started by the method "spawn" gets the memory, mapped, instead of this argument."""
+        return _map_inherited, (reduction.DupFd(self.file), self.num_bytes)
 
 
 class Allocation:
@@ -117,30 +106,11 @@ class _View:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": (address, False)}
 
 
-class _InheritedFile(Protocol):
-    """Type of an unpickled `reduction.DupFd` in the child."""
-
-    def detach(self) -> int: ...
-
-
-class ArenaHandle:
-    """Handle by which a child process, which inherits the file, maps an arena."""
-
-    def __init__(self, file: int, num_bytes: int) -> None:
-        self._file, self._num_bytes = file, num_bytes
-
-    def open(self) -> mmap.mmap:
-        """Maps the arena's memory, once, in the child."""
-        memory = mmap.mmap(self._file, self._num_bytes)
-        os.close(self._file)
-        return memory
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _unpickle_handle, (reduction.DupFd(self._file), self._num_bytes)
-
-
-def _unpickle_handle(file: _InheritedFile, num_bytes: int) -> ArenaHandle:
-    return ArenaHandle(file.detach(), num_bytes)
+def _map_inherited(inherited: Any, num_bytes: int) -> mmap.mmap:  # noqa: ANN401 - an unpickled `reduction.DupFd`
+    file = inherited.detach()
+    memory = mmap.mmap(file, num_bytes)
+    os.close(file)
+    return memory
 
 
 def _round_up_to_pages(num_bytes: int) -> int:

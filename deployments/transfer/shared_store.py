@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,8 +33,10 @@ class _Offer:
     """An embedding that readers are about to acquire."""
 
     image: EncodedImage
-    offered_at_s: deque[float] = field(default_factory=deque)
-    """Time of the offer to each reader, ascending."""
+    number: int
+    """Readers that have not acquired it; those whose requests were cancelled remain until the offer expires."""
+    offered_at_s: float
+    """Time of the last offer."""
 
 
 class EmbeddingStore:
@@ -65,7 +67,8 @@ class EmbeddingStore:
     def allocate(self, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Allocates an embedding `[num_tokens, width]`, freed with the tensor and its views. Returns None if full.
 
-        If memory is needed, offers end that are older than MIN_OFFER_AGE_S and than any recently read offer was.
+        If memory is needed, offers end that are older than MIN_OFFER_AGE_S and than any recently read offer was. The
+        age of several offers of one embedding is that of the last one.
         """
         num_bytes = num_tokens * width * dtype.itemsize
         memory = self.arena.allocate(HEADER_BYTES + num_bytes)
@@ -106,13 +109,12 @@ class EmbeddingStore:
         by `acquire`."""
         key = reader or image.digest
         with self._lock:
-            held = self._private_bytes() if self.offset_of(image) is None else 0
+            held = self._private_bytes_besides(image) if self.offset_of(image) is None else 0
             if held and held + image.num_bytes > self.arena.num_bytes:
                 return False
             published = self.publish(image)
             offer = self._offers.pop(key, None)
-            self._offers[key] = _Offer(published, offer.offered_at_s if offer else deque())
-            self._offers[key].offered_at_s.append(self._clock())
+            self._offers[key] = _Offer(published, 1 + (offer.number if offer else 0), self._clock())
         return True
 
     def acquire(self, digest: str, *, offered: bool = True) -> EncodedImage | None:
@@ -127,12 +129,13 @@ class EmbeddingStore:
         return image
 
     def end_offer(self, key: str) -> None:
-        """Ends the oldest offer for `key`, a digest or the name of a reader, which has read the embedding."""
+        """Ends one offer for `key`, a digest or the name of a reader, which has read the embedding."""
         with self._lock:
             offer = self._offers.get(key)
             if offer is not None:
-                self._recent_waits_s.append(self._clock() - offer.offered_at_s.popleft())
-                if not offer.offered_at_s:
+                self._recent_waits_s.append(self._clock() - offer.offered_at_s)
+                offer.number -= 1
+                if not offer.number:
                     del self._offers[key]
 
     def is_offered(self, key: str) -> bool:
@@ -149,17 +152,18 @@ class EmbeddingStore:
         offset = image.bits.ctypes.data - self.arena.address - HEADER_BYTES
         return offset if 0 <= offset <= self.arena.num_bytes - HEADER_BYTES - image.bits.nbytes else None
 
-    def _private_bytes(self) -> int:
-        images = {id(offer.image): offer.image for offer in self._offers.values()}
-        return sum(image.num_bytes for image in images.values() if self.offset_of(image) is None)
+    def _private_bytes_besides(self, image: EncodedImage) -> int:
+        offered = {id(offer.image.bits): offer.image for offer in self._offers.values()}
+        offered.pop(id(image.bits), None)
+        return sum(other.num_bytes for other in offered.values() if self.offset_of(other) is None)
 
     def _end_offers(self, age_s: float) -> int:
         """Ends entries whose last offer is `age_s` old or older. Returns the number of offers that ended."""
         until, ended = self._clock() - age_s, 0
         while self._offers:
             key, offer = next(iter(self._offers.items()))
-            if offer.offered_at_s[-1] > until:
+            if offer.offered_at_s > until:
                 break
             del self._offers[key]
-            ended += len(offer.offered_at_s)
+            ended += offer.number
         return ended

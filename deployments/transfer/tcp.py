@@ -3,8 +3,8 @@
 Both ends prove that they know the application's secret, by HMAC-SHA256 over nonces of both, before any other byte is
 sent. The bytes that follow are neither encrypted nor signed.
 
-A client sends `Request`s, one at a time. The server answers each with the embedding's header and the embedding, or with
-EMPTY_HEADER if it does not have it.
+A client sends requests, packed by REQUEST, one at a time. The server answers each with the embedding's header and the
+embedding, or with EMPTY_HEADER if it does not have it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import secrets
 import socket
 import struct
 import time
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -30,11 +29,11 @@ TRANSFER_TIMEOUT_S = 30.0
 PIECE_BYTES = 2**20
 MIN_SECRET_BYTES = 32
 SECRET_NAME = "vitray-tcp-secret"
+REQUEST = struct.Struct("<32s?")
+"""The digest of the embedding, and whether it is read directly, as in `same_host.Acquire`."""
 
 _MAGIC = b"vitray-tcp-1"
 _NONCE_BYTES = _PROOF_BYTES = 32
-_REQUEST = struct.Struct("<32sB")
-REQUEST_BYTES = _REQUEST.size
 
 
 class AuthenticationError(ConnectionError):
@@ -63,29 +62,6 @@ def error_of(error: Exception) -> TcpError:
     if isinstance(error, TimeoutError):
         return TcpError.TIMEOUT
     return TcpError.CONNECTION if isinstance(error, OSError) else TcpError.MISMATCH
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for one embedding."""
-
-    digest: str
-    """64 hexadecimal characters."""
-    direct_read: bool
-    """As in `same_host.Acquire`."""
-
-    def to_bytes(self) -> bytes:
-        return _REQUEST.pack(bytes.fromhex(self.digest), self.direct_read)
-
-    @classmethod
-    def from_bytes(cls, frame: bytes) -> Request:
-        """Raises ValueError for a frame that is not a request."""
-        if len(frame) != REQUEST_BYTES:
-            raise ValueError(f"a request has {REQUEST_BYTES} bytes, got {len(frame)}")
-        digest, direct_read = _REQUEST.unpack(frame)
-        if direct_read > 1:
-            raise ValueError(f"the last byte of a request is 0 or 1, got {direct_read}")
-        return cls(digest.hex(), bool(direct_read))
 
 
 def get_secret(config: TcpConfig, application: str) -> bytes:

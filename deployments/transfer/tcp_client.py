@@ -15,7 +15,7 @@ from deployments.transfer.header import EMPTY_HEADER, HEADER_BYTES, Header, Wron
 from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import Allocation
-from deployments.transfer.tcp import Request, TcpError
+from deployments.transfer.tcp import TcpError
 from deployments.transfer.unix_socket import shut_down
 
 UNUSED_S = 60.0
@@ -51,10 +51,6 @@ class TcpClient:
         self._closed = False
         self.last_used_s = time.monotonic()
 
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
-
     def fetch(self, header: Header, *, direct_read: bool = False) -> Future[ReceivedEmbedding]:
         """Reads an embedding. The future raises EmbeddingUnavailableError. `direct_read`: as of `ShmClient.acquire`."""
         self.last_used_s = now = time.monotonic()
@@ -74,13 +70,13 @@ class TcpClient:
     def _fetch(self, header: Header, direct_read: bool, deadline: float) -> ReceivedEmbedding:
         try:
             try:
-                connection = self._idle.pop()
+                return self._fetch_over(self._idle.pop(), header, direct_read, deadline)
             except IndexError:
-                return self._fetch_over(self._connect(), header, direct_read, deadline)
-            try:
-                return self._fetch_over(connection, header, direct_read, deadline)
-            except ConnectionError:  # the server may have restarted since the last transfer
-                return self._fetch_over(self._connect(), header, direct_read, deadline)
+                pass
+            except OSError as error:  # the server may have restarted since the last transfer, or the network failed
+                if isinstance(error, TimeoutError) and error.errno is None:  # the time limit of this transfer
+                    raise
+            return self._fetch_over(self._connect(), header, direct_read, deadline)
         except (OSError, WrongEmbeddingError) as error:
             failed, reason = tcp.error_of(error), str(error)
         # Not chained: the frames of the first error hold memory of the buffer.
@@ -111,7 +107,7 @@ class TcpClient:
         try:
             # Before the request: a server must not wait for this buffer in the middle of a transfer.
             memory = self._buffer.allocate(HEADER_BYTES + header.num_bytes)
-            connection.sendall(Request(header.digest, direct_read).to_bytes())
+            connection.sendall(tcp.REQUEST.pack(bytes.fromhex(header.digest), direct_read))
             found = tcp.receive(connection, len(EMPTY_HEADER), deadline)
             if found != EMPTY_HEADER:
                 verify_header(found, header)
@@ -148,10 +144,6 @@ class TcpClients:
         """As of `TcpClient`."""
         self._secret, self._buffer, self._on_error = secret, buffer, on_error
         self._clients: dict[str, TcpClient] = {}
-
-    def __len__(self) -> int:
-        """Number of servers."""
-        return len(self._clients)
 
     def fetch(self, address: str, header: Header, *, direct_read: bool = False) -> Future[ReceivedEmbedding]:
         """As `TcpClient.fetch`. Raises EmbeddingUnavailableError without an address."""

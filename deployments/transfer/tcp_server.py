@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import logging
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
+import psutil
 import ray
 
 from configs.schema import TcpConfig
@@ -20,8 +18,8 @@ from deployments.common.messages import EncodedImage
 from deployments.transfer import tcp
 from deployments.transfer.header import EMPTY_HEADER, Header
 from deployments.transfer.shared_store import EmbeddingStore
-from deployments.transfer.tcp import Request, TcpError
-from deployments.transfer.unix_socket import Listener, OnError
+from deployments.transfer.tcp import TcpError
+from deployments.transfer.unix_socket import Listener
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,11 +28,9 @@ MAX_CONNECTIONS = 1024
 MAX_UNAUTHENTICATED = 64
 """Connections whose client has not proved yet that it knows the secret."""
 BACKLOG = 128
-_SIOCGIFADDR = 0x8915
-"""The ioctl that returns an interface's IPv4 address: netdevice(7)."""
 
 
-class TcpServer:
+class TcpServer(Listener):
     """Serves the embeddings of a store to authenticated clients, on its own threads, until `close`.
 
     While an embedding is sent, the server holds it: its memory is not reused.
@@ -47,31 +43,20 @@ class TcpServer:
         config: TcpConfig,
         *,
         on_direct_read: Callable[[str], None] = lambda digest: None,
-        on_error: OnError = lambda _: None,
         on_tcp_error: Callable[[TcpError], None] = lambda _: None,
     ) -> None:
-        """`on_direct_read`, `on_error`: as of `same_host.ShmServer`. `on_tcp_error` receives failed connections and
-        transfers. All are called on the server's threads.
+        """`on_direct_read`: as of `same_host.ShmServer`. `on_tcp_error` receives failed connections and transfers, on
+        one of the server's threads. `address` is `HOST:PORT` for `TcpClient`.
 
         Raises OSError if no port of `config` is free, or its address is not one of this host.
         """
         self._store, self._secret = store, secret
         self._on_direct_read, self._on_tcp_error = on_direct_read, on_tcp_error
         self._unauthenticated = threading.Semaphore(MAX_UNAUTHENTICATED)
-        self._listener = Listener(self._serve, name="tcp-server", on_error=on_error, listening=listen(config))
-        self.address = self._listener.address
-        """`HOST:PORT` for `TcpClient`."""
+        super().__init__(self._serve_client, name="tcp-server", listening=listen(config))
 
-    @property
-    def is_alive(self) -> bool:
-        """False if the thread that accepts clients died; True after `close`."""
-        return self._listener.is_alive
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        if self._listener.num_connections > MAX_CONNECTIONS or not self._unauthenticated.acquire(blocking=False):
+    def _serve_client(self, connection: socket.socket) -> None:
+        if self.num_connections > MAX_CONNECTIONS or not self._unauthenticated.acquire(blocking=False):
             self._on_tcp_error(TcpError.LIMIT)
             return
         try:
@@ -81,21 +66,21 @@ class TcpServer:
             finally:
                 self._unauthenticated.release()
             while (request := _next_request(connection)) is not None:
-                self._answer(connection, request)
+                self._answer(connection, *request)
         except (OSError, ValueError) as error:
             self._on_tcp_error(tcp.error_of(error))
             logger.warning("a connection of a language model failed: %s", str(error))  # its frames hold an embedding
 
-    def _answer(self, connection: socket.socket, request: Request) -> None:
+    def _answer(self, connection: socket.socket, digest: str, direct_read: bool) -> None:
         connection.settimeout(tcp.STALL_TIMEOUT_S)
-        image = self._store.acquire(request.digest, offered=not request.direct_read)
+        image = self._store.acquire(digest, offered=not direct_read)
         if image is None:
             connection.sendall(EMPTY_HEADER)
             return
         connection.sendall(Header.of(image).to_bytes())
         tcp.send(connection, _bytes_of(image), time.monotonic() + tcp.TRANSFER_TIMEOUT_S)
-        if request.direct_read:
-            self._on_direct_read(request.digest)
+        if direct_read:
+            self._on_direct_read(digest)
 
 
 def listen(config: TcpConfig) -> tuple[socket.socket, str]:
@@ -123,25 +108,26 @@ def _resolve(listen_on: str | None) -> str:
     """Returns the address to listen on. `listen_on`: an address, the name of an interface, or None."""
     if listen_on is None:
         return _node_address()
-    if listen_on not in (name for _, name in socket.if_nameindex()):
-        return listen_on
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", listen_on.encode()))
-    return socket.inet_ntoa(found[20:24])
+    found = psutil.net_if_addrs().get(listen_on, ())
+    return next((one.address for one in found if one.family is socket.AF_INET), listen_on)
 
 
 def _node_address() -> str:
     return ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
 
 
-def _next_request(connection: socket.socket) -> Request | None:
-    """Waits for a request. Returns None if the client has ended the connection."""
+def _next_request(connection: socket.socket) -> tuple[str, bool] | None:
+    """Waits for a request, and returns its digest and whether it is a direct read; None if the client has ended the
+    connection. Raises ValueError for a frame that is not a request."""
     connection.settimeout(None)
     try:
-        frame = tcp.receive(connection, tcp.REQUEST_BYTES, float("inf"))
+        frame = tcp.receive(connection, tcp.REQUEST.size, float("inf"))
     except OSError:
         return None
-    return Request.from_bytes(frame)
+    if frame[-1] > 1:
+        raise ValueError(f"the last byte of a request is 0 or 1, got {frame[-1]}")
+    digest, direct_read = tcp.REQUEST.unpack(frame)
+    return digest.hex(), direct_read
 
 
 def _bytes_of(image: EncodedImage) -> memoryview:

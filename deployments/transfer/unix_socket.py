@@ -16,7 +16,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,10 +27,8 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 MAX_PACKET_BYTES = 65_536
-MAX_BACKLOG_BYTES = 64 * 2**20
-"""Limit of the packets queued for one peer: over 100,000 of the largest packets that are sent per embedding."""
-PACKET_OVERHEAD_BYTES = 128
-"""Memory of a queued packet in addition to its text."""
+MAX_BACKLOG = 16_000
+"""Limit of the packets queued for one peer, 1 GiB at most; those sent per embedding have some hundred bytes each."""
 ACCEPT_RETRY_S = 0.1
 """Pause after a failed accept: without free file descriptors the next attempt would fail at once."""
 CLOSE_TIMEOUT_S = 1.0
@@ -129,14 +126,12 @@ class Sender:
         sender.close()
     """
 
-    def __init__(self, connection: socket.socket, *, max_backlog_bytes: int = MAX_BACKLOG_BYTES) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         """Removes the timeout of `connection`, which its reader closes: the sender has a descriptor of its own."""
         connection.settimeout(None)
         self._connection = connection.dup()
-        self._max_backlog_bytes = max_backlog_bytes
         self._lock = threading.Lock()  # never held while blocking
         self._backlog: deque[tuple[bytes, int | None]] = deque()  # while not empty, one thread sends its head
-        self._backlog_bytes = 0
         self._ended = self._closed = False
 
     def close(self) -> None:
@@ -170,19 +165,12 @@ class Sender:
             with contextlib.suppress(BlockingIOError):
                 _transmit(self._connection, encoded, file, socket.MSG_DONTWAIT)
                 return
-        num_bytes = self._backlog_bytes + len(encoded) + PACKET_OVERHEAD_BYTES
-        if num_bytes > self._max_backlog_bytes:
-            limit = self._max_backlog_bytes
-            logger.warning(
-                "disconnected from a process that does not read its messages: %d bytes are queued, the limit is %d",
-                num_bytes,
-                limit,
-            )
-            raise ConnectionAbortedError(f"{num_bytes} bytes are queued for the peer, the limit is {limit}")
+        if len(self._backlog) >= MAX_BACKLOG:
+            logger.warning("disconnected from a process that does not read its messages: %d are queued", MAX_BACKLOG)
+            raise ConnectionAbortedError(f"{MAX_BACKLOG} packets are queued for the peer, which is the limit")
         if not self._backlog:
             threading.Thread(target=self._send_backlog, name="packets", daemon=True).start()
         self._backlog.append((encoded, None if file is None else os.dup(file)))
-        self._backlog_bytes = num_bytes
 
     def _send_backlog(self) -> None:
         with self._lock:
@@ -203,22 +191,9 @@ class Sender:
                     self._connection.close()
 
     def _drop_first(self) -> None:
-        encoded, file = self._backlog.popleft()
-        self._backlog_bytes -= len(encoded) + PACKET_OVERHEAD_BYTES
+        _, file = self._backlog.popleft()
         if file is not None:
             os.close(file)
-
-
-class ListenerError(Enum):
-    """Errors that a listening thread survives."""
-
-    ACCEPT = "accept"
-    """A connection could not be accepted."""
-    MESSAGE = "message"
-    """A message could not be read, or its handling raised an exception."""
-
-
-OnError = Callable[[ListenerError], None]
 
 
 class Listener:
@@ -234,12 +209,11 @@ class Listener:
         serve: Callable[[socket.socket], None],
         *,
         name: str,
-        on_error: OnError = lambda _: None,
         listening: tuple[socket.socket, str] | None = None,
     ) -> None:
-        """`name` is the name of the threads. `on_error` is called on one of them. `listening`: another socket than an
-        abstract Unix socket, and its address."""
-        self._serve, self._name, self._on_error = serve, name, on_error
+        """`name` is the name of the threads. `listening`: another socket than an abstract Unix socket, and its
+        address."""
+        self._serve, self._name = serve, name
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()  # while a descriptor is closed, or shut down by another thread than its reader
         self._closed = threading.Event()
@@ -291,7 +265,6 @@ class Listener:
 
     def _report_accept_error(self, error: Exception) -> None:
         logger.warning("a connection of another process could not be accepted: %s", error)
-        self._on_error(ListenerError.ACCEPT)
         self._closed.wait(ACCEPT_RETRY_S)
 
     def _run(self, connection: socket.socket) -> None:
@@ -302,7 +275,6 @@ class Listener:
             logger.debug("a peer has gone", exc_info=True)
         except Exception:
             logger.exception("a connection could not be served")
-            self._on_error(ListenerError.MESSAGE)
         finally:
             self._end(connection)
 
@@ -312,15 +284,9 @@ class Listener:
             connection.close()
 
 
-def handle_messages(
-    connection: socket.socket,
-    decoder: Decoder[T],
-    handle: Callable[[T, int | None], None],
-    *,
-    on_error: OnError = lambda _: None,
-) -> None:
+def handle_messages(connection: socket.socket, decoder: Decoder[T], handle: Callable[[T, int | None], None]) -> None:
     """Calls `handle` with each message and its file descriptor, which `handle` closes, until the connection ends. An
-    error in one message is logged and passed to `on_error`; the next message is handled."""
+    error in one message is logged; the next message is handled."""
     while True:
         try:
             received = receive(connection, decoder)
@@ -329,7 +295,6 @@ def handle_messages(
             return
         except Exception:
             logger.exception("a message could not be read")
-            on_error(ListenerError.MESSAGE)
             continue
         if received is None:
             return
@@ -337,7 +302,6 @@ def handle_messages(
             handle(*received)
         except Exception:
             logger.exception("the handling of a message failed")
-            on_error(ListenerError.MESSAGE)
 
 
 def _is_same_user(connection: socket.socket) -> bool:

@@ -17,8 +17,7 @@ import os
 import secrets
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,9 +39,6 @@ V2_RUNNER_CONNECTOR = "vllm.v1.worker.gpu.ec_connector"
 """Module by which the newer model runner loads embeddings; vLLM 0.26 has the runner without it."""
 PICKLED_FORMATS = ("auto", "hf", "pt", "npcache")
 """Load formats of vLLM that read pickled weights, or fall back to them."""
-
-SCHEDULER_METHOD = "_try_schedule_encoder_inputs"
-"""Method of vLLM's schedulers (0.26 to 0.33) that `connector/partial_prefill_scheduler.py` overrides."""
 
 _SET_BY_VITRAY = {
     "model": "the checkpoint is `model` at the top of args",
@@ -184,6 +180,11 @@ def check_args(
     for key, why in set_by_vitray.items():
         if key in engine_args:
             raise ValueError(f"llm.engine_args: {key!r} is set by vitray ({why})")
+    if (engines := engine_args.get("data_parallel_size", 1)) != 1:
+        raise ValueError(
+            f"llm.engine_args: 'data_parallel_size' is {engines!r}, the limit is 1: a replica has one engine; "
+            "raise the number of LLM replicas"
+        )
     if engine_args.get("trust_remote_code"):
         raise ValueError("llm.engine_args: 'trust_remote_code' would run whatever code a checkpoint brings")
     if (load_format := engine_args.get("load_format")) in PICKLED_FORMATS:
@@ -266,10 +267,10 @@ def start_engine(
     if early_prefill_min_tokens is not None:
         arguments["scheduler_cls"] = "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
-    # With enforce_eager, vLLM still compiles part of its sampler, and fails without a C++ compiler.
-    eager = {"TORCHDYNAMO_DISABLE": "1"} if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager") else {}
-    with _added_environment(eager):
-        engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
+    if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager"):
+        # vLLM still compiles part of its sampler, and fails without a C++ compiler.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
     namespace = default_server_args()
     for source in (arguments, server_args):
         for key, value in source.items():
@@ -296,18 +297,6 @@ def _without_tower(link: str, early_prefill_min_tokens: int | None) -> dict[str,
     }
 
 
-@contextmanager
-def _added_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for processes that are started in this context, except those that the operator has set."""
-    added = variables.keys() - os.environ.keys()
-    os.environ |= {name: variables[name] for name in added}
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
-
-
 def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str | None:
     """Returns why an engine with these arguments cannot load embeddings; None if it can."""
     for key in ("ec_transfer_config", "kv_transfer_config"):
@@ -317,8 +306,6 @@ def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str 
         return "only the first stage of a pipeline loads embeddings"
     if engine_args.get("mm_processor_kwargs") is not None:
         return "llm.engine_args sets 'mm_processor_kwargs', but encoders process the images"
-    if not hasattr(lookup("ECConnectorBase"), "ensure_cache_available"):
-        return "this vLLM has no connectors that wait for embeddings"
     # By default this vLLM then uses its older runner; its engine would not start with the newer one.
     if importlib.util.find_spec(V2_RUNNER_CONNECTOR) is None and os.environ.get(V2_RUNNER_VARIABLE, "0") != "0":
         return f"{V2_RUNNER_VARIABLE} is set, and the V2 model runner of this vLLM cannot load embeddings"
@@ -332,8 +319,6 @@ def early_prefill_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> st
             return f"llm.engine_args sets {key!r}"
     if engine_args.get("enable_chunked_prefill") is False:
         return "llm.engine_args sets 'enable_chunked_prefill' to false"
-    if not hasattr(lookup("Scheduler"), SCHEDULER_METHOD):
-        return f"this vLLM's scheduler has no {SCHEDULER_METHOD}"
     return None
 
 
@@ -351,9 +336,9 @@ def early_prefill_refused_by_model(engine: Engine) -> str | None:
 
 async def build_application(engine: Engine, args: Namespace, items: References | DecodedImages) -> AsgiApp:
     """Returns vLLM's OpenAI application on `engine`, which takes `items` by reference and fetches no media."""
-    from deployments.vllm.renderer import install_references, make_connector_class
+    from deployments.vllm.renderer import install_references, make_connector
 
-    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector_class(items))
+    lookup("MEDIA_CONNECTOR_REGISTRY").register(CONNECTOR_NAME)(make_connector(items))
     os.environ["VLLM_MEDIA_CONNECTOR"] = CONNECTOR_NAME  # vLLM has no other way to choose it
     tasks = await engine.get_supported_tasks()
     app = lookup("build_app")(args, tasks, engine.model_config)

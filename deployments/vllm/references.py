@@ -46,10 +46,6 @@ class References:
         self._digests: dict[str, str] = {}
         self._entries: dict[str, _Entry] = {}
 
-    def __len__(self) -> int:
-        """Number of keys."""
-        return len(self._digests)
-
     def add(self, header: ItemHeader, key: str | None = None) -> str:
         """Returns the key of a new reference, `key` or a new one, valid until `release`.
 
@@ -91,27 +87,6 @@ class References:
         return entry.header
 
 
-class DecodedImages:
-    """Decoded images of all requests in flight, by key, for an engine with its own tower. Thread-safe as References."""
-
-    def __init__(self) -> None:
-        self._images: dict[str, tuple[str, Image]] = {}
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def add(self, key: str, digest: str, image: Image) -> None:
-        """`digest`: the image's identifier in the engine's caches."""
-        self._images[key] = digest, image
-
-    def release(self, keys: Iterable[str]) -> None:
-        """Removes keys; those removed before are ignored."""
-        for key in keys:
-            self._images.pop(key, None)
-
-    def get(self, key: str) -> tuple[str, Image]:
-        """Returns digest and image. Raises UnknownReferenceError."""
-        try:
-            return self._images[key]
-        except KeyError as error:
-            raise UnknownReferenceError("the request names an image that it does not have") from error
+DecodedImages = dict[str, tuple[str, Image]]
+"""Decoded images of all requests in flight, by key, for an engine with its own tower, each with its identifier in the
+engine's caches. The event loop adds and removes, vLLM's media threads look up."""

@@ -8,6 +8,7 @@ own tower gets decoded images instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -60,16 +61,28 @@ class AudioStandIn(np.ndarray[tuple[int], np.dtype[np.float32]]):
         return stand_in
 
 
-class ReferenceConnector:
-    """Replaces vLLM's MediaConnector: returns stand-ins by key and refuses everything else.
+class _Connector:
+    """Replaces vLLM's MediaConnector, and refuses everything that a subclass does not return.
 
-    Deliberately not a subclass: it must not inherit what vLLM's own connector fetches in later versions.
+    Deliberately not a subclass of it: it must not inherit what vLLM's own connector fetches in later versions.
     """
 
-    references: References
+    async def fetch_image_async(self, image_url: str, **_options: object) -> NamedImage:
+        image: NamedImage = self.fetch_image(image_url)
+        return image
 
-    def __init__(self, **_settings: object) -> None:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as any method of MediaConnector
+        if name.startswith("__"):  # of Python's protocols, such as copying
+            raise AttributeError(name)
+        raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
+
+
+class ReferenceConnector(_Connector):
+    """Returns stand-ins by key."""
+
+    def __init__(self, references: References, **_settings: object) -> None:
         """Ignores vLLM's settings for fetching media."""
+        self._references = references
 
     def fetch_image(self, image_url: str, **_options: object) -> NamedImage:
         return ImageStandIn(self._digest(image_url, "image"))
@@ -81,9 +94,6 @@ class ReferenceConnector:
         """vLLM puts the key of an `input_audio` part into a data URL."""
         return AudioStandIn.of(self._digest(audio_url.rpartition(";base64,")[2], "audio"))
 
-    async def fetch_image_async(self, image_url: str, **_options: object) -> NamedImage:
-        return self.fetch_image(image_url)
-
     async def fetch_video_async(self, video_url: str, **_options: object) -> VideoStandIn:
         return self.fetch_video(video_url)
 
@@ -91,38 +101,27 @@ class ReferenceConnector:
         return self.fetch_audio(audio_url)
 
     def _digest(self, key: str, modality: str) -> str:
-        header = self.references.header(key)
+        header = self._references.header(key)
         if header.modality not in (modality, "vision_chunk"):
             raise UnknownReferenceError(f"the request names an item of modality {header.modality!r} as {modality!r}")
         return header.digest
 
-    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
 
-    async def _refuse_async(self, *_args: object, **_kwargs: object) -> NoReturn:
-        self._refuse()
-
-    load_from_url = fetch_image_embedding = fetch_video_embedding = fetch_audio_embedding = _refuse
-    load_from_url_async = fetch_image_embedding_async = _refuse_async
-    fetch_video_embedding_async = fetch_audio_embedding_async = _refuse_async
-
-
-class ImageConnector(ReferenceConnector):
+class ImageConnector(_Connector):
     """Returns decoded images by key, for an engine with its own tower."""
 
-    images: DecodedImages
+    def __init__(self, images: DecodedImages, **_settings: object) -> None:
+        self._images = images
 
     def fetch_image(self, image_url: str, **_options: object) -> NamedImage:
-        return NamedImage(*self.images.get(image_url))
+        if (found := self._images.get(image_url)) is None:
+            raise UnknownReferenceError("the request names an image that it does not have")
+        return NamedImage(*found)
 
-    fetch_video = fetch_audio = ReferenceConnector._refuse  # noqa: SLF001
 
-
-def make_connector_class(items: References | DecodedImages) -> type[ReferenceConnector]:
-    """Returns a connector class bound to `items`; vLLM creates an instance for every request."""
-    if isinstance(items, DecodedImages):
-        return type("BoundImageConnector", (ImageConnector,), {"images": items})
-    return type("BoundReferenceConnector", (ReferenceConnector,), {"references": items})
+def make_connector(items: References | DecodedImages) -> partial[ReferenceConnector] | partial[ImageConnector]:
+    """Returns what vLLM calls for every request to create its connector to `items`."""
+    return partial(ReferenceConnector, items) if isinstance(items, References) else partial(ImageConnector, items)
 
 
 class HeaderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
@@ -181,7 +180,7 @@ def install_references(renderer: Any, items: References | DecodedImages) -> None
     """Makes a renderer take items by reference only. Call it after vLLM's `init_app_state`, whose warm-up processes an
     image. Raises AttributeError if this vLLM lacks a member that is replaced."""
     _replace(renderer, "_process_mm_uuids", mm_uuids)
-    if isinstance(items, DecodedImages):
+    if not isinstance(items, References):
         _send_all_items(renderer)
         return
     cache = HeaderCache(items, renderer.mm_processor)

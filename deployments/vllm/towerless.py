@@ -6,8 +6,9 @@ vLLM's own setting for that, `limit_mm_per_prompt` of 0, also refuses all media 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -69,18 +70,11 @@ class _StayOnMeta(TorchFunctionMode):
 def _built_on_meta(classes: tuple[type, ...]) -> Iterator[None]:
     """Builds instances of these classes alone on the meta device. To move them there afterwards would replace their
     parameters, and lose the weight loaders that vLLM attaches."""
-    own = [vars(each).get("__init__") for each in classes]
-    inits: list[Init] = [each.__init__ for each in classes]  # type: ignore[misc]
-    for each, init in zip(classes, inits, strict=True):
-        type.__setattr__(each, "__init__", _on_meta(init))
-    try:
+    with ExitStack() as patches:
+        for each in classes:
+            init: Init = each.__init__  # type: ignore[misc]
+            patches.enter_context(mock.patch.object(each, "__init__", _on_meta(init)))
         yield
-    finally:
-        for each, init_or_none in zip(classes, own, strict=True):
-            if init_or_none is None:  # inherited
-                type.__delattr__(each, "__init__")
-            else:
-                type.__setattr__(each, "__init__", init_or_none)
 
 
 def _on_meta(init: Init) -> Init:

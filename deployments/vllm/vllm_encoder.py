@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import JsonValue
@@ -34,14 +34,6 @@ GRAPH_TOLERANCE = 0.02
 
 class RowCountError(RuntimeError):
     """The tower returned another number of rows than the item's header states."""
-
-
-class Tower(Protocol):
-    """Forward of a multimodal tower."""
-
-    def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
-        """Returns one tensor `[num_embeds, width]` per item in order, on the device, and why no graph was replayed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -68,49 +60,21 @@ class VllmBatch:
 class VllmEncoder:
     """A tower of vLLM with the packing rules of our own towers. Owned by the thread that made it.
 
-    encoder = VllmEncoder.from_checkpoint("gemma-3-4b-it")
-    prepared = Preparer("gemma-3-4b-it").prepare(Path("cat.jpg").read_bytes(), "image", digest)
-    [embedding] = encoder.encode([prepared])  # [prepared.header.num_embeds, width], or the item's error
+    config, prepared = EncoderConfig(), Preparer("gemma-3-4b-it").prepare(file, "image", digest)
+    encoder = VllmEncoder(VllmTower("gemma-3-4b-it", config, engine_args={}), config)
+    [batch] = encoder.launch_batches([prepared])
+    [embedding] = batch.fetch()  # [prepared.header.num_embeds, width]
     """
 
     resizes_on_device = False
 
-    def __init__(self, tower: Tower, config: EncoderConfig | None = None) -> None:
-        config = config or EncoderConfig()
+    def __init__(self, tower: VllmTower, config: EncoderConfig) -> None:
         self.identity = GenericIdentity("", "", ())
         """Set by a server, which computes digests."""
         self._tower = tower
         self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=False)
         self._max_items = config.encoder_cudagraph_max_images_per_batch
         self._counts = RunCounts()
-
-    @classmethod
-    def from_checkpoint(
-        cls,
-        path: str | Path,
-        config: EncoderConfig | None = None,
-        engine_args: Mapping[str, JsonValue] | None = None,
-    ) -> VllmEncoder:
-        """Loads the towers of the checkpoint folder `path` with vLLM's model class.
-
-        `engine_args`: arguments of vLLM's engine, such as `dtype` and `mm_processor_kwargs`.
-        """
-        return cls(VllmTower(path, config or EncoderConfig(), engine_args or {}), config)
-
-    def encode(self, items: Sequence[VllmInputs]) -> list[Tensor | Exception]:
-        """Returns for each item its embedding `[num_embeds, width]` on the device, or the error with which it failed.
-
-        The items of a batch that fails are encoded one by one, so that only the one at fault fails.
-        """
-        results: dict[int, Tensor | Exception] = {}
-        for batch in self._plan(items):
-            try:
-                results.update(zip(batch.indices, self._run(items, batch).outputs, strict=True))
-            except Exception as error:
-                logger.warning("a batch of %d items failed", len(batch.indices), exc_info=error)
-                for index in batch.indices:
-                    results[index] = error if len(batch.indices) == 1 else self.encode([items[index]])[0]
-        return [results[index] for index in range(len(items))]
 
     def launch_batches(self, items: Sequence[VllmInputs]) -> Iterator[VllmBatch]:
         """Yields each batch once it has been launched; the caller retries the items of a batch that raised."""
@@ -172,6 +136,8 @@ class VllmTower:
     """vLLM's model class with its towers only: no language model, KV cache, scheduler or engine."""
 
     def __init__(self, path: str | Path, config: EncoderConfig, engine_args: Mapping[str, JsonValue]) -> None:
+        """Loads the towers of the checkpoint folder `path`. `engine_args`: arguments of vLLM's engine, such as `dtype`
+        and `mm_processor_kwargs`."""
         import_shim.activate()
         import vllm.envs
         from vllm.config import set_current_vllm_config
@@ -213,7 +179,9 @@ class VllmTower:
 
     @torch.inference_mode()
     def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
-        """Returns one tensor per item; vLLM stacks consecutive items whose fields agree."""
+        """Returns one tensor `[num_embeds, width]` per item in order, on the device, and why no graph was replayed.
+
+        vLLM stacks consecutive items whose fields agree."""
         from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
         pairs = [(item.header.modality, self._decoder.decode(item.inputs)) for item in items]

@@ -34,7 +34,8 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
 class CheckpointError(ValueError):
-    """A model cannot be found or downloaded, or its index is invalid; the message says what to do."""
+    """A model cannot be found or downloaded, the message says what to do; or its index is invalid, or its tensors are
+    missing, unknown, of the wrong shape, quantised or unreadable."""
 
 
 def vision_name(name: str) -> str | None:

@@ -35,6 +35,8 @@ def checkpoint_fingerprint(path: Path) -> str:
                 if name != "__metadata__":
                     begin, end = tensor["data_offsets"]
                     part = stored[start + begin : start + end]
+                    if len(part) != end - begin:
+                        raise ValueError(f"{name} has {len(part)} of its {end - begin} bytes")
                     digest.update(part[:SAMPLE_BYTES].tobytes() + part[-SAMPLE_BYTES:].tobytes())
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from encoder.checkpoint.image_rules import ImageRules, parse_rules, read_json_object
 from encoder.checkpoint.vision_config import Architecture
@@ -21,10 +21,10 @@ class VideoRules:
     frames: ImageRules
     """Patches and normalisation, equal to those of images. The bounds are on the pixels of one frame for "qwen2_vl", of
     all frames together for "qwen3_vl"."""
-    fps: float
+    fps: float = 2.0
     """Frames per second that the processor of Qwen3-VL samples where the loader has taken every frame."""
-    min_frames: int
-    max_frames: int
+    min_frames: int = 4
+    max_frames: int = 768
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 0
     """Used with `cap_pixels_per_frame`: tokens of all frames ("qwen2_vl") or of one ("qwen3_vl")."""
@@ -40,67 +40,39 @@ class VideoRules:
         images: the rules of images. Raises ValueError with file, key and value for an unsupported setting, and if
         patches or normalisation differ from those of images.
         """
-        default = _DEFAULTS[architecture]
+        processor, default = _DEFAULTS[architecture]
         settings, file = _read(path)
         given = {key: value for key, value in settings.items() if value is not None}
-        kind = given.get("video_processor_type", default.processor)
-        if kind != default.processor:
-            raise ValueError(f"{file}: video_processor_type is {kind!r}; supported: {default.processor}")
+        if (kind := given.get("video_processor_type", processor)) != processor:
+            raise ValueError(f"{file}: video_processor_type is {kind!r}; supported: {processor}")
         frames = parse_rules(given, file, default.frames)
         for name in ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor"):
             if getattr(frames, name) != getattr(images, name):
                 raise ValueError(
                     f"{file}: {name} is {getattr(frames, name)} for videos and {getattr(images, name)} for images"
                 )
-        numbers: dict[str, float] = {}
+        numbers: dict[str, Any] = {}
         for name in ("fps", "min_frames", "max_frames", "max_video_tokens"):
-            value = given.get(name, getattr(default, name))
+            usual = getattr(default, name)
+            value = given.get(name, usual)
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"{file}: {name} is {value!r}; it must be a number over 0")
-            numbers[name] = value
-        return cls(
-            default.loader,
-            frames,
-            float(numbers["fps"]),
-            int(numbers["min_frames"]),
-            int(numbers["max_frames"]),
-            bool(given.get("cap_pixels_per_frame", False)),
-            int(numbers["max_video_tokens"]),
-        )
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    """Defaults of a class of transformers' video processors."""
-
-    processor: str
-    loader: Literal["qwen2_vl", "qwen3_vl"]
-    frames: ImageRules
-    fps: float
-    max_video_tokens: int
-    min_frames: int = 4
-    max_frames: int = 768
+            numbers[name] = type(usual)(value)
+        return replace(default, frames=frames, cap_pixels_per_frame=bool(given.get("cap_pixels_per_frame")), **numbers)
 
 
 _HALF = (0.5, 0.5, 0.5)
-_DEFAULTS: Mapping[Architecture, _Defaults] = {
-    "qwen2_5_vl": _Defaults(
+_DEFAULTS: Mapping[Architecture, tuple[str, VideoRules]] = {
+    "qwen2_5_vl": (
         "Qwen2VLVideoProcessor",
-        "qwen2_vl",
-        ImageRules(min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28),
-        2.0,
-        128_000,
+        VideoRules("qwen2_vl", ImageRules(min_pixels=128 * 28**2, max_pixels=768 * 28**2), max_video_tokens=128_000),
     ),
-    "qwen3_vl": _Defaults(
+    "qwen3_vl": (
         "Qwen3VLVideoProcessor",
-        "qwen3_vl",
-        ImageRules(
-            patch_size=16, min_pixels=128 * 32 * 32, max_pixels=768 * 32 * 32, image_mean=_HALF, image_std=_HALF
-        ),
-        2.0,
-        768,
+        VideoRules("qwen3_vl", ImageRules(16, 2, 2, 128 * 32**2, 768 * 32**2, _HALF, _HALF), max_video_tokens=768),
     ),
 }
+"""For each architecture, transformers' class of its video processor and the settings that the class starts from."""
 
 
 def _read(path: Path) -> tuple[Mapping[str, object], str]:

@@ -259,7 +259,9 @@ def has_own_tower(path: Path) -> bool:
 def image_token_id(path: Path) -> int:
     """Returns the token that stands for an image in prompts, by `path / "config.json"`. Raises `VisionConfigError`."""
     config = _read(path)
-    value = config.get("image_token_id", _IMAGE_TOKEN_IDS.get(str(config.get("model_type"))))
+    value = config.get("image_token_id")
+    if value is None:
+        value = _IMAGE_TOKEN_IDS.get(str(config.get("model_type")))
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise VisionConfigError(f"image_token_id is {value!r}: it must be a token")
     return value

@@ -15,8 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from encoder.checkpoint.image_rules import ImageRules
+from encoder.images.decoded import decode
 from encoder.images.size import Grid
-from encoder.pixels.preprocess import Preprocessor, patchify
+from encoder.pixels.preprocess import patchify, resize
 
 _SIZES = ((448, 448), (640, 384), (320, 512))
 """Widths and heights in pixels."""
@@ -34,8 +35,7 @@ def trial_images() -> list[Image.Image]:
 
 def trial_batch(rules: ImageRules, device: torch.device, min_rows: int) -> tuple[Tensor, list[Grid]]:
     """Repeats `trial_images` up to `min_rows` patches. Returns float32 `[num_patches, patch_dim]`, and the grids."""
-    preprocessor = Preprocessor(rules)
-    pixels = [preprocessor.preprocess(image) for image in trial_images()]
+    pixels = [resize(decode(image, rules), rules) for image in trial_images()]
     rows = [patchify(torch.from_numpy(one.values).to(device), rules) for one in pixels]
     times = -(-min_rows // sum(len(one) for one in rows))
     grids: Sequence[Grid] = [one.grid_thw for one in pixels]

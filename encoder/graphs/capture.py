@@ -172,7 +172,7 @@ class GraphCapturer:
 
     def _begin(self, key: GraphKey) -> bool:
         """Captures a graph and starts its check. Returns whether there is a graph for `_finish`."""
-        needed = self._memory.estimate(key.budget)
+        needed = self._memory.estimate(key.budget, self.graphs.pool)
         bound = self._config.encoder_cudagraph_memory_bytes
         if self.used_bytes + needed > bound or needed + _RESERVE_BYTES > self.graphs.free_bytes:
             self._no_room.add(key)
@@ -182,7 +182,8 @@ class GraphCapturer:
             )  # fmt: skip
             return False
         try:
-            self._memory.add(key.budget, self.graphs.begin(key))
+            grown = self.graphs.begin(key)
+            self._memory.add(key.budget, grown, self.graphs.pool)  # an aborted first try has changed the pool
         except GraphMemoryError as error:
             self._no_room.add(key)
             logger.warning("%s", error)

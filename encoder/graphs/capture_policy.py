@@ -77,24 +77,33 @@ class MemoryModel:
     def __init__(self, first_bytes_per_token: int) -> None:
         """`first_bytes_per_token`: computed upper bound; it is the estimate until a graph has been measured."""
         self._first = first_bytes_per_token
-        self._largest = 0
         self._beside = _BESIDE_LARGER_BYTES
+        self._pool: object = None
+        self._largest = self._bytes_here = 0
         self.pool_bytes = 0
 
-    def add(self, budget: int, num_bytes: int) -> None:
-        """Records that the capture of a graph of `budget` tokens grew the pool by `num_bytes`."""
+    def add(self, budget: int, num_bytes: int, pool: object) -> None:
+        """Records that the capture of a graph of `budget` tokens grew `pool` by `num_bytes`."""
+        self._enter(pool)
         if budget <= self._largest:
             self._beside = max(self._beside, num_bytes)
         self._largest = max(self._largest, budget)
+        self._bytes_here += num_bytes
         self.pool_bytes += num_bytes
 
-    def estimate(self, budget: int) -> int:
-        """Returns the estimated growth of the pool in bytes. A graph reuses the memory of a larger captured graph."""
+    def estimate(self, budget: int, pool: object) -> int:
+        """Returns the estimated growth of `pool` in bytes. A graph reuses the memory of a larger one captured there."""
+        self._enter(pool)
         if budget <= self._largest:
             return self._beside
         # Allocation granularity inflates the bytes per token of a small graph, hence the minimum.
-        per_token = min(self.pool_bytes / self._largest, self._first) if self._largest else self._first
+        per_token = min(self._bytes_here / self._largest, self._first) if self._largest else self._first
         return int(_MARGIN * per_token * budget) + self._beside
+
+    def _enter(self, pool: object) -> None:
+        """Forgets the graphs of earlier pools, whose memory no graph of this one reuses."""
+        if pool != self._pool:
+            self._pool, self._largest, self._bytes_here = pool, 0, 0
 
 
 def activation_bytes_per_token(config: VisionConfig, itemsize: int, *, fused: bool) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from encoder.device_errors import is_out_of_memory
 from encoder.forwards import TowerForward
 from encoder.graphs.buffers import GraphBuffers, GraphCapacity, GraphKey
 from encoder.graphs.trial_batches import timing_batch, trial_batch
@@ -40,8 +41,6 @@ class CapturedGraph:
     alike: tuple[Grid, ...]
     """Grids of the batch that is timed under load."""
     replay_ms: float
-    pool_bytes: int
-    """Growth of the pool by its capture."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Trial:
     graph: torch.cuda.CUDAGraph
     grids: tuple[Grid, ...]
     pool_bytes: int
+    """Growth of the pool by its capture."""
     errors: tuple[tuple[Tensor, float], ...]
     """For each run that it is compared with: the worst image's error, a float32 scalar on the device, and the limit."""
     events: tuple[torch.cuda.Event, torch.cuda.Event]
@@ -68,19 +68,15 @@ class EncoderGraphs:
         *,
         largest_budget: int,
         max_images: int,
-        tolerance: float | None = None,
     ) -> None:
-        """`tolerance`: maximum error ‖graph - forward‖ / ‖forward‖ of an image; a graph above it is refused. None takes
-        the forward's tolerance.
-        """
         self._forward = forward
         self._tables = tables
         self._max_images = max_images
-        self._tolerance = forward.tolerance if tolerance is None else tolerance
         self._buffers = GraphBuffers(
             largest_budget, max_images, forward.config, dtype=forward.dtype, device=forward.device
         )
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
+        """Handle of the memory pool of the next capture; graphs of an earlier one share no memory with it."""
         self._stream = torch.cuda.Stream(forward.device)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._trials: dict[GraphKey, Trial] = {}
@@ -114,14 +110,14 @@ class EncoderGraphs:
 
         Raises:
             GraphRefusedError: the graph cannot be captured.
-            NoRoomError: the device has not enough memory for it.
+            GraphMemoryError: the device has not enough memory for it.
         """
         try:
             with torch.cuda.device(self._forward.device):
                 trial = self._trials[key] = self._begin(key)
-        except torch.cuda.OutOfMemoryError as error:
-            raise GraphMemoryError(f"not enough memory for the graph of budget {key.budget}: {error}") from error
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise GraphMemoryError(f"not enough memory for the graph of budget {key.budget}: {error}") from error
             raise GraphRefusedError(f"the graph of budget {key.budget} cannot be captured: {error}") from error
         return trial.pool_bytes
 
@@ -136,12 +132,12 @@ class EncoderGraphs:
         )
         expected = self._forward.run(patches, self._forward.exact_metadata(self._tables, layout))
         self._buffers.load(patches, layout, shape)
-        compared = [(expected, self._tolerance)]
+        compared = [(expected, self._forward.tolerance)]
         if self._forward.same_rows_tolerance is not None:
             # An eager run padded to the graph's rows uses 8-bit GEMMs in the same places, so its limit is tighter.
             self._forward_in_place(shape)
             padded = self._buffers.output(layout.num_tokens).clone()
-            compared.append((padded, min(self._forward.same_rows_tolerance, self._tolerance)))
+            compared.append((padded, min(self._forward.same_rows_tolerance, self._forward.tolerance)))
         self._buffers.spoil_padding(layout, shape)
         graph, grown = self._recorded(shape)
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -180,7 +176,6 @@ class EncoderGraphs:
             trial.grids,
             tuple(alike if shape.fits(self._layout(alike)) else trial.grids),
             float(begin.elapsed_time(end)),
-            trial.pool_bytes,
         )
         # Ascending: `find_graph` returns the first match.
         self._graphs = dict(sorted({**self._graphs, key: captured}.items()))
@@ -297,10 +292,9 @@ class EncoderGraphs:
         if not self._forward.may_compile:
             try:
                 return self._record(shape)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                pass  # the second try raises it if it persists
+            except RuntimeError as error:  # the second try raises another if it persists
+                if is_out_of_memory(error):
+                    raise
         self.runs_before_capture += 1
         self._forward_in_place(shape)
         return self._record(shape)
@@ -313,7 +307,7 @@ class EncoderGraphs:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             # "thread_local": other threads may allocate and copy during the capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 self._forward_in_place(shape)
             except BaseException:
@@ -327,7 +321,7 @@ class EncoderGraphs:
     def _pool_bytes(self) -> int:
         """Returns this pool's bytes, as other threads allocate too. The driver's graph memory cannot be queried."""
         return sum(
-            int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(self._pool, include_traces=False)
+            int(segment["total_size"]) for segment in torch.cuda.memory_snapshot(self.pool, include_traces=False)
         )
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -335,7 +329,7 @@ class EncoderGraphs:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._pool = torch.cuda.graph_pool_handle()
+            self.pool = torch.cuda.graph_pool_handle()
             raise
 
     def _milliseconds(self, run: Callable[[], object]) -> float:

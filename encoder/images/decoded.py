@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from encoder.checkpoint.image_rules import ImageRules, PixelBounds
-from encoder.images.load import check_pixels, load_rgb, to_rgb
+from encoder.images.load import MAX_PIXELS_DECODED, check_pixels, load_rgb, to_rgb
 from encoder.images.size import Grid, image_grid
 
 
@@ -24,9 +24,13 @@ class Decoded:
 
 
 def decode(
-    image: bytes | Image.Image, rules: ImageRules, bounds: PixelBounds | None, *, max_pixels_decoded: int
+    image: bytes | Image.Image,
+    rules: ImageRules,
+    bounds: PixelBounds | None = None,
+    *,
+    max_pixels_decoded: int = MAX_PIXELS_DECODED,
 ) -> Decoded:
-    """Decodes an encoded file or converts a PIL image, without resizing it.
+    """Decodes an encoded file or converts a PIL image, without resizing it. The result depends on no other image.
 
     Raises ImageError, also for images whose header states more than `max_pixels_decoded` pixels.
     """

@@ -82,7 +82,7 @@ def _check_png(data: bytes) -> None:
             raise _too_many("PNG metadata chunks", MAX_METADATA_PIECES)
         if kind == b"eXIf":
             _check_directories(data[position - length - 4 : position - 4])
-        if kind in (b"tEXt", b"zTXt"):
+        if kind in (b"tEXt", b"zTXt", b"iTXt"):
             _check_exif_text(kind, data[position - length - 4 : position - 4])
         if texts > MAX_COMPRESSED_TEXTS:
             raise _too_many("compressed texts", MAX_COMPRESSED_TEXTS)
@@ -163,12 +163,21 @@ def _check_webp(data: bytes) -> None:
 
 
 def _check_exif_text(kind: bytes, chunk: bytes) -> None:
-    """Limits EXIF in a PNG text chunk: writers without the eXIf chunk store it there as hexadecimal digits."""
-    name, _, rest = chunk[:100].partition(b"\0")
-    if name != b"Raw profile type exif" or not rest:
-        return
+    """Limits EXIF in a PNG text chunk, where writers without the eXIf chunk store it as hexadecimal digits.
+
+    Pillow takes it from every kind of text, and as bytes from an uncompressed one named "exif".
+    """
+    name = chunk[:100].partition(b"\0")[0]
     text = chunk[len(name) + 1 :]
-    if kind == b"zTXt":
+    if kind == b"tEXt" and name == b"exif":
+        _check_directories(text)
+    if name != b"Raw profile type exif":
+        return
+    compressed = kind == b"zTXt"
+    if kind == b"iTXt":  # flag and method of the compression, language, translated name, text
+        compressed = not text.startswith(b"\0")
+        text = text[:1] + text[2:].split(b"\0", 2)[-1]
+    if compressed:
         try:
             text = zlib.decompressobj().decompress(text[1:], MAX_EXIF_TEXT_BYTES + 1)
         except zlib.error:

@@ -5,6 +5,7 @@ Times are measured on the device that runs the batches (`CostTable`). Pure Pytho
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,11 +75,8 @@ class CostTable:
 
     def cheapest_budget(self, tokens: int) -> int | None:
         """Returns the fastest budget that holds `tokens`; None if none does or an eager run takes no longer."""
-        at = bisect_left(self.budgets, tokens)
-        if at == len(self.budgets):
-            return None
-        budget = self._fastest_from[at]
-        return None if self.eager_base_ms(tokens) <= self._replays[budget] else budget
+        ms, budget = min(((ms, budget) for budget, ms in self.replay_ms if budget >= tokens), default=(math.inf, None))
+        return None if self.eager_base_ms(tokens) <= ms else budget
 
     @cached_property
     def worthwhile_tokens(self) -> int | None:
@@ -91,14 +89,6 @@ class CostTable:
     @cached_property
     def _replays(self) -> dict[int, float]:
         return dict(self.replay_ms)
-
-    @cached_property
-    def _fastest_from(self) -> tuple[int, ...]:
-        """For each budget, the fastest budget among it and all larger ones."""
-        found: list[int] = []
-        for budget, ms in reversed(self.replay_ms):
-            found.append(budget if not found or ms <= self._replays[found[-1]] else found[-1])
-        return tuple(reversed(found))
 
     def eager_base_ms(self, tokens: int) -> float:
         """Returns the time of an eager run without attention work, by interpolation."""

@@ -12,11 +12,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
-from encoder.checkpoint.image_rules import ImageRules, PixelBounds
-from encoder.images.decoded import Decoded, decode
-from encoder.images.load import MAX_PIXELS_DECODED
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.images.decoded import Decoded
 from encoder.images.size import Grid
 
 
@@ -28,26 +26,6 @@ class Pixels:
     """RGB `[3, H, W]`, of a video `[F, 3, H, W]`, contiguous; H and W are multiples of `ImageRules.factor`."""
     grid_thw: Grid
     """Grid in patches; t is 1 for an image, the number of temporal patches of F frames for a video."""
-
-
-class Preprocessor:
-    """Decodes and resizes images by a checkpoint's rules. Stateless: the result for an image depends on no other.
-
-    preprocess = Preprocessor(ImageRules.from_checkpoint(path)).pixels(jpeg_bytes)
-    """
-
-    def __init__(self, rules: ImageRules, *, max_pixels_decoded: int = MAX_PIXELS_DECODED) -> None:
-        """`max_pixels_decoded`: limit on the pixels stated in an image's header, checked before it is decoded."""
-        self.rules = rules
-        self.max_pixels_decoded = max_pixels_decoded
-
-    def preprocess(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Pixels:
-        """Decodes and resizes an encoded file or a PIL image. Raises ImageError."""
-        return resize(self.decode(image, bounds), self.rules)
-
-    def decode(self, image: bytes | Image.Image, bounds: PixelBounds | None = None) -> Decoded:
-        """Decodes an encoded file or a PIL image without resizing it. Raises ImageError."""
-        return decode(image, self.rules, bounds, max_pixels_decoded=self.max_pixels_decoded)
 
 
 def resize(image: Decoded, rules: ImageRules) -> Pixels:

@@ -31,10 +31,6 @@ _LISTED_PROBLEMS = 8
 _Shape: TypeAlias = tuple[int, ...]
 
 
-class WeightsError(ValueError):
-    """Vision tensors of a checkpoint are missing, unknown, of the wrong shape, quantised or unreadable."""
-
-
 @dataclass(frozen=True)
 class _Stored:
     """A vision tensor in a file. `name` is its full name there, `dtype` safetensors' name of its dtype."""
@@ -49,8 +45,8 @@ def load_tower(path: Path, *, dtype: torch.dtype, device: torch.device) -> Visio
     """Loads the tower of the checkpoint folder `path`, in evaluation mode and without gradients.
 
     `dtype`: float32 or bfloat16; weights stored in another dtype are rounded once. Raises `ValueError` for another
-    `dtype`, `VisionConfigError` for the configuration, and `WeightsError` for the weights, which names each tensor with
-    its expected and its found shape.
+    `dtype`, `VisionConfigError` for the configuration, and `CheckpointError` for the weights, which names each tensor
+    with its expected and its found shape.
     """
     if dtype not in TOWER_DTYPES:
         raise ValueError(f"dtype {dtype} is not supported: {', '.join(map(str, TOWER_DTYPES))} are")
@@ -76,7 +72,7 @@ def build_tower(config: VisionConfig) -> VisionTower:
 def weights_identity(path: Path) -> str:
     """Returns the SHA-256 (64 hex characters) of names, dtypes, shapes and bytes of the vision tensors in `path`.
 
-    Independent of the division into files and of the names' prefix. Raises `WeightsError`.
+    Independent of the division into files and of the names' prefix. Raises `CheckpointError`.
     """
     stored = _stored_tensors(path)
     digest = hashlib.sha256()
@@ -87,7 +83,7 @@ def weights_identity(path: Path) -> str:
 
 
 def tower_identity(path: Path) -> str:
-    """Returns `EncoderIdentity.tower` of encoders of the checkpoint folder `path`. Raises `WeightsError`."""
+    """Returns `EncoderIdentity.tower` of encoders of the checkpoint folder `path`. Raises `CheckpointError`."""
     return tower_fingerprint(
         weights_identity(path), VisionConfig.from_checkpoint(path), ImageRules.from_checkpoint(path)
     )
@@ -106,44 +102,38 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
                     if name is None:
                         continue
                     if full_name not in there:
-                        raise WeightsError(f"{full_name} is not in {file.name}, where {INDEX_FILE} lists it")
+                        raise CheckpointError(f"{full_name} is not in {file.name}, where {INDEX_FILE} lists it")
                     if name in stored:
-                        raise WeightsError(f"{name} occurs twice: as {stored[name].name} and as {full_name}")
+                        raise CheckpointError(f"{name} occurs twice: as {stored[name].name} and as {full_name}")
                     part = reader.get_slice(full_name)
                     stored[name] = _Stored(file, full_name, part.get_dtype(), tuple(part.get_shape()))
         except FileNotFoundError:
-            raise WeightsError(f"{path} lacks {file.name}, in which {INDEX_FILE} lists vision tensors") from None
+            raise CheckpointError(f"{path} lacks {file.name}, in which {INDEX_FILE} lists vision tensors") from None
         except SafetensorError as error:
-            raise WeightsError(f"{file} is not a complete safetensors file: {error}") from None
+            raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from None
     if not stored:
         prefixes = " or ".join(repr(prefix) for prefix in VISION_PREFIXES)
-        raise WeightsError(f"{path} has no vision tensors: no name begins with {prefixes}")
+        raise CheckpointError(f"{path} has no vision tensors: no name begins with {prefixes}")
     return stored
 
 
-def _vision_files(path: Path) -> dict[Path, list[str] | None]:
+def _vision_files(path: Path) -> Mapping[Path, list[str] | None]:
     """Returns the files that hold vision tensors, each with the names that the index lists (None: all in the file)."""
     if (path / INDEX_FILE).is_file():
-        try:
-            index = read_index(path / INDEX_FILE)
-        except CheckpointError as error:
-            raise WeightsError(str(error)) from None
-        files: dict[Path, list[str] | None] = {}
-        for name, shard in sorted(index.items()):
-            names = files.setdefault(path / shard, [])
-            assert names is not None
-            names.append(name)
+        files: dict[Path, list[str]] = {}
+        for name, shard in sorted(read_index(path / INDEX_FILE).items()):
+            files.setdefault(path / shard, []).append(name)
         return files
     if (path / SINGLE_FILE).is_file():
         return {path / SINGLE_FILE: None}
-    raise WeightsError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise CheckpointError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 def _check(tower: VisionTower, stored: Mapping[str, _Stored], path: Path) -> None:
-    """Raises `WeightsError` unless the stored tensors match the tower's names and shapes and have a plain dtype."""
+    """Raises `CheckpointError` unless the stored tensors match the tower's names and shapes and have a plain dtype."""
     for tensor in stored.values():
         if tensor.dtype not in _PLAIN_DTYPES:
-            raise WeightsError(
+            raise CheckpointError(
                 f"{tensor.name} in {path} is quantised (dtype {tensor.dtype}, shape {list(tensor.shape)}): only plain "
                 f"vision weights ({', '.join(_PLAIN_DTYPES)}) are supported; quantised language weights are no matter"
             )
@@ -168,7 +158,7 @@ def _check(tower: VisionTower, stored: Mapping[str, _Stored], path: Path) -> Non
     if problems:
         listed = "\n  ".join(problems[:_LISTED_PROBLEMS])
         more = f"\n  and {len(problems) - _LISTED_PROBLEMS} more" if len(problems) > _LISTED_PROBLEMS else ""
-        raise WeightsError(
+        raise CheckpointError(
             f"the vision tensors of {path} do not fit its config.json ({config.architecture}):\n  {listed}{more}"
         )
 

@@ -9,7 +9,7 @@ from encoder.images.size import Grid, num_tokens
 from encoder.item_header import ItemHeader, VideoFields
 from encoder.video.bounds import VideoBounds
 from encoder.video.header import VideoHeader
-from encoder.video.sampling import SampledFrames, Sampling, sample
+from encoder.video.sampling import SampledFrames, sample
 from encoder.video.size import VideoChunk, plan_chunks, video_grid
 
 PATCHES_PER_CHUNK = 4
@@ -38,8 +38,7 @@ class VideoPlan:
         num_frames: int | None = None,
     ) -> VideoPlan:
         """`fps`, `num_frames`: the request's, as in vLLM's `media_io_kwargs.video`. Raises VideoError."""
-        chosen = {} if num_frames is None else {"num_frames": num_frames}
-        frames = sample(header, Sampling.for_rules(rules, fps, **chosen))
+        frames = sample(header, rules, fps, 32 if num_frames is None else num_frames)
         bounds.check_frames(len(frames.indices))
         return cls(frames, video_grid(header.width, header.height, len(frames.indices), rules), rules)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,42 +15,11 @@ from encoder.checkpoint.video_rules import VideoRules
 from encoder.video.bounds import VideoError
 from encoder.video.header import VideoHeader
 
-Loader = Literal["qwen2_vl", "qwen3_vl"]
-
 _MAX_FPS = 30
 _MIN_FRAMES, _MAX_FRAMES = 4, 768
+"""Of vLLM's loaders, whatever the checkpoint's processor has."""
 _UNKNOWN_FPS = 24.0
 """Frame rate that Qwen3-VL's processor assumes if the file states none."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How frames are chosen, in the terms of vLLM's `media_io_kwargs`, and the settings of the model's processor."""
-
-    loader: Loader
-    """vLLM's name of the rule, which follows the processors of Qwen models."""
-    fps: float | None = None
-    """Frames per second to choose, by default 2. Of a frame list: its rate, by default 1."""
-    num_frames: int = 32
-    """Most frames that are taken of a frame list; -1 for all."""
-    min_frames: int = _MIN_FRAMES
-    max_frames: int = _MAX_FRAMES
-    processor_fps: float = 2.0
-    """Frames per second that the processor of Qwen3-VL chooses of a video of which the loader has chosen all frames."""
-    processor_min_frames: int = _MIN_FRAMES
-    processor_max_frames: int = _MAX_FRAMES
-
-    @classmethod
-    def for_rules(cls, rules: VideoRules, fps: float | None = None, num_frames: int = 32) -> Sampling:
-        """Returns the sampling of a checkpoint; `fps` and `num_frames` are the request's."""
-        return cls(
-            rules.loader,
-            fps,
-            num_frames,
-            processor_fps=rules.fps,
-            processor_min_frames=rules.min_frames,
-            processor_max_frames=rules.max_frames,
-        )
 
 
 @dataclass(frozen=True)
@@ -82,43 +50,42 @@ class SampledFrames:
         return temporal_patch_size / (len(self.indices) / self.total_num_frames * self.fps)
 
 
-def sample(header: VideoHeader, sampling: Sampling) -> SampledFrames:
+def sample(header: VideoHeader, rules: VideoRules, fps: float | None = None, num_frames: int = 32) -> SampledFrames:
     """Returns the frames that vLLM would give its model.
+
+    Args:
+        fps: frames per second to choose, by default 2; of a frame list its rate, by default 1.
+        num_frames: most frames that are taken of a frame list; -1 for all.
 
     Raises VideoError for a video that vLLM's rule cannot sample.
     """
     if header.format == "frames":
-        fps = 1.0 if sampling.fps is None else float(sampling.fps)
-        taken = header.num_frames if sampling.num_frames < 0 else min(sampling.num_frames, header.num_frames)
-        return SampledFrames(tuple(range(taken)), taken, fps, taken / fps if fps > 0 else 0.0)
-    total, fps = header.num_frames, header.fps
-    if sampling.loader == "qwen3_vl" and fps <= 0:
-        fps = _UNKNOWN_FPS
-    wanted = 2.0 if sampling.fps is None else sampling.fps
-    if sampling.loader == "qwen2_vl":
-        chosen = _qwen2_vl(total, fps, wanted, sampling.min_frames, sampling.max_frames)
+        stated = 1.0 if fps is None else float(fps)
+        taken = header.num_frames if num_frames < 0 else min(num_frames, header.num_frames)
+        return SampledFrames(tuple(range(taken)), taken, stated, taken / stated if stated > 0 else 0.0)
+    total, stated = header.num_frames, header.fps
+    wanted = min(2.0 if fps is None else fps, _MAX_FPS)
+    if rules.loader == "qwen2_vl":
+        chosen = _qwen2_vl(total, stated, wanted)
     else:
-        chosen = _qwen3_vl(
-            total, fps, min(wanted, _MAX_FPS), sampling.min_frames, min(sampling.max_frames, _MAX_FRAMES)
-        )
+        stated = stated if stated > 0 else _UNKNOWN_FPS
+        chosen = _qwen3_vl(total, stated, wanted, _MIN_FRAMES, _MAX_FRAMES)
     # A file may hold fewer frames than its duration suggests. vLLM skips the missing ones, and reads each index once.
     indices = sorted({index for index in chosen if index < header.num_stored})
     if not indices:
         raise VideoError(f"video has no frame to sample; its header states {total}")
-    if len(indices) == total and sampling.loader == "qwen3_vl":  # then the processor chooses among all frames
-        indices = _qwen3_vl(
-            total, fps, sampling.processor_fps, sampling.processor_min_frames, sampling.processor_max_frames
-        )
-    return SampledFrames(tuple(indices), total, fps, header.duration_s)
+    if len(indices) == total and rules.loader == "qwen3_vl":  # then the processor chooses among all frames
+        indices = _qwen3_vl(total, stated, rules.fps, rules.min_frames, rules.max_frames)
+    return SampledFrames(tuple(indices), total, stated, header.duration_s)
 
 
-def _qwen2_vl(total: int, fps: float, wanted_fps: float, min_frames: int, max_frames: int) -> list[int]:
+def _qwen2_vl(total: int, fps: float, wanted_fps: float) -> list[int]:
     """Frames come in pairs."""
     if fps <= 0:
         raise VideoError("video states no frame rate, which the model needs")
     pair = 2
-    most = min(max_frames, _MAX_FRAMES, total) // pair * pair
-    count = math.floor(min(max(total / fps * min(wanted_fps, _MAX_FPS), min_frames), most, total) / pair) * pair
+    most = min(_MAX_FRAMES, total) // pair * pair
+    count = math.floor(min(max(total / fps * wanted_fps, _MIN_FRAMES), most, total) / pair) * pair
     if count < pair:
         raise VideoError(f"video has {total} frames, the model needs at least {pair}")
     steps = _float32_steps(total, total / count).astype(np.int32)

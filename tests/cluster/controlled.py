@@ -127,7 +127,7 @@ class ControlledEncoder(EncoderReplica):
         return {
             "pid": os.getpid(),
             "encoded": GatedEncoder.num_encoded,
-            "queued_tokens": self._worker.queued_tokens,
+            "queued_tokens": self._worker._queued_tokens,
             "flights": len(self._single_flight),
             "host": node_host(),
         }

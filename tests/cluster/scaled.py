@@ -25,8 +25,7 @@ class BusyLLM(StandInLLM):
         told = SimpleNamespace(
             num_running_reqs=running, num_waiting_reqs=0, num_skipped_waiting_reqs=0, kv_cache_usage=running / 10
         )
-        self._stats.logger(None).record(told)
-        self._stats._loggers[:] = self._stats._loggers[-1:]
+        self._stats.record(told)
         return super().record_autoscaling_stats()
 
 

@@ -39,7 +39,7 @@ from deployments.vllm.connector.link import Loaded
 from deployments.vllm.connector.scheduler_link import SchedulerLink
 from deployments.vllm.connector.worker_link import WorkerLink
 from deployments.vllm.connector.worker_memory import WorkerMemory
-from deployments.vllm.references import DecodedImages, References
+from deployments.vllm.references import References
 from deployments.vllm.stats import EngineStats
 from encoder.checkpoint.files import resolve_checkpoint
 from encoder.item_header import VideoFields
@@ -84,10 +84,10 @@ class SeenAnswers(VllmFrontend):
     received: ReceivedEmbeddings | None = None
     """Of the last request."""
 
-    def answer(self, request: Any, references: Any, headers: Any, received: Any, timeline: Any) -> Any:
+    def answer(self, request: Any, references: Any, headers: Any, received: Any) -> Any:
         self.calls += 1
         self.received = received
-        return super().answer(request, references, headers, received, timeline)
+        return super().answer(request, references, headers, received)
 
     @property
     def paths(self) -> list[str]:
@@ -121,7 +121,7 @@ class StandInEngine:
                 num_read += can_read
                 await asyncio.sleep(self.pace_s if can_read else LOOK_S)
             loaded = []
-            for lease in map(table.plan_load, digests):
+            for lease in filter(None, map(table.plan_load, digests)):
                 loaded.append(self._memory.load(lease, getattr(torch, lease.header.dtype)))
                 self._worker.report_loaded(Loaded(lease.name, loaded[-1].nbytes, 0.0))
             return loaded
@@ -162,7 +162,7 @@ class StandInLLM(LLM):
             width=width,
             max_early_requests=max_early_requests,
         )
-        self._image_requests = ImageRequests(self._frontend, DecodedImages(), config)
+        self._image_requests = ImageRequests(self._frontend, {}, config)
         self.disconnects = 0
 
     def hold(self) -> None:
@@ -185,7 +185,7 @@ class StandInLLM(LLM):
             "pid": os.getpid(),
             "calls": self.seen.calls,
             "disconnects": self.disconnects,
-            "keys": len(self.seen.references),
+            "keys": len(self.seen.references._digests),
             "paths": self.seen.paths,
             "received": dict(self.counts.received),
             "called_as_chosen": self.seen_calls.num_as_chosen,

@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.schema import FetchConfig
-from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.fetch.pinned_network import is_public
+from deployments.ingress.http.image_parts import MediaError
 from tests.fuzz.shares import IN_PROCESS
 
 pytestmark = pytest.mark.usefixtures("certificates_read_once")

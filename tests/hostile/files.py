@@ -69,7 +69,7 @@ def header_bombs(num_bytes: int) -> dict[str, bytes]:
     """Files of about `num_bytes` that keep a reader of their headers busy: seconds and minutes at 20 MB."""
     photoshop = b"Photoshop 3.0\0" + b"8BIM\0\1\0\0\0\0\0\0" * 5000
     inflating = chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(1_000_000)))
-    hexadecimal = b"Raw profile type exif\0\0" + zlib.compress(b"\nexif\n 1\n" + exif(20_000).hex().encode())
+    name, digits = b"Raw profile type exif\0", b"\nexif\n 1\n" + exif(20_000).hex().encode()
     return {
         "png chunks before": png_with(chunk(b"prVt") * (num_bytes // 12)),
         "png chunks after": png_with(after=chunk(b"prVt") * (num_bytes // 12)),
@@ -77,7 +77,10 @@ def header_bombs(num_bytes: int) -> dict[str, bytes]:
         "png texts after": png_with(after=chunk(b"tEXt", b"k\0v") * (num_bytes // 15)),
         "png texts that inflate": png_with(inflating * 60),
         "png exif": png_with(chunk(b"eXIf", exif(65_535))),
-        "png exif as text": png_with(chunk(b"zTXt", hexadecimal)),
+        "png exif as text": png_with(chunk(b"zTXt", name + b"\0" + zlib.compress(digits))),
+        "png exif as international text": png_with(chunk(b"iTXt", name + b"\0\0en\0\0" + digits)),
+        "png exif as inflating text": png_with(chunk(b"iTXt", name + b"\1\0\0\0" + zlib.compress(digits))),
+        "png exif as bytes of a text": png_with(chunk(b"tEXt", b"exif\0" + exif(65_535))),
         "jpeg comments": jpeg_with(b"\xff\xfe\0\2" * (num_bytes // 4)),
         "jpeg fill bytes": jpeg_with(b"\xff" * num_bytes),
         "jpeg junk": jpeg_with(bytes(num_bytes)),

@@ -175,7 +175,6 @@ def test_an_open_page_takes_nothing_of_a_quota(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_keys_are_exchanged_while_the_server_runs(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.auth.api_keys.CHECK_INTERVAL_S", 0.0)
     ingress = started(monkeypatch, StandIns(), api_keys_file=str(keys))
     old, new = {"headers": bearer(KEY), "json": TEXT}, {"headers": bearer("a-new-key-for-alice-alone"), "json": TEXT}
     assert statuses(asked(ingress, old, new)) == [200, 401]

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from configs.schema import FetchConfig
-from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
+from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher
+from deployments.ingress.http.image_parts import MediaError, MediaTooLargeError
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import IMAGE, METADATA, OTHER_PUBLIC, PUBLIC, SECRET, MappedNetwork, Names
 from tests.hostile.naive import naive_fetch

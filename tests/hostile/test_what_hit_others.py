@@ -25,7 +25,8 @@ from PIL import Image
 from configs.schema import FetchConfig
 from deployments.common.messages import ImageRefused, ResponseHead
 from deployments.encoder_replica.decode.pool import DecodePool
-from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from deployments.ingress.fetch.fetcher import MediaFetcher
+from deployments.ingress.http.image_parts import MediaError
 from encoder.images.size import ImageError, image_grid, read_header
 from tests.hostile import attack_server as attacks
 from tests.hostile.attack_server import PUBLIC, SECRET, Names

@@ -27,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from configs.encoder_config import EncoderConfig
 from deployments.common.messages import EncodedImage, EncodeTimings, ItemReference, new_key
 from encoder.item_header import ItemHeader
 from encoder.packing.run_counts import Reason, RunRecord
@@ -244,10 +245,10 @@ def _install_connector() -> Any:
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
     from deployments.vllm.references import References
-    from deployments.vllm.renderer import make_connector_class
+    from deployments.vllm.renderer import make_connector
 
     references = References()
-    MEDIA_CONNECTOR_REGISTRY.register("vitray")(make_connector_class(references))
+    MEDIA_CONNECTOR_REGISTRY.register("vitray")(make_connector(references))
     os.environ["VLLM_MEDIA_CONNECTOR"] = "vitray"
     return references
 
@@ -257,7 +258,7 @@ def _encode(name: str, folder: Path) -> int:
     import torch
 
     from deployments.vllm.preparer import Preparer, VllmInputs
-    from deployments.vllm.vllm_encoder import VllmEncoder
+    from deployments.vllm.vllm_encoder import VllmEncoder, VllmTower
 
     modality, engine_args = RECIPES[name].modality, _engine_args(name, folder)
     model = engine_args.pop("model")
@@ -266,13 +267,14 @@ def _encode(name: str, folder: Path) -> int:
     files = zip(media.items(modality)[:2], digests, strict=False)
     prepared = [preparer.prepare(file, modality, digest) for file, digest in files]
     prepared = [VllmInputs.from_parts(*item.to_parts()) for item in prepared]  # as between two processes
-    encoder = VllmEncoder.from_checkpoint(model, engine_args=engine_args)
+    config = EncoderConfig()
+    encoder = VllmEncoder(VllmTower(model, config, engine_args), config)
     wire_bytes = []
-    for item, embedding in zip(prepared, encoder.encode(prepared), strict=True):
-        if isinstance(embedding, Exception):
-            raise embedding
-        torch.save(embedding.contiguous(), folder / "served" / f"{item.header.digest}.pt")
-        wire_bytes.append(_wire_bytes(item.header, embedding))
+    for batch in encoder.launch_batches(prepared):
+        for index, embedding in zip(batch.batch.indices, batch.outputs, strict=True):
+            header = prepared[index].header
+            torch.save(embedding.contiguous(), folder / "served" / f"{header.digest}.pt")
+            wire_bytes.append(_wire_bytes(header, embedding))
     (folder / "served" / f"{name}.headers").write_bytes(pickle.dumps([item.header for item in prepared]))
     return max(wire_bytes)
 

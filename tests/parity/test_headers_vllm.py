@@ -28,7 +28,7 @@ from vllm.transformers_utils.processor import get_video_processor_cls_name
 from configs.resolve import PROJECT_ROOT
 from deployments.vllm.headers import cache_item, declared_fields, header_of
 from deployments.vllm.references import FetchRefusedError, References, UnknownReferenceError
-from deployments.vllm.renderer import install_references, make_connector_class
+from deployments.vllm.renderer import install_references, make_connector
 from encoder.checkpoint.video_rules import VideoRules
 from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.images.identity import EncoderIdentity
@@ -174,7 +174,7 @@ def renderers(request: pytest.FixtureRequest) -> tuple[Any, Any, References]:
     """vLLM's own, ours, and the latter's references."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     ours, references = make_renderer(request.param), References()
-    MEDIA_CONNECTOR_REGISTRY.register("references")(make_connector_class(references))
+    MEDIA_CONNECTOR_REGISTRY.register("references")(make_connector(references))
     install_references(ours, references)
     return make_renderer(request.param), ours, references
 
@@ -242,7 +242,7 @@ def test_a_stand_in_is_never_processed(
     _, ours, references = renderers
     connected()
     key = references.add(identity_of(SCENES).header("cd" * 32, (1, 8, 8)))
-    stand_in = make_connector_class(references)().fetch_image(key)
+    stand_in = make_connector(references)().fetch_image(key)
     references.release([key])
     with pytest.raises(UnknownReferenceError):
         ours._process_multimodal([1, 954], {"image": [stand_in]}, {"image": ["mine"]}, None, {})

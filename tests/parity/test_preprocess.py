@@ -1,4 +1,4 @@
-"""`Preprocessor` and `patchify` give the patches and grids of transformers' image processor for the same checkpoint.
+"""`decode`, `resize` and `patchify` give the patches and grids of transformers' image processor for a checkpoint.
 
 Equality is bit for bit, no tolerance: both resize bytes in the same integer arithmetic and normalise in the same
 float32 operations. The processor of transformers is the one that a checkpoint's own settings load (AutoImageProcessor).
@@ -20,9 +20,10 @@ from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from encoder.images.decoded import decode
 from encoder.images.load import load_rgb
 from encoder.images.size import ImageError, ImageRules, PixelBounds, image_grid, num_tokens, read_header, resized_size
-from encoder.pixels.preprocess import Preprocessor, patchify
+from encoder.pixels.preprocess import patchify, resize
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -71,11 +72,11 @@ def by_transformers(
 def ours(
     checkpoint: Path, image: Image.Image, bounds: PixelBounds | None = None
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    preprocessor = Preprocessor(ImageRules.from_checkpoint(checkpoint))
-    pixels = preprocessor.preprocess(image, bounds)
+    rules = ImageRules.from_checkpoint(checkpoint)
+    pixels = resize(decode(image, rules, bounds), rules)
     assert pixels.values.dtype == np.uint8
     assert pixels.values.flags["C_CONTIGUOUS"]
-    return patchify(torch.from_numpy(pixels.values), preprocessor.rules), pixels.grid_thw
+    return patchify(torch.from_numpy(pixels.values), rules), pixels.grid_thw
 
 
 SIZES = [
@@ -103,7 +104,7 @@ def test_sizes_go_up_down_and_stay(checkpoint: Path) -> None:
     same = resized_size(320, 320, rules)
     image = picture(*same)
     assert resized_size(*same, rules) == same
-    assert np.array_equal(Preprocessor(rules).preprocess(image).values, np.asarray(image).transpose(2, 0, 1))
+    assert np.array_equal(resize(decode(image, rules), rules).values, np.asarray(image).transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_encoded_bytes(checkpoint: Path) -> None:
     image.save(buffer, "PNG", exif=exif)
     data = buffer.getvalue()
     rules = ImageRules.from_checkpoint(checkpoint)
-    pixels = Preprocessor(rules).preprocess(data)
+    pixels = resize(decode(data, rules), rules)
     expected, grids = by_transformers(checkpoint, [load_rgb(data)])
     stated = read_header(data)
     assert (stated.width, stated.height) == (120, 300)
@@ -160,15 +161,14 @@ def test_encoded_bytes(checkpoint: Path) -> None:
 
 
 def test_limits_hold_for_both_kinds_of_image() -> None:
-    preprocessor = Preprocessor(ImageRules(), max_pixels_decoded=99)
     image = picture(10, 10)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     for given in (image, buffer.getvalue()):
         with pytest.raises(ImageError, match="image has 10x10 = 100 pixels, the limit is 99"):
-            preprocessor.preprocess(given)
+            decode(given, ImageRules(), max_pixels_decoded=99)
     with pytest.raises(ImageError, match=r"aspect ratio 201, the limit is 200"):
-        Preprocessor(ImageRules()).preprocess(picture(201, 1))
+        decode(picture(201, 1), ImageRules())
 
 
 def test_order_of_patches() -> None:

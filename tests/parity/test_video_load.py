@@ -18,10 +18,12 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.video.bounds import VideoError
 from encoder.video.decode import decode
 from encoder.video.header import read_header
-from encoder.video.sampling import Loader, Sampling, sample
+from encoder.video.sampling import sample
 from tests.video_files import Clip, cut, frame_list, irregular
 
 MEDIUM = {"preset": "medium"}
@@ -64,7 +66,7 @@ CUTS: dict[str, tuple[Clip, float]] = {
 }
 NAMES = [*CLIPS, *CUTS]
 ONE_FRAME = ("mp4", "webm", "gif")
-LOADERS: tuple[Loader, ...] = ("qwen2_vl", "qwen3_vl")
+QWEN2, QWEN3 = VideoRules("qwen2_vl", ImageRules()), VideoRules("qwen3_vl", ImageRules())
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"fps": 7.5}, {"fps": 30, "num_frames": 8})
 
 
@@ -88,18 +90,17 @@ def test_there_are_fifty_files() -> None:
 def test_indices_rates_and_pixels(video: Callable[[str], bytes], name: str) -> None:
     data = video(name)
     header = read_header(data)
-    for loader in LOADERS:
-        theirs = VIDEO_LOADER_REGISTRY.load(loader)
+    for rules in (QWEN2, QWEN3):
+        theirs = VIDEO_LOADER_REGISTRY.load(rules.loader)
         for options in OPTIONS:
-            sampling = Sampling(loader, **options)
             frames, expected = theirs.load_bytes(data, **{"num_frames": 32, **options})
-            found = sample(header, sampling)
+            found = sample(header, rules, **options)
             chosen = expected["frames_indices"]
-            if loader == "qwen3_vl" and expected["do_sample_frames"]:  # then the processor chooses among all frames
+            if rules is QWEN3 and expected["do_sample_frames"]:  # then the processor chooses among all frames
                 known = VideoMetadata(expected["total_num_frames"], expected["fps"])
                 chosen = Qwen3VLVideoProcessor().sample_frames(known).tolist()
                 frames = frames[chosen]
-            assert list(found.indices) == chosen, (loader, options)
+            assert list(found.indices) == chosen, (rules.loader, options)
             assert (found.total_num_frames, found.fps, found.duration_s) == (
                 expected["total_num_frames"],
                 expected["fps"],
@@ -119,7 +120,7 @@ def test_a_single_frame_is_decoded_where_vllm_finds_none(container: str) -> None
     frames, expected = VIDEO_LOADER_REGISTRY.load("opencv").load_bytes(data, num_frames=32)
     assert (len(frames), expected["frames_indices"]) == (0, [])
     header = read_header(data)
-    found = sample(header, Sampling("qwen3_vl"))
+    found = sample(header, QWEN3)
     assert (found.total_num_frames, found.fps, found.duration_s) == (
         expected["total_num_frames"],
         expected["fps"],
@@ -129,14 +130,14 @@ def test_a_single_frame_is_decoded_where_vllm_finds_none(container: str) -> None
     with pytest.raises(ZeroDivisionError):
         VIDEO_LOADER_REGISTRY.load("qwen2_vl").load_bytes(data, num_frames=32)
     with pytest.raises(VideoError, match="video has 1 frames, the model needs at least 2"):
-        sample(header, Sampling("qwen2_vl"))
+        sample(header, QWEN2)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_frames": 5}, {"num_frames": -1, "fps": 4}])
 def test_frame_lists(options: dict[str, Any]) -> None:
     data = frame_list(Clip(40).pictures())
     frames, expected = VideoMediaIO(ImageMediaIO(), **options).load_base64("video/jpeg", data.decode()).media
-    found = sample(read_header(data), Sampling("qwen3_vl", **options))
+    found = sample(read_header(data), QWEN3, **options)
     assert list(found.indices) == expected["frames_indices"]
     assert (found.total_num_frames, found.fps, found.duration_s) == (
         expected["total_num_frames"],
@@ -157,4 +158,4 @@ def test_qwen2_vls_steps_are_rounded_as_torch_rounds_them() -> None:
             source = type("Source", (), {"total_frames_num": total, "original_fps": fps, "duration": total / fps})
             target = type("Target", (), {"num_frames": 32, "fps": 2.0, "max_duration": 300})
             expected = theirs.compute_frames_index_to_sample(source, target)
-            assert list(sample(known, Sampling("qwen2_vl")).indices) == sorted(set(expected)), (total, fps)
+            assert list(sample(known, QWEN2).indices) == sorted(set(expected)), (total, fps)

@@ -81,9 +81,9 @@ class Replica:
         return image.to_shared("far/encoder" if far else self.server.address, self.tcp.address)
 
     def header(self, image: EncodedImage) -> ItemHeader:
-        (grid,) = ((1, h, w) for h, w in SIDES if h * w == image.num_tokens * self.merge**2)
-        update = PromptUpdate("replace", (self.token,), (PromptRun(self.token, image.num_tokens, True),))
-        return ItemHeader(image.digest, "image", image.num_tokens, (update,), grid)
+        (grid,) = ((1, h, w) for h, w in SIDES if h * w == image.shape[0] * self.merge**2)
+        update = PromptUpdate("replace", (self.token,), (PromptRun(self.token, image.shape[0], True),))
+        return ItemHeader(image.digest, "image", image.shape[0], (update,), grid)
 
     def request(self, images: list[EncodedImage], **fields: object) -> tuple[HttpRequest, list[ItemReference]]:
         references = [ItemReference(new_key(), n, f"image {n}") for n in range(len(images))]
@@ -164,7 +164,7 @@ class Replica:
 
     def nothing_is_left(self) -> bool:
         return (
-            len(self.llm._receiver) == len(self.llm._frontend.references) == 0
+            len(self.llm._receiver._granted) == len(self.llm._frontend.references._digests) == 0
             and self.llm._requests.num_early_prefills == self.llm._requests.num_in_flight == 0
         )
 

@@ -185,7 +185,7 @@ def test_what_waits_for_encoders_is_no_reason_for_more_language_models(replica: 
         futures = coming(replica.loop, 3)
         answers = [asyncio.ensure_future(replica.told(images, list(futures))) for _ in range(2)]
         replica.llm._requests.num_in_flight += 1
-        await eventually(lambda: sum(replica.llm._stats._loggers[0].load.__dict__.values()) >= 2)
+        await eventually(lambda: sum(replica.llm._stats._load.__dict__.values()) >= 2)
         stats = replica.llm.record_autoscaling_stats()
         assert (stats["engine_running_requests"], stats["engine_waiting_requests"]) == (0, 0)
         replica.llm._requests.num_in_flight -= 1

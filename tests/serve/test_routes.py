@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from deployments.common.api_error import ANTHROPIC_PATHS
-from deployments.ingress.http.routes import ROUTES, Route, Service, open_routes
+from deployments.ingress.http.routes import ROUTES, Route, open_routes
 from tests.serve import pictures
 from tests.serve.asking import TIMEOUT_S, metric, post
 from tests.serve.conversations import MODEL, about
@@ -15,8 +15,6 @@ from tests.serve.vllm_alone import Reference
 
 pytestmark = pytest.mark.slow
 
-OPEN = [route for route in ROUTES if route.service is not Service.CLOSED]
-CLOSED = [route for route in ROUTES if route.service is Service.CLOSED]
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 UNKNOWN = (
     "/page",
@@ -35,12 +33,6 @@ def request(method: str, url: str) -> httpx.Response:
     return httpx.request(method, url, json={"model": MODEL} if method == "POST" else None, timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("route", CLOSED, ids=lambda route: route.path)
-def test_what_the_table_closes_is_not_found(qwen3: str, route: Route) -> None:
-    for method in ("GET", "POST"):
-        assert route.path in error_of(request(method, qwen3 + route.path), 404)["message"]
-
-
 @pytest.mark.parametrize("path", UNKNOWN)
 def test_what_is_not_in_the_table_is_not_found(qwen3: str, path: str) -> None:
     error_of(request("POST", qwen3 + path), 404)
@@ -55,7 +47,7 @@ def test_what_vllm_alone_serves_is_open_only_where_the_table_says_so(qwen3: str,
             error_of(request(method, qwen3 + path.replace("{", "").replace("}", "")), 404)
 
 
-@pytest.mark.parametrize("route", OPEN, ids=lambda route: f"{' '.join(route.methods)} {route.path}")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{' '.join(route.methods)} {route.path}")
 def test_other_methods_are_not_allowed(qwen3: str, route: Route) -> None:
     allowed = {method for row in open_routes(route.path) for method in row.methods}
     for method in sorted(set(METHODS) - allowed):

@@ -184,7 +184,7 @@ class DecodePool:
         self.arena = Arena(shm_bytes)
         self._memory_bytes = memory_bytes
         self._videos: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        settings = (rules, max_pixels, memory_bytes, self.arena.handle(), resize)
+        settings = (rules, max_pixels, memory_bytes, self.arena, resize)
         self._workers = Workers([Decoder(serve_tasks, *settings) for _ in range(workers)], on_lost)
 
     async def decode(

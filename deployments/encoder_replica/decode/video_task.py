@@ -6,7 +6,6 @@ Frames are resized in the worker also for a device that resizes images: resized 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,10 +67,8 @@ class FrameReader:
         self._next: int | None = None
         """First frame of the next chunk of `_frames`."""
 
-    def run(
-        self, task: ChunkTask, memory: NDArray[np.uint8], resize: Callable[[Decoded, ImageRules], Pixels]
-    ) -> list[bytes | memoryview]:
-        """Returns the frames' shape as JSON, then the frames unless they are stored in `memory`. Raises VideoError."""
+    def run(self, task: ChunkTask, resize: Callable[[Decoded, ImageRules], Pixels]) -> NDArray[np.uint8]:
+        """Returns the resized frames. Raises VideoError."""
         first, count = task.chunk.first_frame, task.chunk.num_frames
         if task.data or first != self._next:
             self._data = task.data or self._data
@@ -81,8 +78,4 @@ class FrameReader:
         self._next = first + count
         if task.is_last:  # the file and its packets are freed
             self._data, self._frames, self._next = b"", iter(()), None
-        shared = frames.nbytes <= task.num_bytes
-        if shared:
-            memory[task.offset : task.offset + frames.nbytes].reshape(frames.shape)[...] = frames
-        head = json.dumps({"shape": frames.shape, "shared": shared}).encode()
-        return [head] if shared else [head, frames.reshape(-1).data]
+        return frames

@@ -10,9 +10,13 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +28,7 @@ from deployments.common.child_process import spawn
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.memory_bound import MemoryLimitError, limit_memory
 from deployments.encoder_replica.decode.video_task import ChunkTask, FrameReader, HeaderTask
-from deployments.transfer.shared_memory import Allocation, ArenaHandle
+from deployments.transfer.shared_memory import Allocation
 from encoder.images.decoded import Decoded, decode
 from encoder.images.size import ImageError, ImageRules, PixelBounds
 
@@ -38,7 +42,9 @@ Receive = Callable[[int], bytes]
 """Receives another message; the argument limits its bytes."""
 
 START_TIMEOUT_S = 120.0
-"""Timeout for a process to start and finish its imports."""
+"""Timeout for a process to start and finish its imports, and for it to take a task."""
+WATCH_INTERVAL_S = 0.25
+"""Most time by which a process outlives a timeout."""
 
 MAX_ANSWER_BYTES = 65_536
 """Limit of the JSON part of an answer."""
@@ -64,10 +70,10 @@ class Task:
 
 
 def serve_tasks(
-    connection: Connection, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: ArenaHandle, resizes: bool
+    connection: Connection, rules: ImageRules, max_pixels: int, memory_bytes: int, arena: mmap.mmap, resizes: bool
 ) -> None:
     """Answers tasks until the parent's end of the pipe closes. `resizes`: whether to warm up for resizing."""
-    memory, video = np.frombuffer(arena.open(), np.uint8), FrameReader(rules)
+    memory, video = np.frombuffer(arena, np.uint8), FrameReader(rules)
     _decode(Task(_warm_up_file(), None, resizes, 0, 0), rules, max_pixels)
 
     def begin(task: Task | HeaderTask | ChunkTask) -> None:
@@ -77,9 +83,7 @@ def serve_tasks(
     def decode_task(task: Task | HeaderTask | ChunkTask) -> list[bytes | memoryview]:
         if isinstance(task, HeaderTask):
             return task.run()
-        if isinstance(task, ChunkTask):
-            return video.run(task, memory, _import_resize())
-        values = _decode(task, rules, max_pixels)
+        values = video.run(task, _import_resize()) if isinstance(task, ChunkTask) else _decode(task, rules, max_pixels)
         shared = values.nbytes <= task.num_bytes
         if shared:
             memory[task.offset : task.offset + values.nbytes].reshape(values.shape)[...] = values
@@ -169,16 +173,19 @@ class Decoder:
     def __init__(self, serve: Callable[..., None], *settings: object, start_timeout_s: float = START_TIMEOUT_S) -> None:
         """`serve` runs in the process with its end of the pipe and `settings`."""
         self._serve, self._settings, self._start_timeout_s = serve, settings, start_timeout_s
-        self._stopped = False
+        self._stopped = threading.Event()
+        self._deadline_s = math.inf
         self._ready = False
         self.video = ""
         """Name of the video whose file the process has."""
         self._start()
+        threading.Thread(target=self._watch, name="decoder-watch", daemon=True).start()
 
     def run(self, task: object, parse: Callable[[bytes, Receive], T], timeout_s: float, *, stateless: bool = True) -> T:
         """Returns what `parse` makes of the answer's first message; it may receive another one, of limited bytes.
-        `timeout_s` counts from the time at which the process receives the task. A `stateless` task is given to a new
-        process if this one has ended since its last task; another task needs what that process had.
+        `timeout_s` is from the time at which the process receives the task to the end of its last message. A
+        `stateless` task is given to a new process if this one has ended since its last task; another task needs what
+        that process had.
 
         Raises:
             DecoderLostError: the process has ended.
@@ -187,10 +194,11 @@ class Decoder:
         """
         self._send_task(task, stateless)
         try:
-            answer = self._receive(timeout_s, MAX_ANSWER_BYTES)
-            message = json.loads(answer).get("error")
-            if message is None:
-                return parse(answer, partial(self._receive, timeout_s))
+            with self._limit(timeout_s):
+                answer = self._connection.recv_bytes(MAX_ANSWER_BYTES)
+                message = json.loads(answer).get("error")
+                if message is None:
+                    return parse(answer, self._connection.recv_bytes)
         except TimeoutError as error:
             self._restart()
             raise ImageError(f"decoding took longer than {timeout_s:g} s") from error
@@ -202,14 +210,9 @@ class Decoder:
             raise ImageError(DECODER_FAILED) from error
         raise ImageError(str(message))
 
-    def _receive(self, timeout_s: float, max_bytes: int) -> bytes:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError
-        return self._connection.recv_bytes(max_bytes)
-
     def stop(self) -> None:
         """Kills the process for good. A thread that waits for it sees its end, and may still use the connection."""
-        self._stopped = True
+        self._stopped.set()
         self._end_process()
 
     def _send_task(self, task: object, stateless: bool) -> None:
@@ -217,10 +220,12 @@ class Decoder:
         for _ in range(2):
             try:
                 if not self._ready:
-                    self._expect(_READY)
+                    with self._limit(self._start_timeout_s):
+                        self._expect(_READY)
                     self._ready = True
-                self._connection.send(task)
-                self._expect(_STARTED)
+                with self._limit(self._start_timeout_s):
+                    self._connection.send(task)
+                    self._expect(_STARTED)
                 return
             except (EOFError, OSError):
                 logger.warning("a decoder process ended and is restarted")
@@ -230,9 +235,28 @@ class Decoder:
         raise WorkerEndedError("no decoder process can be started")
 
     def _expect(self, message: bytes) -> None:
-        """Waits for `message`. Raises EOFError if another message or none arrives."""
-        if not self._connection.poll(self._start_timeout_s) or self._connection.recv_bytes() != message:
+        """Waits for `message`. Raises EOFError or OSError if another message or none arrives."""
+        if self._connection.recv_bytes(len(message)) != message:
             raise EOFError
+
+    @contextmanager
+    def _limit(self, timeout_s: float) -> Iterator[None]:
+        """Ends the process after `timeout_s`, and raises TimeoutError where its end ends a call of the connection: part
+        of a message can block them, too, in both directions."""
+        self._deadline_s = deadline_s = time.monotonic() + timeout_s
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError from error
+            raise
+        finally:
+            self._deadline_s = math.inf
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(WATCH_INTERVAL_S):
+            if time.monotonic() >= self._deadline_s:
+                self._process.kill()
 
     def _start(self) -> None:
         """Raises OSError, with the handle unchanged, if the system has no process or file left."""
@@ -242,7 +266,7 @@ class Decoder:
     def _restart(self) -> None:
         """Kills the process and starts another one; if that fails, the next task tries again."""
         self._kill()
-        if not self._stopped:
+        if not self._stopped.is_set():
             try:
                 self._start()
             except OSError as error:

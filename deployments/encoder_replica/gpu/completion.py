@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError, WorkerEndedError
-from deployments.encoder_replica.gpu.health import DeviceHealth, Fault
+from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
+from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, Fault
 from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
-from encoder.device_errors import is_out_of_memory
+from encoder.device_errors import is_cuda_error, is_out_of_memory
 from encoder.interface import LaunchedBatch
 from encoder.staging.staging import HostAllocator
 
@@ -25,12 +26,10 @@ class Completion:
         self._events = events
         self._retry = retry
         self._allocate = allocate
-        self._health = DeviceHealth()
-
-    @property
-    def fault(self) -> Fault | None:
-        """Why the device failed permanently, or None."""
-        return self._health.fault
+        self._lock = threading.Lock()
+        self._num_out_of_memory = 0
+        self.fault: Fault | None = None
+        """Why the device failed permanently. Once set, it stays."""
 
     def complete_batch(self, launched: LaunchedBatch, jobs: Sequence[Job], started: float) -> None:
         """Waits for a batch and completes its jobs. `started`: when the batch left the queue, by `time.perf_counter`.
@@ -45,7 +44,8 @@ class Completion:
             self.fail_or_retry(jobs, error, alone=len(jobs) == 1 or not isinstance(error, Exception))
             return
         done = time.perf_counter()
-        self._health.record_success()
+        with self._lock:
+            self._num_out_of_memory = 0
         for job, tokens in zip(jobs, fetched, strict=True):
             queue_ms, encode_ms = (started - job.queued_at_s) * 1e3, (done - started) * 1e3
             job.future.set_result(Encoded(tokens, queue_ms, encode_ms, ran))
@@ -54,32 +54,33 @@ class Completion:
         """Sets the error on jobs that failed alone. Others are retried, each alone."""
         self.diagnose(error, alone=alone)
         if self.fault is not None:
-            self.fail_jobs(jobs)
-            return
-        if alone:
-            failure = DeviceMemoryError(str(error)) if is_out_of_memory(error) else error
+            self.fail(jobs, DeviceFailedError("the GPU has failed"))
+        elif alone:
+            self.fail(jobs, DeviceMemoryError(str(error)) if is_out_of_memory(error) else error)
+        else:
+            self._events.on_retry(1)
+            logger.error("a batch failed; %d images of it are retried one by one", len(jobs), exc_info=error)
             for job in jobs:
-                job.future.set_exception(failure)
-            return
-        self._events.on_retry(1)
-        logger.error("a batch failed; %d images of it are retried one by one", len(jobs), exc_info=error)
-        for job in jobs:
-            self._retry(replace(job, alone=True))
+                self._retry(replace(job, alone=True))
 
     def diagnose(self, error: BaseException, *, alone: bool) -> None:
         """Updates the device's health. `alone`: whether the batch was one image, which is not retried."""
-        if self._health.record_failure(error, alone=alone) and self.fault is not None:
+        with self._lock:
+            before = self.fault
+            if is_cuda_error(error):
+                self.fault = Fault.CUDA_ERROR
+            elif alone and is_out_of_memory(error):
+                self._num_out_of_memory += 1
+                if self._num_out_of_memory >= MAX_OUT_OF_MEMORY_IN_A_ROW:
+                    self.fault = self.fault or Fault.OUT_OF_MEMORY
+            fault = self.fault
+        if before is None and fault is not None:
             logger.error("the GPU has failed and is not used any more", exc_info=error)
-            self._events.on_gpu_failure(self.fault)
+            self._events.on_gpu_failure(fault)
 
-    def fail_jobs(self, jobs: Sequence[Job]) -> None:
-        """Fails the jobs because the device failed; another replica may encode them."""
-        for job in jobs:
-            job.future.set_exception(DeviceFailedError("the GPU has failed"))
-
-    def fail_pending(self, jobs: Sequence[Job]) -> None:
-        """Fails those of the jobs that are neither completed nor cancelled, because the thread has ended."""
+    def fail(self, jobs: Sequence[Job], error: BaseException) -> None:
+        """Sets the error on those of the jobs that are neither completed nor cancelled."""
         for job in jobs:
             future = job.future
             if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
-                future.set_exception(WorkerEndedError("the thread that owned the GPU has ended"))
+                future.set_exception(error)

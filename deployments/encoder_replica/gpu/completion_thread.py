@@ -29,10 +29,6 @@ class CompletionThread:
         """Whether no item runs or is queued."""
         return self._queue.unfinished_tasks == 0
 
-    def wait_idle(self) -> None:
-        """Blocks until no item runs or is queued."""
-        self._queue.join()
-
     def close(self) -> None:
         """Ends the thread after the queued items."""
         self._queue.put(None)

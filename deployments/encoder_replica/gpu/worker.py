@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ class GpuWorker:
         self._stopping = self._ended = False
         self._lock = threading.Lock()
         self._queued_tokens = 0
+        """Tokens of the jobs that are queued or being encoded."""
         self._speed = BusySpeed()
         self._completion = Completion(self._events, self._inbox.put, allocate)
         self._can_idle = True
@@ -72,11 +73,6 @@ class GpuWorker:
     def fault(self) -> Fault | None:
         """Why the device failed permanently, or None. After a failure, every image is refused."""
         return self._completion.fault
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of the jobs that are queued or being encoded."""
-        return self._queued_tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,7 +109,7 @@ class GpuWorker:
         return job.future
 
     def stop(self, *, wait: bool = False) -> None:
-        """Ends the thread after the queued jobs. `wait`: whether to block until it has ended."""
+        """Ends the thread after the queued jobs, without retries. `wait`: whether to block until it has ended."""
         self._inbox.put(Signal.STOP)
         if wait:
             self._thread.join()
@@ -135,17 +131,14 @@ class GpuWorker:
         self._completion_thread = CompletionThread(lambda: self._inbox.put(Signal.WAKE))
         self._events.on_run(encoder.counts)
         self._run_idle_steps(encoder)
-        late: list[Job] = []
         try:
             while not self._stopping:
                 self._encode_queued(encoder)
                 self._events.on_run(encoder.counts)
                 self._run_idle_steps(encoder)
-            late = self._run_retries(encoder)
-            self._events.on_run(encoder.counts)
         finally:
             self._completion_thread.close()
-            self._fail_remaining(late)
+            self._fail_remaining()
 
     def _run_idle_steps(self, encoder: ItemEncoder[Any]) -> None:
         """Runs the encoder's idle steps while no job is queued or in flight.
@@ -188,30 +181,15 @@ class GpuWorker:
         for job in jobs:
             self._fair_queue.add(job.place, job)
 
-    def _run_retries(self, encoder: ItemEncoder[Any]) -> list[Job]:
-        """Runs the retries that are queued, and returns the jobs that arrived after the stop signal."""
-        self._completion_thread.wait_idle()
-        late: list[Job] = []
-        for job in self._inbox_jobs():
-            if job.alone:
-                self._launch(encoder, [job])
-            else:
-                late.append(job)
-        return late
-
-    def _fail_remaining(self, late: list[Job]) -> None:
+    def _fail_remaining(self) -> None:
         """Refuses further jobs and fails those that remain, so that no caller waits for a thread that has ended."""
         with self._lock:
             self._ended = True
-        jobs = [*late, *self._launching, *(job for _, job in self._fair_queue.take()), *self._inbox_jobs()]
-        self._launching = []
-        self._completion.fail_pending(jobs)
-
-    def _inbox_jobs(self) -> Iterator[Job]:
-        """Yields the jobs of the inbox until it is empty."""
         while not self._inbox.empty():
-            if isinstance(item := self._inbox.get(), Job):
-                yield item
+            self._enqueue(self._inbox.get())
+        jobs = [*self._launching, *(job for _, job in self._fair_queue.take())]
+        self._launching = []
+        self._completion.fail(jobs, WorkerEndedError("the thread that owned the GPU has ended"))
 
     def _drain_inbox(self) -> None:
         """Moves jobs from the inbox to the fair queue, up to a stop signal."""
@@ -233,7 +211,7 @@ class GpuWorker:
         if not jobs:
             return
         if self.fault is not None:
-            self._completion.fail_jobs(jobs)
+            self._completion.fail(jobs, DeviceFailedError("the GPU has failed"))
             return
         self._launching = jobs
         launched_indices: set[int] = set()

@@ -11,8 +11,6 @@ import logging
 import os
 import re
 import secrets
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 logger = logging.getLogger("ray.serve")
@@ -21,8 +19,6 @@ KEY_PREFIX = "vitray-"
 HASH_PREFIX = "sha256:"
 MIN_KEY_CHARACTERS = 20
 MAX_KEY_BYTES = 512
-CHECK_INTERVAL_S = 1.0
-"""Minimum time between two checks of the file for changes."""
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,100}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -73,10 +69,9 @@ class ApiKeys:
     name = keys.name_of(key)  # None for an unknown key
     """
 
-    def __init__(self, *, file: str | None, variable: str | None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, file: str | None, variable: str | None) -> None:
         """Raises KeysError if the file or the variable cannot be read. Later, an unreadable file changes no key."""
         self._file = Path(file) if file is not None else None
-        self._now = now
         self._env_keys: dict[str, str] = {}
         if variable is not None:
             if variable not in os.environ:
@@ -87,7 +82,6 @@ class ApiKeys:
         if self._file is not None:
             self._seen = self._file_state()
             self._file_keys = self._read()
-        self._checked_at = now()
 
     def name_of(self, key: str) -> str | None:
         """Returns the name of `key`, None for an unknown key.
@@ -103,11 +97,7 @@ class ApiKeys:
         return self._file_keys.get(hashed) or self._env_keys.get(hashed)
 
     def _reload_if_changed(self) -> None:
-        if self._file is None or self._now() - self._checked_at < CHECK_INTERVAL_S:
-            return
-        self._checked_at = self._now()
-        state = self._file_state()
-        if state == self._seen:
+        if self._file is None or (state := self._file_state()) == self._seen:
             return
         self._seen = state
         try:

@@ -10,46 +10,29 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from pydantic import JsonValue
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from deployments.common import names
 from deployments.common.ray_private import serve_details
 from deployments.common.replica_status import REPLICA, Report
+from deployments.ingress.admission import Admission
 
 logger = logging.getLogger("ray.serve")
 
 MAX_AGE_S = 1.0
 """Maximum age of an answer."""
 REPORT_TIMEOUT_S = 2.0
-"""Timeout of the replicas' reports."""
+"""Timeout of the replicas' reports, and of Serve's controller."""
 MAX_MESSAGE_CHARACTERS = 300
 
 Details = Mapping[str, Any]
 """Serve's `ApplicationDetails` (`ray.serve.schema`), as JSON."""
-
-
-@dataclass(frozen=True)
-class IngressLoad:
-    """Requests of one ingress replica that no language model has accepted yet."""
-
-    queued_tokens: float = 0.0
-    """Visual tokens of the requests in the admission queue."""
-    in_flight_tokens: float = 0.0
-    """Visual tokens of the admitted requests."""
-    unaccepted_requests: float = 0.0
-
-
-class Broadcasting(Protocol):
-    """The part of Serve's DeploymentHandle that ClusterView uses."""
-
-    def broadcast(self, method_name: str) -> Any: ...  # noqa: ANN401 - Serve's method is not typed
 
 
 class ClusterView:
@@ -57,17 +40,16 @@ class ClusterView:
 
     def __init__(
         self,
-        encoder: Broadcasting | None,
-        llm: Broadcasting,
-        load: Callable[[], IngressLoad],
+        encoder: DeploymentHandle[Any] | None,
+        llm: DeploymentHandle[Any],
+        admission: Admission,
         *,
         details: Callable[[], Details | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`encoder`: None if there are no encoders. `load` returns this ingress replica's load. `details` may block; by
-        default it asks Serve's controller."""
+        """`encoder`: None if there are no encoders. `details` may block; by default it asks Serve's controller."""
         self._handles = {names.ENCODER: encoder, names.LLM: llm}
-        self._load = load
+        self._admission = admission
         self._details = details or application_details
         self._clock = clock
         self._lock = asyncio.Lock()
@@ -86,7 +68,7 @@ class ClusterView:
         details, encoders, llms = await asyncio.gather(
             asyncio.to_thread(self._details), self._reports(names.ENCODER), self._reports(names.LLM)
         )
-        return view(details or {}, {names.ENCODER: encoders, names.LLM: llms}, self._load())
+        return view(details or {}, {names.ENCODER: encoders, names.LLM: llms}, self._admission)
 
     async def _reports(self, deployment: str) -> list[Report]:
         """Returns the reports of the replicas that answer within REPORT_TIMEOUT_S; empty if no replica is running."""
@@ -102,26 +84,27 @@ class ClusterView:
 
 
 def application_details() -> Details | None:
-    """Returns this application's details from Serve's controller, None outside of Serve. Blocks."""
+    """Returns this application's details from Serve's controller, None outside of Serve or if the controller does not
+    answer within REPORT_TIMEOUT_S. Blocks."""
     try:
         name = serve.get_replica_context().app_name
-        details = serve_details()
+        details = serve_details(REPORT_TIMEOUT_S)
     except (RayServeException, RayError):
         return None
     return None if details is None else details["applications"].get(name)
 
 
-def view(details: Details, reports: Mapping[str, Sequence[Report]], ingress: IngressLoad) -> dict[str, JsonValue]:
-    """Returns the view as JSON values. `ingress` is the load of the ingress replica that answers."""
+def view(details: Details, reports: Mapping[str, Sequence[Report]], admission: Admission) -> dict[str, JsonValue]:
+    """Returns the view as JSON values. `admission` is that of the ingress replica that answers."""
     known = details.get("deployments") or {}
     return {
         "deployments": [
             _deployment(name, known[name], reports.get(name, ())) for name in names.DEPLOYMENTS if name in known
         ],
         "queue": {
-            "unaccepted_requests": ingress.unaccepted_requests,
-            "line_tokens": ingress.queued_tokens,
-            "in_flight_tokens": ingress.in_flight_tokens,
+            "unaccepted_requests": admission.requests,
+            "line_tokens": admission.tokens_queued,
+            "in_flight_tokens": admission.tokens_in_flight,
             "encoder_tokens": _total(reports.get(names.ENCODER, ()), "backlog_tokens"),
         },
         "packing": _packing(reports.get(names.ENCODER, ())),
@@ -139,7 +122,7 @@ def _deployment(name: str, found: Details, reports: Sequence[Report]) -> dict[st
     by_name = {report[REPLICA]: report for report in reports}
     return {
         "name": name,
-        "status": _word(found["status"]),
+        "status": found["status"],
         "message": _first_line(found.get("message")),
         "running": running,
         "target": target,
@@ -149,7 +132,7 @@ def _deployment(name: str, found: Details, reports: Sequence[Report]) -> dict[st
         "replicas": [
             {
                 "name": replica["replica_id"],
-                "state": _word(replica["state"]),
+                "state": replica["state"],
                 "node": str(replica.get("node_id") or "")[:8],
                 "report": by_name.get(replica["replica_id"]),
             }
@@ -175,10 +158,6 @@ def _packing(reports: Sequence[Report]) -> JsonValue:
 
 def _total(reports: Sequence[Report], name: str) -> float:
     return sum(value for report in reports if isinstance(value := report.get(name), int | float))
-
-
-def _word(state: object) -> str:
-    return str(state.value if isinstance(state, Enum) else state)
 
 
 def _first_line(message: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from weakref import WeakValueDictionary
 
 import httpcore
@@ -18,8 +18,6 @@ import httpx
 from configs.schema import FetchConfig
 from deployments.ingress.fetch.pinned_network import PinnedNetwork, Resolve, system_resolve
 from deployments.ingress.http.image_parts import MediaError, MediaTooLargeError, decode_data_url, is_data_url
-
-__all__ = ["MediaBusyError", "MediaError", "MediaFetcher", "MediaTooLargeError", "decode_data_url"]
 
 MAX_URL_CHARACTERS = 8192
 """Maximum length of an `http(s)` URL; servers accept no longer ones."""
@@ -115,22 +113,15 @@ class MediaFetcher:
     @asynccontextmanager
     async def _slot(self, client: str) -> AsyncIterator[None]:
         """Acquires a slot of the client, then a shared one: a client at its own limit does not block others."""
-        own = self._client_slots.get(client)
-        if own is None:
-            self._client_slots[client] = own = asyncio.Semaphore(self._config.max_concurrent_per_client)
-        held: list[asyncio.Semaphore] = []
-        try:
+        own = self._client_slots.setdefault(client, asyncio.Semaphore(self._config.max_concurrent_per_client))
+        async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    for slots in (own, self._slots):
-                        await slots.acquire()
-                        held.append(slots)
+                    await held.enter_async_context(own)
+                    await held.enter_async_context(self._slots)
             except TimeoutError as error:
                 raise MediaBusyError("too many files are being fetched; try again") from error
             yield
-        finally:
-            for slots in held:
-                slots.release()
 
     async def _fetch_http(self, url: str, max_bytes: int, count: Callable[[int], None]) -> bytes:
         target = _parse_url(url)

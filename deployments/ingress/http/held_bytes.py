@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from deployments.common.api_error import OverloadedError, Shed
-
-
-class Events(Protocol):
-    """Metrics that HeldBytes updates."""
-
-    def bytes_held(self, num_bytes: int) -> None: ...
-
-    def shed(self, reason: Shed, tokens: int) -> None: ...
+from deployments.telemetry.metrics import AdmissionMetrics
 
 
 class HeldBytes:
@@ -25,9 +17,9 @@ class HeldBytes:
         held.resize(num_bytes)    # once the body is parsed
     """
 
-    def __init__(self, max_bytes: int, events: Events, *, retry_after_s: Callable[[], int]) -> None:
+    def __init__(self, max_bytes: int, metrics: AdmissionMetrics, *, retry_after_s: Callable[[], int]) -> None:
         self._max_bytes = max_bytes
-        self._events = events
+        self._metrics = metrics
         self._retry_after_s = retry_after_s
         self.num_bytes = 0
 
@@ -43,11 +35,11 @@ class HeldBytes:
     def add(self, difference: int) -> None:
         """Adds `difference` bytes, which may be negative. Raises OverloadedError if the sum would exceed the bound."""
         if difference > 0 and self.num_bytes + difference > self._max_bytes:
-            self._events.shed(Shed.BYTES, 0)
+            self._metrics.shed(Shed.BYTES, 0)
             message = f"requests hold {self.num_bytes} bytes, {difference} more would pass {self._max_bytes}; try again"
             raise OverloadedError(message, retry_after_s=self._retry_after_s())
         self.num_bytes += difference
-        self._events.bytes_held(self.num_bytes)
+        self._metrics.bytes_held(self.num_bytes)
 
 
 class Held:

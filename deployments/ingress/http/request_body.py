@@ -53,6 +53,8 @@ MAX_ITEMS: Mapping[str, int] = {
     "documents": 256,
     "tools": 128,
 }
+MAX_NUMBER = 2**63
+"""Larger numbers count as this one: Python refuses to print an integer of more than 4300 digits."""
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config")
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Length as JSON of a schema, a regular expression or a grammar; 100,000 characters take seconds to compile."""
@@ -126,7 +128,7 @@ def cut_files(text: bytes) -> tuple[bytes, dict[str, memoryview]]:
     name, and the base64 by these names.
 
     A quotation mark before `data` opens a string unless a backslash precedes it: in JSON, no letter follows the end of
-    a string. Strings with JSON or percent escapes are not replaced.
+    a string. Strings with escapes are not replaced.
     """
     token, view = secrets.token_hex(16), memoryview(text)
     files: dict[str, memoryview] = {}
@@ -135,7 +137,7 @@ def cut_files(text: bytes) -> tuple[bytes, dict[str, memoryview]]:
     while at >= 0 and len(files) < MAX_FILES:
         opening = None if text[at - 1 : at] == b"\\" else _OPENING.match(text, at)
         end = -1 if opening is None else text.find(b'"', opening.end())
-        if opening is not None and end >= 0 and not _has_escapes(text, opening.end(), end):
+        if opening is not None and end >= 0 and text.find(b"\\", opening.end(), end) < 0:
             is_url = opening[0].endswith(b",")
             if is_url or end - opening.end() >= MIN_DATA_BYTES:
                 name = f"{token} {len(files)}"
@@ -144,10 +146,6 @@ def cut_files(text: bytes) -> tuple[bytes, dict[str, memoryview]]:
                 done = end
         at = text.find(_START, max(at + 1, end))
     return b"".join([*kept, view[done:]]), files
-
-
-def _has_escapes(text: bytes, start: int, end: int) -> bool:
-    return text.find(b"\\", start, end) >= 0 or text.find(b"%", start, end) >= 0
 
 
 def json_object(data: bytes) -> Body:
@@ -240,8 +238,8 @@ def _function(tool: object) -> Mapping[str, Any]:
 
 
 def _positive(value: object) -> int:
-    """Returns `value`, or 1 if it is not a positive integer, which the engine refuses."""
-    return max(1, value) if type(value) is int else 1
+    """Returns `value`, or 1 if it is not a positive integer, which the engine refuses. At most MAX_NUMBER."""
+    return max(1, min(value, MAX_NUMBER)) if type(value) is int else 1
 
 
 def _num_prompts(prompt: object) -> int:

@@ -23,7 +23,6 @@ class Service(Enum):
     HEALTH = "answered by the ingress"
     STORED = "stored responses"
     MANAGEMENT = "for the operator"
-    CLOSED = "404"
 
 
 @dataclass(frozen=True)
@@ -38,17 +37,8 @@ class Route:
     """Format of the bodies, if `service` is IMAGES."""
 
 
-PAGE_FILES = {
-    "/": "index.html",
-    "/page/style.css": "style.css",
-    "/page/main.js": "main.js",
-    "/page/asking.js": "asking.js",
-    "/page/files.js": "files.js",
-    "/page/timing.js": "timing.js",
-    "/page/cluster.js": "cluster.js",
-    "/page/drawing.js": "drawing.js",
-    "/page/icon.svg": "icon.svg",
-}
+_FILES = ("style.css", "main.js", "asking.js", "files.js", "timing.js", "cluster.js", "drawing.js", "icon.svg")
+PAGE_FILES = {"/": "index.html"} | {f"/page/{name}": name for name in _FILES}
 """URL paths of the page's files, and their names in `deployments/ingress/dashboard/page`."""
 
 CLUSTER = "/cluster"
@@ -95,26 +85,12 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(("GET",), "/docs", Service.MANAGEMENT),
     Route(("GET",), "/openapi.json", Service.MANAGEMENT, "only the routes served here"),
-    Route(("POST",), "/score", Service.CLOSED, "no pooling models; also /v1/score"),
-    Route(("POST",), "/v1/score", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/rerank", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/v1/rerank", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/v2/rerank", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/v1/embeddings", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/pooling", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/classify", Service.CLOSED, "no pooling models"),
-    Route(("POST",), "/v1/audio/transcriptions", Service.CLOSED, "no audio"),
-    Route(("POST",), "/v1/audio/translations", Service.CLOSED, "no audio"),
-    Route(("POST",), "/v1/responses/{id}/cancel", Service.CLOSED, "no background mode"),
-    Route(("POST",), "/invocations", Service.CLOSED, "vLLM would fetch its images by itself"),
-    Route(("POST",), "/scale_elastic_ep", Service.CLOSED, "administration"),
-    Route(("POST",), "/is_scaling_elastic_ep", Service.CLOSED, "administration"),
 )
 
 
 def open_routes(path: str) -> list[Route]:
     """Returns the rows that serve `path`, for any method. A path parameter matches any value that is not empty."""
-    return [route for route in ROUTES if route.service is not Service.CLOSED and _matches(route.path, path)]
+    return [route for route in ROUTES if _matches(route.path, path)]
 
 
 def open_route(method: str, path: str, *, management: bool) -> Route:

@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from configs.schema import IngressConfig
 from deployments.common.api_error import RESPONSES_PATH, ApiError
 from deployments.common.messages import ResponseHead
+from deployments.common.ray_private import start_detached
 from deployments.ingress.attempt import http_response
 from deployments.ingress.http.chat_request import body_to_json, input_items
 from deployments.ingress.http.held_bytes import Held
@@ -32,6 +33,8 @@ PREVIOUS = "previous_response_id"
 _LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete")
 _EVENTS = (b"event: response.created", b"event: response.in_progress", *_LAST_EVENTS)
 """Beginnings of the events that carry the response."""
+_STORED = ("completed", "incomplete")
+"""Status of responses that are stored."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class StoredResponses:
         self._limits = limits
         self._off_loop = off_loop
         self._counts = Counters()
+        self._discarding: set[asyncio.Task[None]] = set()
 
     async def start(self, chunks: list[bytes], tenant: str | None, held: Held) -> Turn | None:
         """Returns the turn of a request, None if responses are not stored. A body that names the previous response is
@@ -86,39 +90,69 @@ class StoredResponses:
             message = f"with the items of {PREVIOUS} the request has {num_bytes} bytes, the limit is {limit}"
             raise ApiError(413, message, param=PREVIOUS, code="body_too_large")
         held.add(num_bytes - len(data))
-        chunks[:] = [await self._off_loop.run(len(data), partial(_insert, body, earlier))]
+        chunks[:] = [await self._off_loop.run(num_bytes, partial(_insert, body, earlier))]
         return Turn(turn.tenant, previous_id, len(earlier))
 
     async def keep(self, turn: Turn, items: Callable[[], list[bytes]], num_bytes: int, response: Response) -> Response:
         """Stores the request's own `items`, of `num_bytes`, and its answer, once that has ended. An answer that cannot
-        be stored, which is counted, is given nevertheless.
+        be stored, which is counted, is given nevertheless. Nothing of an answer that fails or breaks off stays stored.
 
         The end of an answer is not sent before it is stored, since the client may continue it at once.
         """
         if response.status_code != 200:
             return response
         own = await self._off_loop.run(num_bytes, items)
-        put = asyncio.create_task(self._try_call("put", turn.tenant, turn.id, turn.previous_id, own))
         if isinstance(response, StreamingResponse):
-            response.body_iterator = self._keep_stream(turn, put, response.body_iterator)
+            response.body_iterator = self._keep_stream(turn, own, response.body_iterator)
             return response
-        body = await self._complete(turn, put, json.loads(bytes(response.body)))
+        made = json.loads(bytes(response.body))
+        if made["status"] not in _STORED:
+            return response
+        put = self._put(turn, own)
+        try:
+            body = await self._complete(turn, put, made)
+        except BaseException:  # the client disconnected, or the deadline has passed
+            self._discard(turn, put)
+            raise
         return http_response(ResponseHead(200, response.raw_headers), body)
 
     async def _keep_stream(
         self,
         turn: Turn,
-        put: asyncio.Task[bool],
+        own: list[bytes],
         pieces: Any,  # noqa: ANN401 - Starlette's iterator
     ) -> AsyncGenerator[bytes, None]:
-        rest = b""
-        async with aclosing(pieces):
-            async for piece in pieces:
-                *events, rest = (rest + piece).split(b"\n\n")
-                for event in events:
-                    yield await self._keep_event(turn, put, event) + b"\n\n"
-        if rest:
-            yield rest
+        put, is_complete, rest = self._put(turn, own), False, b""
+        del own  # megabytes of images, which need not be held while the answer streams
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    *events, rest = (rest + piece).split(b"\n\n")
+                    for event in events:
+                        sent = await self._keep_event(turn, put, event)
+                        is_complete = is_complete or event.startswith(_LAST_EVENTS)
+                        yield sent + b"\n\n"
+            if rest:
+                yield rest
+        finally:
+            if not is_complete:
+                self._discard(turn, put)
+
+    def _put(self, turn: Turn, own: list[bytes]) -> asyncio.Task[bool]:
+        """Starts to store the input of a response."""
+        return asyncio.create_task(self._try_call("put", turn.tenant, turn.id, turn.previous_id, own))
+
+    def _discard(self, turn: Turn, put: asyncio.Task[bool]) -> None:
+        """Removes a response that will not be complete from the store, in a task: its request may be cancelled."""
+
+        async def discard() -> None:
+            await asyncio.wait([put])
+            if not put.cancelled() and put.result():
+                await self._try_call("discard", turn.tenant, turn.id)
+
+        task = start_detached(lambda: asyncio.create_task(discard()))
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
 
     async def _keep_event(self, turn: Turn, put: asyncio.Task[bool], event: bytes) -> bytes:
         """Returns the event to be sent in place of `event`. The last one stores the response."""
@@ -135,7 +169,7 @@ class StoredResponses:
         """Stores a response that has ended, and returns it as JSON."""
         response[PREVIOUS] = turn.previous_id
         made = json.dumps(response).encode()
-        if await put:
+        if await asyncio.shield(put):  # `_discard` waits for it even if this is cancelled
             output = [json.dumps(item).encode() for item in response["output"]]
             await self._try_call("complete", turn.tenant, turn.id, made, output)
         return made

@@ -87,6 +87,12 @@ class ResponseStore:
         stored.output = self._refer(tenant, output)
         return self._evict((tenant, response_id))
 
+    async def discard(self, tenant: str, response_id: str) -> None:
+        """Removes a response that will not be complete. Does nothing for others."""
+        stored = self._responses.get((tenant, response_id))
+        if stored is not None and stored.response is None:
+            self._remove((tenant, response_id))
+
     async def conversation(self, tenant: str, response_id: str) -> list[bytes] | None:
         """Returns the items that led to a response, and its own, as JSON; None if it is not found."""
         stored = self._find(tenant, response_id)

@@ -60,6 +60,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         address = get_config(ADDRESS_KEY, None)
         # Layers with a recurrent state need prefill chunks that end where its blocks do.
         self._min_tokens = None if vllm_config.model_config.is_hybrid else get_config(MIN_TOKENS_KEY, None)
+        self._loads_further_chunks = get_config(MIN_TOKENS_KEY, None) is not None  # not with vLLM's own scheduler
         self._loads = Loads()
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerLink(address)
@@ -89,7 +90,10 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
     def prefill_limit(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens of the prompt can be computed next; None if no embedding is missing.
 
-        These are the tokens before the first missing item, or before the first missing chunk of one. 0 if they are
+        Chunks whose rows all belong to computed tokens are not needed: no step reads these rows of the item. Without
+        early prefill all chunks of an item are loaded at once, for requests that share it need others of them.
+
+        The tokens are the tokens before the first missing item, or before the first missing chunk of one. 0 if they are
         fewer than the configured minimum, if that embedding is the first one needed, or without early prefill, because
         vLLM's own scheduler cannot stop there. At most half of `max_num_seqs` requests are prefilled partially, so that
         stuck encoders do not block complete requests.
@@ -100,6 +104,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
             for feature in request.mm_features
             if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
             for chunk in self._chunks_of(name, feature)
+            if not self._loads_further_chunks or feature.mm_position.offset + chunk.end > num_computed_tokens
         ]
         if not needed:
             return None
@@ -167,9 +172,8 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         identifier, table = feature.identifier, self._scheduler.table
         planned = self._planned[identifier]
         for chunk in self._chunks_of(request, feature):
-            if chunk.digest not in planned and table.has(chunk.digest):
+            if chunk.digest not in planned and (lease := table.plan_load(chunk.digest)) is not None:
                 planned.add(chunk.digest)
-                lease = table.plan_load(chunk.digest)
                 self._loads.loads.append(Load(identifier, lease, chunk.first_row, chunk.num_item_rows))
 
     # Called in a worker process.
@@ -186,8 +190,9 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
                 if load.num_item_rows is None:
                     encoder_cache[identifier] = rows
                 else:
-                    item = encoder_cache.setdefault(identifier, rows.new_empty(load.num_item_rows, rows.shape[1]))
-                    item[load.first_row : load.first_row + len(rows)] = rows
+                    if identifier not in encoder_cache:
+                        encoder_cache[identifier] = rows.new_empty(load.num_item_rows, rows.shape[1])
+                    encoder_cache[identifier][load.first_row : load.first_row + len(rows)] = rows
             self._worker.report_loaded(Loaded(lease.name, num_bytes, time.time() - lease.ready_at_s))
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: object) -> None:

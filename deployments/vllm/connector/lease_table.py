@@ -55,9 +55,6 @@ class LeaseTable:
         self._digests_by_request: dict[str, set[str]] = {}
         self._pinned: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._digest_by_lease)
-
     def grant(self, lease: EngineLease) -> None:
         with self._lock:
             self._entries.setdefault(lease.header.digest, _Entry()).leases[lease.name] = lease
@@ -98,10 +95,12 @@ class LeaseTable:
             pinned, self._pinned = self._pinned, set()
             return [ended for digest in sorted(pinned) for ended in self._pop_ended(digest)]
 
-    def plan_load(self, digest: str) -> EngineLease:
-        """Plans a load. Returns its lease: any will do, as all are for the same embedding. Raises KeyError."""
+    def plan_load(self, digest: str) -> EngineLease | None:
+        """Plans a load. Returns its lease: any will do, as all are for the same embedding. None if none is left."""
         with self._lock:
-            entry = self._entries[digest]
+            entry = self._entries.get(digest)
+            if entry is None:
+                return None
             lease = next(reversed(entry.leases.values()))
             entry.num_planned[lease.name] += 1
             return lease

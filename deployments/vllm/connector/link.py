@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.json import Decoder
 
 from deployments.transfer import unix_socket
-from deployments.transfer.unix_socket import ListenerError, Sender
+from deployments.transfer.unix_socket import Sender
 from deployments.vllm.connector.lease_table import EndedLease, EngineLease
 
 ADDRESS_KEY = "vitray_link"
@@ -100,13 +100,7 @@ class Missing(Struct, frozen=True, tag=True):
     digests: list[str]
 
 
-class ListenerFailed(Struct, frozen=True, tag=True):
-    """From any engine process: its listening thread survived an error."""
-
-    error: ListenerError
-
-
-EngineMessage = Connected | Mapped | Loaded | LeasesEnded | Missing | ListenerFailed
+EngineMessage = Connected | Mapped | Loaded | LeasesEnded | Missing
 ENGINE_DECODER: Decoder[EngineMessage] = Decoder(EngineMessage)
 SCHEDULER_DECODER: Decoder[Grant | Release] = Decoder(Grant | Release)
 WORKER_DECODER: Decoder[Map | Unmap] = Decoder(Map | Unmap)
@@ -134,9 +128,7 @@ class EngineConnection:
 
     def _listen(self, decoder: Decoder[T], handle: Callable[[T, int | None], None]) -> None:
         try:
-            unix_socket.handle_messages(
-                self._connection, decoder, handle, on_error=lambda error: self.send(ListenerFailed(error))
-            )
+            unix_socket.handle_messages(self._connection, decoder, handle)
         finally:
             self.close()
             self._connection.close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from deployments.transfer import unix_socket
-from deployments.transfer.unix_socket import OnError, Sender
+from deployments.transfer.unix_socket import Sender
 from deployments.vllm.connector.lease_table import EngineLease
 from deployments.vllm.connector.link import (
     ENGINE_DECODER,
@@ -21,7 +21,6 @@ from deployments.vllm.connector.link import (
     EngineMessage,
     Grant,
     LeasesEnded,
-    ListenerFailed,
     Loaded,
     Map,
     Mapped,
@@ -31,10 +30,6 @@ from deployments.vllm.connector.link import (
     Unmap,
     send_if_connected,
 )
-
-
-class LinkLostError(RuntimeError):
-    """An engine process, or a thread that listens to one, has ended."""
 
 
 @dataclass
@@ -54,22 +49,21 @@ class ReplicaLink:
         on_ended: Callable[[str], None],
         on_loaded: Callable[[Loaded], None],
         on_missing: Callable[[str, Sequence[str]], None],
-        on_error: OnError = lambda _: None,
     ) -> None:
         """`num_workers`: number of the engine's workers. `on_ended` receives each lease once nothing reads by it any
-        more, `on_missing` a request and the digests of embeddings that it misses, `on_error` errors that listening
-        threads survived, the engine's included. All are called on the link's threads."""
+        more, `on_missing` a request and the digests of embeddings that it misses. All are called on the link's
+        threads."""
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; an engine has at least 1")
         self._num_workers = num_workers
-        self._on_ended, self._on_loaded, self._on_missing, self._on_error = on_ended, on_loaded, on_missing, on_error
+        self._on_ended, self._on_loaded, self._on_missing = on_ended, on_loaded, on_missing
         self._lock = threading.Condition()  # never held while blocking
         self._scheduler: Sender | None = None
         self._workers: list[Sender] = []
         self._was_connected = False
         self._pending_maps: dict[tuple[str, Sender], Future[None]] = {}
         self._open_leases: dict[str, _OpenLease] = {}
-        self._listener = unix_socket.Listener(self._serve, name="engine-link", on_error=on_error)
+        self._listener = unix_socket.Listener(self._serve, name="engine-link")
         self.address = self._listener.address
 
     def wait_for_engine(self, *, timeout_s: float) -> bool:
@@ -78,13 +72,12 @@ class ReplicaLink:
             self._was_connected = self._lock.wait_for(self._is_connected, timeout_s)
             return self._was_connected
 
-    def check(self) -> None:
-        """Raises LinkLostError if leases may no longer end, or memory can no longer be mapped."""
+    def lost(self) -> str | None:
+        """Returns why leases may no longer end, or memory can no longer be mapped; None if nothing is lost."""
         if not self._listener.is_alive:
-            raise LinkLostError("the thread that accepts the engine's connections has ended")
+            return "the thread that accepts the engine's connections has ended"
         with self._lock:
-            if self._was_connected and not self._is_connected():
-                raise LinkLostError(self._describe_connections())
+            return self._describe_connections() if self._was_connected and not self._is_connected() else None
 
     def map(self, server: str, file: int, num_bytes: int) -> list[Future[None]]:
         """Has every worker map a server's memory. Returns a future per worker, which raises RuntimeError or OSError if
@@ -139,9 +132,7 @@ class ReplicaLink:
     def _serve(self, connection: socket.socket) -> None:
         process = Sender(connection)
         try:
-            unix_socket.handle_messages(
-                connection, ENGINE_DECODER, partial(self._handle, process), on_error=self._on_error
-            )
+            unix_socket.handle_messages(connection, ENGINE_DECODER, partial(self._handle, process))
         finally:
             process.close()
             with self._lock:
@@ -183,8 +174,6 @@ class ReplicaLink:
                     self._open_leases[name].num_loaded += 1
                 self._end_if_loaded(name)
                 self._on_loaded(message)
-            case ListenerFailed(error):
-                self._on_error(error)
 
     def _end_if_loaded(self, name: str) -> None:
         with self._lock:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -32,38 +33,30 @@ def _define_torchvision_schemas() -> None:
     _libraries.append(library)
 
 
-class _TolerantLoader(Loader):
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Runs the package's own loader and works around the one failure that is known for that package."""
-
-    def __init__(self, wrapped: Loader) -> None:
-        self._wrapped = wrapped
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._wrapped.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        try:
-            self._wrapped.exec_module(module)
-        except RuntimeError as error:
-            if module.__name__ != "torchvision" or "torchvision::" not in str(error):
-                raise
-            _define_torchvision_schemas()
-            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
-                del sys.modules[name]  # half-initialised by the failed attempt
-            self._wrapped.exec_module(module)
-        except OSError as error:
-            if module.__name__ == "torchvision" or "Could not load this library" not in str(error):
-                raise
-            if module.__name__ == "torchcodec":  # optional for its importers, which catch ImportError
-                raise ImportError(str(error)) from error
-            # transformers imports torchaudio unguarded. What needs no compiled operators, such as resampling, works.
-            if (utils := sys.modules.get("torchaudio._extension.utils")) is not None:
-                setattr(utils, "_load_lib", lambda _: False)  # noqa: B010
-                self._wrapped.exec_module(module)
+    try:
+        execute(module)
+    except RuntimeError as error:
+        if module.__name__ != "torchvision" or "torchvision::" not in str(error):
+            raise
+        _define_torchvision_schemas()
+        for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+            del sys.modules[name]  # half-initialised by the failed attempt
+        execute(module)
+    except OSError as error:
+        if module.__name__ == "torchvision" or "Could not load this library" not in str(error):
+            raise
+        if module.__name__ == "torchcodec":  # optional for its importers, which catch ImportError
+            raise ImportError(str(error)) from error
+        # transformers imports torchaudio unguarded. What needs no compiled operators, such as resampling, works.
+        if (utils := sys.modules.get("torchaudio._extension.utils")) is not None:
+            setattr(utils, "_load_lib", lambda _: False)  # noqa: B010
+            execute(module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the three packages as usual and wraps their loaders; ignores every other import."""
+    """Finds the three packages as usual and wraps how they are run; ignores every other import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in ("torchvision", "torchaudio", "torchcodec"):
@@ -74,7 +67,7 @@ class _Finder(MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TolerantLoader(spec.loader)
+            spec.loader.exec_module = partial(_execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
 

@@ -140,7 +140,7 @@ def test_the_model_without_a_gpu_is_in_a_fresh_clone() -> None:
         (413, "invalid_request_error"),
         (503, "overloaded_error"),
         (500, "server_error"),
-        (418, "server_error"),
+        (418, "invalid_request_error"),
     ],
 )
 def test_errors_have_openais_shape(status: int, kind: str) -> None:

@@ -22,7 +22,8 @@ import encoder as package
 from configs.encoder_config import Dtype, EncoderConfig
 from encoder import Embedding, Encoder
 from encoder.images.decoded import Decoded
-from encoder.images.size import ImageError, PixelBounds, num_tokens
+from encoder.images.size import Grid, ImageError, PixelBounds, num_tokens
+from encoder.packing.run_counts import RunRecord
 from encoder.pixels.preprocess import Pixels, resize
 from encoder.runner import TowerRunner
 from encoder.video.size import plan_chunks
@@ -117,7 +118,7 @@ def test_the_order_is_the_callers_over_many_batches(checkpoint: Path) -> None:
     encoder = load(checkpoint, SMALL_BATCHES)
     counts = [len(tokens) for tokens in tokens_of(encoder, images)]
     assert max(counts) > 32, "one image is over the largest budget"
-    batches = list(encoder.encode_batches([encoder.preprocessor.preprocess(image) for image in images]))
+    batches = list(encoder.encode_batches([encoder.prepare(image) for image in images]))
     assert len(batches) >= 4
     assert any(batch.budget is None and len(batch.indices) == 1 for batch, _ in batches)
     assert max(len(batch.indices) for batch, _ in batches) == 3
@@ -280,9 +281,26 @@ def test_verbose_logs_every_batch(checkpoint: Path, caplog: pytest.LogCaptureFix
         counts = [len(tokens) for tokens in tokens_of(load(checkpoint, config), images)]
     lines = [line for line in caplog.messages if line.startswith("encoded")]
     total = 3 * counts[0]
-    budget = min(budget for budget in (16, 32) if budget >= total)
-    assert lines[0] == f"encoded images=3 tokens={total} budget={budget} padding={budget - total}"
+    assert lines[0] == f"encoded images=3 tokens={total} budget=None padding=0", "a CPU has no graphs"
     assert len(lines) == 2
+
+
+def test_verbose_logs_the_graph_that_ran(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the budget that the batch was packed for."""
+    encoder = load(checkpoint, dataclasses.replace(SMALL_BATCHES, encoder_cudagraph_verbose=True))
+    run = encoder.runner._run
+
+    def replayed(patches: torch.Tensor, grids: Sequence[Grid], budget: int | None) -> torch.Tensor:
+        outputs = run(patches, grids, budget)
+        encoder.runner.last_run = RunRecord(64, None, len(outputs), len(grids))
+        return outputs
+
+    monkeypatch.setattr(encoder.runner, "_run", replayed)
+    with caplog.at_level(logging.INFO, logger="encoder"):
+        [tokens] = tokens_of(encoder, [picture(64, 64)])
+    assert f"encoded images=1 tokens={len(tokens)} budget=64 padding={64 - len(tokens)}" in caplog.messages
 
 
 def test_the_package_gives_its_three_names_and_no_others() -> None:
@@ -302,7 +320,7 @@ def test_the_batch_with_the_first_image_runs_first(checkpoints: dict[str, Path])
     """The packer puts small images first; a server's line says who is, and one that yields would wait for ever."""
     encoder = load(checkpoints["qwen3_vl"], SMALL_BATCHES)
     sides = ((160, 160), (32, 32), (160, 128), (32, 64), (64, 32), (96, 96))
-    pixels = [encoder.preprocessor.preprocess(picture(*size, seed)) for seed, size in enumerate(sides)]
+    pixels = [encoder.prepare(picture(*size, seed)) for seed, size in enumerate(sides)]
     planned = [batch.indices for batch in encoder.runner.plan_batches([image.grid_thw for image in pixels])]
     ran = [batch.indices for batch, _ in encoder.encode_batches(pixels)]
     assert 0 not in planned[0], "else this tests nothing"

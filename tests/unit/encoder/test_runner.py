@@ -12,6 +12,7 @@ import torch
 
 from configs.encoder_config import EncoderConfig
 from encoder import forwards
+from encoder.device_errors import check_device
 from encoder.forwards import TowerForward, choose_forward
 from encoder.graphs.budgets import default_budgets, tight_keys, whole_keys
 from encoder.graphs.buffers import GraphKey
@@ -308,6 +309,25 @@ def test_without_fused_kernels_the_plain_tower_runs(
     runner = TowerRunner.build(choose_forward(tower, EncoderConfig()), EncoderConfig())
     assert (runner.forward.name, runner.counts.fusion_fallback) == ("eager", reason)
     assert told == ["no fused kernels: no such instruction"]
+
+
+def test_a_lost_device_is_not_gone_on_with(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No forward runs after an illegal access; after a missing kernel image the plain tower does."""
+
+    def lost(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def broken(*_: object) -> TowerForward:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr("encoder.forwards._on_gpu", lambda tower: True)
+    monkeypatch.setattr("encoder.forwards._fused_unsupported_reason", lambda tower: None)
+    monkeypatch.setattr("encoder.forwards._fused", broken)
+    assert choose_forward(tower, EncoderConfig()).name == "eager"
+    monkeypatch.setattr("torch.cuda.synchronize", lost)
+    monkeypatch.setattr("encoder.forwards.check_device", lambda device: check_device(torch.device("cuda")))
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        choose_forward(tower, EncoderConfig())
 
 
 @pytest.mark.parametrize(

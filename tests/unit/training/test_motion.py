@@ -7,8 +7,10 @@ from random import Random
 
 import pytest
 
+from encoder.checkpoint.image_rules import ImageRules
+from encoder.checkpoint.video_rules import VideoRules
 from encoder.video.header import VideoHeader
-from encoder.video.sampling import Sampling, sample
+from encoder.video.sampling import sample
 from training.clips import _RATES, DIRECTIONS, SAMPLED_FPS, Clip, Course, sample_clip
 from training.conversations import clip_conversation, messages, mixed_conversation
 from training.motion import CLIP_FAMILIES
@@ -82,7 +84,7 @@ def test_frames_and_timestamps_are_those_that_the_encoder_samples(fps: int) -> N
     for count in range(round(2.0 * fps), round(4.0 * fps) + 1):
         clip = Clip(SCENE, (), fps, count)
         header = VideoHeader("mp4", "h264", 128, 128, count, count, float(fps), count / fps)
-        frames = sample(header, Sampling("qwen3_vl"))
+        frames = sample(header, VideoRules("qwen3_vl", ImageRules()))
         assert (frames.indices, frames.timestamps(2)) == (clip.sampled, clip.timestamps)
 
 

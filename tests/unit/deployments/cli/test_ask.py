@@ -272,6 +272,15 @@ def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "`vitray serve`" in result.stderr
 
 
+def test_a_server_that_cannot_be_reached_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.cli.chat_client.CONNECT_TIMEOUT_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        result = CliRunner().invoke(cli.main, ["ask", "Why?", "--url", f"http://127.0.0.1:{full.getsockname()[1]}"])
+    assert result.exit_code == 1
+    assert "timed out" in result.stderr
+    assert "name another address with --url" in result.stderr
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://", "http://[::1"])
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(AskError, match="--url"):

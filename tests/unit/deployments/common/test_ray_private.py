@@ -19,7 +19,7 @@ from ray._private.worker import Worker
 from ray._raylet import CoreWorker  # type: ignore[attr-defined]
 from ray.experimental import internal_kv
 from ray.serve import context, handle
-from ray.serve._private import client, common, replica, replica_result, router, tracing_utils
+from ray.serve._private import client, common, controller, replica, replica_result, router, tracing_utils
 from ray.serve._private.request_router import replica_wrapper, request_router
 from ray.serve.config import HTTPOptions
 
@@ -29,7 +29,7 @@ CALLS = {
     GlobalState.get_max_resources_from_cluster_config: ["self"],
     context._get_global_client: ["raise_if_no_controller_running"],
     context._set_request_context: ["route", "request_id", "_internal_request_id", "app_name", "multiplexed_model_id"],
-    client.ServeControllerClient.get_serve_details: ["self"],
+    controller.ServeController.get_serve_instance_details: ["self", "source"],
     handle.DeploymentResponse._to_object_ref: ["self"],
     handle.DeploymentHandle.choose_replica: ["self", "args", "kwargs"],
     internal_kv._internal_kv_put: ["key", "value", "overwrite", "namespace"],
@@ -49,7 +49,7 @@ CALLS = {
 """The parameters of what is called or overridden."""
 
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    client.ServeControllerClient: ("http_config",),
+    client.ServeControllerClient: ("http_config", "_controller"),
     HTTPOptions: ("host",),
     context.ReplicaContext: ("_deployment_config",),
     handle.DeploymentHandle: ("_router",),
@@ -152,6 +152,22 @@ def test_a_call_is_refused_by_its_session_id_only_where_serve_takes_it(monkeypat
         stand_in: Any = SimpleNamespace(has_slots=has_slots)
         metadata = common.RequestMetadata("1", "1", session_id=session_id)
         assert replica.Replica._can_accept_request(stand_in, metadata) is accepted
+
+
+def test_serves_controller_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, a thread of every poll of `/cluster` waited for the node of a lost controller."""
+    given: list[dict[str, Any]] = []
+    details = SimpleNamespace(remote=lambda: "reference")
+    found = SimpleNamespace(_controller=SimpleNamespace(get_serve_instance_details=details))
+    monkeypatch.setattr(ray_private, "_get_global_client", lambda **_: found)
+
+    def get(reference: str, **options: Any) -> dict[str, str]:
+        given.append(options)
+        return {"of": reference}
+
+    monkeypatch.setattr(ray, "get", get)
+    assert ray_private.serve_details(2.0) == {"of": "reference"}
+    assert given == [{"timeout": 2.0}]
 
 
 def test_the_cluster_state_is_where_it_was() -> None:

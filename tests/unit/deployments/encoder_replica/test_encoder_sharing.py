@@ -26,7 +26,7 @@ from deployments.encoder_replica.gpu.jobs import Encoded
 from deployments.encoder_replica.single_flight import SingleFlight
 from deployments.routing.affinity import Call
 from deployments.scaling.encoder_scaler import RECEIVED_TOKENS
-from deployments.telemetry.metrics import Counter, Tier
+from deployments.telemetry.metrics import Counter
 from deployments.transfer import remote_sender, shared_store, unix_socket
 from deployments.transfer.header import HEADER_BYTES, Header
 from deployments.transfer.receive_buffer import ReceiveBuffer
@@ -34,13 +34,20 @@ from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import Lease, ShmClient
 from deployments.transfer.shared_memory import PAGE_BYTES
 from deployments.transfer.tcp_client import TcpClients
-from deployments.transfer.unix_socket import ListenerError
 from encoder.pixels.preprocess import Pixels
 from encoder.video.bounds import VideoBounds
 from encoder.video.size import VideoChunk
 from tests.unit.deployments.samples import IDENTITY, png
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
-from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, WIDTH, barrier, digest, encoded, eventually
+from tests.unit.deployments.transfer.stored_embeddings import (
+    PATIENCE_S,
+    WIDTH,
+    barrier,
+    digest,
+    encoded,
+    eventually,
+    read,
+)
 
 GRID = (1, 4, 6)
 
@@ -133,14 +140,14 @@ def test_what_a_reader_holds_is_not_encoded_again(cache_bytes: int) -> None:
         replica.forget()
         second = acquire(client, replica.answer())
         assert replica.num_encoded == 1
-        assert replica.counts.added[Counter.CACHE_HITS, Tier.REPLICA.value] == 1
+        assert replica.counts.added[Counter.CACHE_HITS, "replica"] == 1
         assert replica.counts.added[Counter.CACHE_MISSES, None] == 1
         assert first.offset == second.offset
         first.release()
         barrier(client)
         replica.forget()
         replica.answer(2)
-        assert torch.equal(second.tensor(), torch.full((6, WIDTH), 1.0))
+        assert torch.equal(read(second), torch.full((6, WIDTH), 1.0))
         second.release()
         barrier(client)
         replica.answer(1)
@@ -165,6 +172,21 @@ def test_offers_that_make_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
         assert replica.store.is_offered(digest(3)), "it is kept for as long as its request may take"
 
 
+def test_an_embedding_larger_than_shared_memory_displaces_nothing() -> None:
+    """Each emptied the cache, and no room that was made was enough for it."""
+    pages = 4 * PAGE_BYTES
+    with closing(Replica(shared_bytes=pages)) as replica:
+        replica.answer(1)
+        assert replica._allocate(replica.store, pages // (4 * WIDTH), WIDTH, torch.float32) is None
+        assert digest(1) in replica._cache
+        assert replica.store.is_offered(digest(1))
+        largest = (pages - HEADER_BYTES) // (4 * WIDTH)
+        assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is None, "the first one is offered"
+        assert digest(1) not in replica._cache
+        replica.store.acquire(digest(1))
+        assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is not None
+
+
 def test_every_answer_says_where_any_reader_finds_it(replica: Replica) -> None:
     ticket = replica.answer()
     assert (ticket.server, ticket.tcp, ticket.remote) == (replica.server.address, replica.tcp.address, None)
@@ -187,7 +209,7 @@ def test_without_room_in_shared_memory_embeddings_are_read_by_tcp_and_bounded() 
             replica.answer(100)
         clients = TcpClients(replica.tcp._secret, ReceiveBuffer(2**20))
         found = clients.fetch(tickets[0].tcp, Header.of(tickets[0])).result(PATIENCE_S)
-        assert (found.tensor() == 2.0).all()
+        assert (read(found) == 2.0).all()
         clients.close()
         assert replica.answer(100).server == NOT_STORED
 
@@ -201,7 +223,7 @@ def test_a_dead_lending_thread_is_told_by_the_health_check(monkeypatch: pytest.M
 
     monkeypatch.setattr(unix_socket, "accept", die)
     with closing(Replica()) as replica:
-        replica.server._listener._thread.join(PATIENCE_S)
+        replica.server._thread.join(PATIENCE_S)
         with pytest.raises(RuntimeError, match="serves embeddings to this host has died"):
             asyncio.run(replica.check_health())
 
@@ -214,7 +236,7 @@ def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: 
     monkeypatch.setattr(socket.socket, "accept", die)
     monkeypatch.setattr(unix_socket, "accept", lambda _: time.sleep(PATIENCE_S))
     with closing(Replica()) as replica:
-        replica.tcp._listener._thread.join(PATIENCE_S)
+        replica.tcp._thread.join(PATIENCE_S)
         with pytest.raises(RuntimeError, match="serves embeddings to other hosts has died"):
             asyncio.run(replica.check_health())
 
@@ -222,7 +244,7 @@ def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: 
 def test_a_server_that_was_closed_passes_the_health_check(replica: Replica) -> None:
     asyncio.run(replica.check_health())
     replica.server.close()
-    replica.server._listener._thread.join(PATIENCE_S)
+    replica.server._thread.join(PATIENCE_S)
     asyncio.run(replica.check_health())
 
 
@@ -240,20 +262,22 @@ class FailingMemory(FakeMemory):
 
 
 def publishes_remotely(replica: Replica, memory: FakeMemory) -> RemoteSender:
-    replica._remote = sender = RemoteSender(replica.store, memory, on_error=replica._count_listener_error)
+    replica._remote = sender = RemoteSender(replica.store, memory)
     return sender
 
 
-def test_the_thread_for_other_hosts_survives_an_error(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_for_other_hosts_survives_an_error(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It ended, and nothing that was lent to other hosts was freed any more."""
     monkeypatch.setattr(remote_sender, "ERROR_PAUSE_S", 0.0)
     memory = FailingMemory(RuntimeError("of the network"))
     sender = publishes_remotely(replica, memory)
     location = sender.publish(encoded(replica.store))
     assert location is not None
-    eventually(lambda: replica.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1)
+    eventually(lambda: caplog.messages == ["notifications of readers on other hosts could not be read"])
     memory.network.notified[memory.name].append(location.lease)
-    eventually(lambda: len(sender) == 0)
+    eventually(lambda: not sender._leases)
     asyncio.run(replica.check_health())
 
 

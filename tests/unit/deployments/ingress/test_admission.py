@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
@@ -18,11 +17,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError, OverloadedError, Shed
-from deployments.ingress.admission import MAX_YIELD_S, Admission, AdmissionBounds, Visit, _Stage
+from deployments.ingress.admission import MAX_YIELD_S, Admission, Visit, _Stage
+from deployments.telemetry.metrics import AdmissionMetrics
 
-BOUNDS = AdmissionBounds(
-    requests=8, tokens_in_flight=100, images_in_flight=10, tokens_queued=250, min_retry_after_s=2, max_retry_after_s=30
+LIMITS = IngressConfig().model_copy(
+    update={
+        "max_requests_waiting": 8,
+        "max_visual_tokens_in_flight": 100,
+        "max_images_in_flight": 10,
+        "max_visual_tokens_queued": 250,
+    }
 )
+"""Smaller than a request may be."""
 
 
 class Clock:
@@ -32,7 +38,7 @@ class Clock:
         return self.now
 
 
-class Seen:
+class Seen(AdmissionMetrics):
     """What the metrics are told."""
 
     def __init__(self) -> None:
@@ -55,9 +61,9 @@ class Seen:
 class Scene:
     """An admission, its clock and what it told."""
 
-    def __init__(self, **bounds: int) -> None:
+    def __init__(self, **limits: int) -> None:
         self.clock, self.seen = Clock(), Seen()
-        self.admission = Admission(dataclasses.replace(BOUNDS, **bounds), self.seen, clock=self.clock)
+        self.admission = Admission(LIMITS.model_copy(update=limits), self.seen, clock=self.clock)
 
     def asks(self, tokens: int, images: int = 1) -> Visit:
         visit = self.admission.arrive()
@@ -97,7 +103,7 @@ def test_images_are_bounded_where_tokens_are_not() -> None:
 
 
 def test_text_counts_as_a_request_and_waits_for_nothing() -> None:
-    scene = Scene(requests=3)
+    scene = Scene(max_requests_waiting=3)
     scene.asks(100)
     scene.asks(100)
     text = scene.admission.arrive()
@@ -153,7 +159,7 @@ def test_a_standstill_makes_nobody_yield_for_ever() -> None:
 
 def test_a_flood_of_small_requests_does_not_starve_a_large_one() -> None:
     """At any moment another small one waits: the large one begins all the same, in the time that it yields."""
-    scene = Scene(requests=100)
+    scene = Scene(max_requests_waiting=100)
     scene.does(100, 10)
     running = [scene.asks(10) for _ in range(10)]
     large = scene.asks(100)
@@ -168,7 +174,7 @@ def test_a_flood_of_small_requests_does_not_starve_a_large_one() -> None:
 
 def test_large_requests_do_not_starve_a_small_one() -> None:
     """Twenty that fill everything came just before; it waits for the one under way and no other."""
-    scene = Scene(requests=100, tokens_queued=10_000)
+    scene = Scene(max_requests_waiting=100, max_visual_tokens_queued=10_000)
     scene.does(100, 10)
     running, *waiting = [scene.asks(100) for _ in range(20)]
     scene.clock.now += 1
@@ -178,7 +184,7 @@ def test_large_requests_do_not_starve_a_small_one() -> None:
 
 
 def test_retry_after_is_the_time_that_the_backlog_takes() -> None:
-    scene = Scene(requests=100)
+    scene = Scene(max_requests_waiting=100)
     assert scene.admission.retry_after_s() == 2  # nothing is known yet
     scene.does(100, 10)  # 10 tokens and 0.1 requests a second
     scene.asks(50)
@@ -206,7 +212,7 @@ def test_a_request_whose_replica_was_lost_comes_back_to_its_old_place() -> None:
     """Nobody takes its turn, and it is not refused: it was let in, and may pass the bounds on what waits."""
 
     async def scenario() -> None:
-        scene = Scene(requests=2, tokens_queued=60)
+        scene = Scene(max_requests_waiting=2, max_visual_tokens_queued=60)
         lost = scene.asks(60)
         scene.clock.now += 1
         lost.accept()
@@ -250,7 +256,7 @@ def test_what_turns_out_to_be_needed_is_waited_for_in_line() -> None:
 
 @pytest.mark.parametrize(("tokens", "images"), [(41, 1), (1, 9)])
 def test_more_than_ever_fits_is_refused(tokens: int, images: int) -> None:
-    scene = Scene(images_in_flight=8)
+    scene = Scene(max_images_in_flight=8)
     visit = scene.asks(60)
     with pytest.raises(ApiError, match=r"must be encoded, the limit is"):
         visit.request(tokens, images)
@@ -355,7 +361,10 @@ class Comings(RuleBasedStateMachine):
     @initialize(requests=st.integers(1, 12), tokens=st.integers(1, 100), images=st.integers(1, 10))
     def start(self, requests: int, tokens: int, images: int) -> None:
         self.scene = Scene(
-            requests=requests, tokens_in_flight=tokens, images_in_flight=images, tokens_queued=2 * tokens
+            max_requests_waiting=requests,
+            max_visual_tokens_in_flight=tokens,
+            max_images_in_flight=images,
+            max_visual_tokens_queued=2 * tokens,
         )
         self.visits: list[Visit] = []
         self.most = (tokens, images)
@@ -401,20 +410,20 @@ class Comings(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "scene"):
             return
-        admission, bounds = self.scene.admission, self.scene.admission._bounds
+        admission, limits = self.scene.admission, self.scene.admission._limits
         flying = [visit for visit in self.visits if visit.stage is _Stage.IN_FLIGHT]
         waiting = [visit for visit in self.visits if visit.stage is _Stage.QUEUED]
-        assert admission.requests == len(self.visits) <= bounds.requests
-        assert admission.tokens_in_flight == sum(visit.tokens for visit in flying) <= bounds.tokens_in_flight
-        assert admission.images_in_flight == sum(visit.images for visit in flying) <= bounds.images_in_flight
-        assert admission.tokens_queued == sum(visit.tokens for visit in waiting) <= bounds.tokens_queued
+        assert admission.requests == len(self.visits) <= limits.max_requests_waiting
+        assert admission.tokens_in_flight == sum(visit.tokens for visit in flying) <= limits.max_visual_tokens_in_flight
+        assert admission.images_in_flight == sum(visit.images for visit in flying) <= limits.max_images_in_flight
+        assert admission.tokens_queued == sum(visit.tokens for visit in waiting) <= limits.max_visual_tokens_queued
         assert self.scene.seen.level == (admission.requests, admission.tokens_queued, admission.tokens_in_flight)
-        assert BOUNDS.min_retry_after_s <= admission.retry_after_s() <= BOUNDS.max_retry_after_s
+        assert LIMITS.retry_after_s <= admission.retry_after_s() <= LIMITS.max_retry_after_s
         assert flying or not waiting, "a line without anybody under way would never move"
         if waiting:
             first = admission._queue[0]
             assert first.virtual_arrival_s == min(visit.virtual_arrival_s for visit in waiting)
-            room = (bounds.tokens_in_flight - admission.tokens_in_flight, bounds.images_in_flight)
+            room = (limits.max_visual_tokens_in_flight - admission.tokens_in_flight, limits.max_images_in_flight)
             assert first.tokens > room[0] or first.images > room[1] - admission.images_in_flight
 
     def teardown(self) -> None:
@@ -438,7 +447,7 @@ TestComings.settings = settings(max_examples=150, stateful_step_count=40)
     st.floats(0.1, 1000),
 )
 def test_nobody_is_overtaken_by_who_comes_much_later(arrivals: list[tuple[int, float]], speed: float) -> None:
-    scene = Scene(requests=100, tokens_queued=10_000)
+    scene = Scene(max_requests_waiting=100, max_visual_tokens_queued=10_000)
     scene.does(100, 100 / speed)
     running = scene.asks(100)
     asked: list[tuple[float, Visit]] = []

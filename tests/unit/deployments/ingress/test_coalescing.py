@@ -24,28 +24,27 @@ def test_the_last_to_leave_cancels() -> None:
     calls: SharedCalls[object] = SharedCalls()
     call, _ = calls.acquire("a", object)
     calls.acquire("a", never)
-    assert not calls.release(call)
+    assert not calls.release(call, share=True)
     assert calls.acquire("a", never) == (call, True)
-    assert not calls.release(call)
-    assert calls.release(call)
+    assert not calls.release(call, share=True)
+    assert calls.release(call, share=True)
     assert len(calls) == 0
 
 
 def test_what_was_used_or_failed_is_asked_for_anew() -> None:
-    for over in (SharedCalls.complete, SharedCalls.fail):
-        calls: SharedCalls[object] = SharedCalls()
-        call, _ = calls.acquire("a", object)
-        calls.acquire("a", never)
-        assert not over(calls, call)
-        again, shared = calls.acquire("a", object)
-        assert not shared
-        assert again is not call
-        assert calls.release(call), "the last who wanted it; it may still be under way"
-        assert calls.acquire("a", never) == (again, True)
+    calls: SharedCalls[object] = SharedCalls()
+    call, _ = calls.acquire("a", object)
+    calls.acquire("a", never)
+    assert not calls.release(call, share=False)
+    again, shared = calls.acquire("a", object)
+    assert not shared
+    assert again is not call
+    assert calls.release(call, share=True), "the last who wanted it; it may still be under way"
+    assert calls.acquire("a", never) == (again, True)
 
 
-def test_used_by_all_there_is_nothing_to_cancel() -> None:
+def test_used_by_all_it_is_not_kept() -> None:
     calls: SharedCalls[object] = SharedCalls()
     call: SharedCall[object] = calls.acquire("a", object)[0]
-    calls.complete(call)
+    calls.release(call, share=False)
     assert (call.num_users, len(calls)) == (0, 0)

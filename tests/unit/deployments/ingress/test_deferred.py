@@ -20,6 +20,7 @@ from configs.resolve import PROJECT_ROOT
 from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import Accepted, Deferred, ImageJob, NotEncoded, SharedEmbedding
+from deployments.common.replica_errors import IdentityGoneError
 from deployments.ingress import attempt
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, image_parts
@@ -27,7 +28,7 @@ from encoder.images.generic_identity import GenericIdentity
 from encoder.images.size import read_header
 from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 from tests.unit.deployments.ingress.test_embedding_directory import seen
-from tests.unit.deployments.samples import png
+from tests.unit.deployments.samples import IDENTITY, png
 from tests.unit.deployments.stand_ins import JSON_HEAD, Accepting, Pieces, StandIns, asked, ingress_of
 
 ANSWER: dict[str, object] = {"role": "assistant", "content": "Done."}
@@ -124,6 +125,25 @@ def test_what_was_asked_for_once_is_not_deferred_again() -> None:
     stand_ins = Encodes(Pieces(NotEncoded((0,))), Pieces(RayActorError()))
     assert statuses(stand_ins, turn(3), rate_limit={"visual_tokens_per_minute": 2 * TOKENS}) == [200]
     assert sent(stand_ins) == [[Deferred, Deferred, Pieces], *[[Pieces, Deferred, Pieces]] * 2]
+
+
+def test_what_was_asked_for_is_charged_once_however_often_the_encoders_change() -> None:
+    """A rolling update after an engine had asked for an image: the next attempt deferred and charged it again."""
+    updated = dataclasses.replace(IDENTITY, forward="fused")
+
+    class Updated(Encodes):
+        def _handle(self, *arguments: Any) -> Pieces:
+            if any(isinstance(one, Deferred) for one in arguments[3]):
+                self.answers = [Pieces(NotEncoded((0,)))]
+            elif len(self.requests) == 1:
+                self.answers = [Pieces(IdentityGoneError("none"))]
+                self.run(updated)
+            return super()._handle(*arguments)
+
+    stand_ins = Updated()
+    limits = {"max_visual_tokens_per_request": TOKENS, "max_visual_tokens_in_flight": 2 * TOKENS}
+    assert statuses(stand_ins, turn(2), rate_limit={"visual_tokens_per_minute": 2 * TOKENS}, **limits) == [200]
+    assert sent(stand_ins) == [[Deferred, Pieces], *[[Pieces, Pieces]] * 2]
 
 
 def test_an_encoder_that_fails_on_what_was_asked_for_is_tried_again() -> None:

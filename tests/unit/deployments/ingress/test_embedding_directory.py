@@ -177,7 +177,7 @@ def test_a_language_model_takes_what_it_is_told_to_lie_somewhere() -> None:
             assert first.locations == (image,)
             again = await received_by(given.receiver, image)  # no offer is open now, and the first holds it
             given.receiver.close(first)
-            await eventually(lambda: len(given.scheduler.table) == 1)
+            await eventually(lambda: len(given.scheduler.table._digest_by_lease) == 1)
             expected = tokens_of(encoded(EmbeddingStore(2**20))).float()
             assert torch.equal(given.loaded(image)[0], expected)
             given.receiver.close(again)

@@ -13,9 +13,9 @@ import pytest
 from configs.schema import AudioConfig, FetchConfig, IngressConfig
 from deployments.common.api_error import ApiError
 from deployments.common.messages import HttpRequest, VideoSampling
-from deployments.ingress.fetch.fetcher import MediaBusyError, MediaError, MediaFetcher, MediaTooLargeError
+from deployments.ingress.fetch.fetcher import MediaBusyError, MediaFetcher
 from deployments.ingress.http.chat_request import ChatRequest
-from deployments.ingress.http.image_parts import BodyFormat, ImagePart
+from deployments.ingress.http.image_parts import BodyFormat, ImagePart, MediaError, MediaTooLargeError
 from deployments.ingress.image_jobs import (
     RequestImages,
     build_encoder_jobs,

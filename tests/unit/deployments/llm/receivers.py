@@ -55,16 +55,14 @@ def receiver_for(
     buffer = receive_buffer or ReceiveBuffer(MIB)
     reader = None
     if remote is not None:
-        reader = RemoteReader(
-            remote, buffer, on_error=lambda error: counts.add(Counter.LISTENER_ERRORS, operation=error.value)
-        )
+        reader = RemoteReader(remote, buffer)
     times = cast(Histograms, counts)
     return EmbeddingReceiver(counts, times, receive_buffer=buffer, secret=SECRET, remote_reader=reader, **settings)
 
 
 async def received_by(receiver: EmbeddingReceiver, *encodings: Any) -> ReceivedEmbeddings:
     """All of `encodings`, of six tokens each."""
-    received = receiver.new_batch()
+    received = ReceivedEmbeddings()
     await receiver.receive(encodings, [(6, WIDTH)] * len(encodings), received)
     return received
 
@@ -99,6 +97,7 @@ class Setting:
         assert table.reserve("request", [image.digest for image in images]) == len(images)
         for image in images:
             lease = table.plan_load(image.digest)
+            assert lease is not None
             for memory, worker in zip(self.memories, self.workers, strict=True):
                 found.append(memory.load(lease, torch.float32))
                 worker.report_loaded(Loaded(lease.name, found[-1].nbytes, 0.0))

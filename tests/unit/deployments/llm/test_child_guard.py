@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
+from deployments.llm import child_guard
 from deployments.llm.child_guard import GRACE_S
 
 REPLICA = textwrap.dedent("""
     import subprocess, sys, time
-    from deployments.llm.child_guard import guard_children
-    child = subprocess.Popen([sys.executable, "-c", {child!r}])
+    from deployments.llm.child_guard import guard_children, stop_looking
     guard = guard_children(grace_s={grace_s})
+    child = subprocess.Popen([sys.executable, "-c", {child!r}])
+    stop_looking(guard)
     print(child.pid, guard.pid, flush=True)
     time.sleep(600)
 """)
@@ -38,6 +43,31 @@ def test_an_engine_does_not_outlive_its_replica() -> None:
     """Without the guard vLLM's engine kept 95 GiB of the GPU after its replica had been killed."""
     child, guard = killed_replica("import time; time.sleep(600)")
     _, alive = psutil.wait_procs([child, guard], timeout=30)
+    assert not alive
+
+
+def test_an_engine_that_is_starting_does_not_outlive_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes minutes to load a model, and nobody guarded the engine before it was up."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    program = f"import subprocess\nchild = subprocess.Popen({sleep})\nprint(child.pid, flush=True)\nchild.wait()"
+    replica = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert replica.stdout is not None
+    child = psutil.Process(int(replica.stdout.readline()))
+    polls = 0
+
+    def select(*_: object) -> tuple[list[int], list[int], list[int]]:
+        nonlocal polls
+        polls += 1
+        if polls == 1:
+            return [], [], []
+        replica.kill()
+        replica.wait()
+        return [0], [], []
+
+    monkeypatch.setattr(child_guard, "select", SimpleNamespace(select=select))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
+    child_guard.main(GRACE_S, replica.pid)
+    _, alive = psutil.wait_procs([child], timeout=30)
     assert not alive
 
 

@@ -15,7 +15,8 @@ import torch
 
 from deployments.common.messages import ImageRefused
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.received import EmbeddingMismatchError, SlotState, TransferPath
+from deployments.llm.embedding_receiver import LinkLostError
+from deployments.llm.received import EmbeddingMismatchError, ReceivedEmbeddings, SlotState, TransferPath
 from deployments.telemetry.clocks import MAX_DURATION_S, ClockDifference
 from deployments.telemetry.metrics import Counter, Histogram
 from deployments.transfer import unix_socket
@@ -24,9 +25,7 @@ from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.tcp import TcpError
-from deployments.transfer.unix_socket import ListenerError
 from deployments.vllm.connector.link import Loaded
-from deployments.vllm.connector.replica_link import LinkLostError
 from deployments.vllm.connector.worker_memory import WorkerMemory
 from tests.unit.deployments.llm.receivers import (
     MIB,
@@ -47,19 +46,20 @@ def test_the_engine_loads_by_itself(num_workers: int) -> None:
             images = [given.offered(1), given.offered(2)]
             arrived = await received_by(given.receiver, *at_once(*images))
             table = given.scheduler.table
-            await eventually(lambda: len(table) == 2)
+            await eventually(lambda: len(table._digest_by_lease) == 2)
             assert table.reserve("request", [image.digest for image in images])
             for image, expected in zip(images, (encoded(EmbeddingStore(2**20), n) for n in (1, 2)), strict=True):
                 lease = table.plan_load(image.digest)
+                assert lease is not None
                 for memory, worker in zip(given.memories, given.workers, strict=True):
                     loaded = memory.load(lease, torch.float32)
                     assert torch.equal(loaded, tokens_of(expected).float())
                     worker.report_loaded(Loaded(lease.name, loaded.nbytes, 0.005))
             given.receiver.close(arrived)
             await eventually(lambda: given.receiver.num_loaded == 2 * num_workers)
-            assert len(given.receiver) == 2, "the request runs still"
+            assert len(given.receiver._granted) == 2, "the request runs still"
             given.scheduler.finish_request("request")
-            await eventually(lambda: len(given.receiver) == 0 and given.nothing_is_lent)
+            await eventually(lambda: len(given.receiver._granted) == 0 and given.nothing_is_lent)
             assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.ENGINE.value] == 2
             assert given.counts.added[Counter.EMBEDDING_BYTES_LOADED, None] == num_workers * 2 * 6 * WIDTH * 4
             assert given.counts.observed[Histogram.EMBEDDING_LOAD_SECONDS] == [0.005] * num_workers * 2
@@ -77,12 +77,13 @@ def test_a_lease_ends_when_the_last_worker_has_loaded_what_it_was_told_to() -> N
             table = given.scheduler.table
             await eventually(lambda: table.reserve("request", [image.digest]) == 1)
             lease = table.plan_load(image.digest)
+            assert lease is not None
             given.receiver.close(arrived)
             given.scheduler.finish_request("request")
-            await eventually(lambda: len(table) == 0 or not table.has(image.digest))
+            await eventually(lambda: len(table._digest_by_lease) == 0 or not table.has(image.digest))
             given.workers[0].report_loaded(Loaded(lease.name, 1, 0.0))
             await eventually(lambda: given.receiver.num_loaded == 1)
-            assert len(given.receiver) == 1
+            assert len(given.receiver._granted) == 1
             assert not given.nothing_is_lent
             given.workers[1].report_loaded(Loaded(lease.name, 0, 0.0))  # it had the embedding already
             await eventually(lambda: given.nothing_is_lent)
@@ -105,11 +106,12 @@ def test_a_clock_of_another_host_that_differs_changes_timing_figures_alone(ahead
                 arrived = await received_by(given.receiver, *at_once(dataclasses.replace(image, timings=timings)))
                 await eventually(lambda digest=image.digest: table.reserve("request", [digest]) == 1)  # type: ignore[misc]
                 lease = table.plan_load(image.digest)
+                assert lease is not None
                 loaded = given.memories[0].load(lease, torch.float32)
                 given.workers[0].report_loaded(Loaded(lease.name, loaded.nbytes, time.time() - lease.ready_at_s))
                 given.scheduler.finish_request("request")
                 given.receiver.close(arrived)
-                await eventually(lambda: len(given.receiver) == 0)
+                await eventually(lambda: len(given.receiver._granted) == 0)
                 assert arrived.transfer_s is not None
                 assert 0 <= arrived.transfer_s <= MAX_DURATION_S
             await eventually(lambda: given.nothing_is_lent)
@@ -131,12 +133,12 @@ def test_what_comes_from_another_host_is_loaded_like_the_others() -> None:
             shared, far = given.offered(1), given.offered(2, far=True)
             arrived = await received_by(given.receiver, *at_once(shared, far, ImageRefused("truncated")))
             assert [slot.state for slot in arrived.slots] == [SlotState.GRANTED] * 2 + [SlotState.REJECTED]
-            await eventually(lambda: len(given.scheduler.table) == 2)
+            await eventually(lambda: len(given.scheduler.table._digest_by_lease) == 2)
             for number, found in enumerate(given.loaded(shared, far), 1):
                 assert torch.equal(found, tokens_of(encoded(EmbeddingStore(MIB), number)).float())
             assert arrived.locations == (shared, far, None), "the next one on its host need not call an encoder"
             given.receiver.close(arrived)
-            await eventually(lambda: len(given.receiver) == 0 and given.nothing_is_lent)
+            await eventually(lambda: len(given.receiver._granted) == 0 and given.nothing_is_lent)
             assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.ENGINE.value] == 1
             assert given.counts.added[Counter.EMBEDDINGS_RECEIVED, TransferPath.TCP.value] == 1
             assert given.counts.added[Counter.EMBEDDING_BYTES_RECEIVED, TransferPath.TCP.value] == far.num_bytes
@@ -151,7 +153,7 @@ def test_an_embedding_of_another_host_is_granted_before_the_others_are_encoded()
     async def scenario() -> None:
         async with setting() as given:
             far, coming = given.offered(1, far=True), asyncio.get_running_loop().create_future()
-            received = given.receiver.new_batch()
+            received = ReceivedEmbeddings()
             receiving = asyncio.create_task(given.receiver.receive([*at_once(far), coming], [(6, WIDTH)] * 2, received))
             table = given.scheduler.table
             await eventually(lambda: table.reserve("request", [far.digest, digest(2)]) == 1)
@@ -192,12 +194,14 @@ def test_what_comes_from_another_host_waits_for_room() -> None:
             await asyncio.sleep(0.05)
             assert not second.done()
             given.receiver.close(first)
-            await eventually(lambda: len(given.scheduler.table) == 1 and given.scheduler.table.has(two.digest))
+            await eventually(
+                lambda: len(given.scheduler.table._digest_by_lease) == 1 and given.scheduler.table.has(two.digest)
+            )
             (found,) = given.loaded(two)
             assert torch.equal(found, tokens_of(encoded(EmbeddingStore(MIB), 2)).float())
             given.receiver.close(await second)
             large = dataclasses.replace(given.offered(3, far=True), shape=(HEADER_BYTES, 4))
-            received = given.receiver.new_batch()
+            received = ReceivedEmbeddings()
             with pytest.raises(TransferFailedError, match="does not fit the buffer"):
                 await given.receiver.receive(at_once(large), [(HEADER_BYTES, 4)], received)
 
@@ -243,15 +247,15 @@ def test_an_embedding_that_is_gone_fails_the_request_and_gives_the_others_back()
     run(scenario())
 
 
-def test_a_bad_message_of_an_encoder_is_counted_and_ends_nothing() -> None:
+def test_a_bad_message_of_an_encoder_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with setting() as given:
             await received_by(given.receiver, *at_once(given.offered(1)))
-            (connection,) = given.server._listener._connections
-            unix_socket.send(connection, {"lease": "of nobody", "start": 0})
+            (connection,) = given.server._connections
+            unix_socket.send(connection, {"lease": 999, "start": 0})
             arrived = await received_by(given.receiver, *at_once(given.offered(2)))
             assert [slot.lease is not None for slot in arrived.slots] == [True]
-            assert given.counts.added[Counter.LISTENER_ERRORS, ListenerError.MESSAGE.value] == 1
+            assert caplog.messages == ["the handling of a message failed"]
 
     run(scenario())
 
@@ -266,7 +270,7 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
             given.receiver.unmap_dead_peers()
             assert given.memories[0]._mapped, "a lease is open"
             given.receiver.close(arrived)
-            await eventually(lambda: len(given.receiver) == 0)
+            await eventually(lambda: len(given.receiver._granted) == 0)
             with pytest.raises(TransferFailedError):
                 await received_by(given.receiver, *at_once(image))
 
@@ -292,7 +296,7 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             second = encoded(other_store, 2)
             assert other_store.offer(second)
             first, second_is_encoded = given.offered(1), asyncio.get_running_loop().create_future()
-            arrived = given.receiver.new_batch()
+            arrived = ReceivedEmbeddings()
             arriving = asyncio.create_task(
                 given.receiver.receive([*at_once(first), second_is_encoded], [(6, WIDTH)] * 2, arrived)
             )
@@ -306,7 +310,9 @@ def test_memory_that_is_held_stays_mapped_before_the_engine_has_a_lease() -> Non
             await arriving  # the worker maps the second server's memory after it has forgotten the first server's
             table = given.scheduler.table
             await eventually(lambda: table.reserve("request", [first.digest, second.digest]) == 2)
-            loaded = given.memories[0].load(table.plan_load(first.digest), torch.float32)
+            lease = table.plan_load(first.digest)
+            assert lease is not None
+            loaded = given.memories[0].load(lease, torch.float32)
             expected = tokens_of(encoded(EmbeddingStore(2**20), 1)).float()
             assert torch.equal(loaded, expected)
             given.receiver.close(arrived)
@@ -350,7 +356,7 @@ def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_read_by
             assert arrived.path is TransferPath.TCP
             assert arrived.locations == (image,)
             await eventually(lambda: list(given.memories[0]._mapped) == [buffer.address])
-            await eventually(lambda: len(given.scheduler.table) == 1)
+            await eventually(lambda: len(given.scheduler.table._digest_by_lease) == 1)
             for found in given.loaded(image):
                 assert torch.equal(found, tokens_of(encoded(EmbeddingStore(MIB))).float())
             given.receiver.close(arrived)
@@ -399,8 +405,8 @@ def test_what_does_not_fit_the_model_is_never_granted(by: str, shape: tuple[int,
             if by == "an encoder":
                 (encoding,) = at_once(image)
             with pytest.raises(EmbeddingMismatchError, match="is not the expected") as error:
-                await given.receiver.receive([encoding], [shape], given.receiver.new_batch())
+                await given.receiver.receive([encoding], [shape], ReceivedEmbeddings())
             assert error.value.image == 0
-            assert len(given.receiver) == len(given.scheduler.table) == 0
+            assert len(given.receiver._granted) == len(given.scheduler.table._digest_by_lease) == 0
 
     run(scenario())

@@ -23,7 +23,7 @@ from deployments.llm import image_requests
 from deployments.llm.image_requests import ImageRequests, PixelMemory
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.vllm.compat import FirstTokenClock, first_token_clock
-from deployments.vllm.references import DecodedImages, References, UnknownReferenceError
+from deployments.vllm.references import DecodedImages, References
 from tests.unit.deployments.samples import png
 
 SIDE = 56
@@ -40,7 +40,7 @@ class Replica:
     it."""
 
     def __init__(self, **encoder_replica: int) -> None:
-        self.images = DecodedImages()
+        self.images: DecodedImages = {}
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.prefilled = 0
@@ -50,7 +50,7 @@ class Replica:
 
     async def _chat(self, request: Request) -> Response:
         keys = (await request.json())["keys"]
-        found = [self.images.get(key) for key in keys]
+        found = [self.images[key] for key in keys]
         await self.goes_on.wait()
         clock = first_token_clock.get()
         assert clock is not None
@@ -206,9 +206,3 @@ def test_a_client_that_leaves_gives_back_its_turn() -> None:
         await memory.acquire(8)
 
     asyncio.run(scenario())
-
-
-def test_keys_are_forgotten() -> None:
-    images = DecodedImages()
-    with pytest.raises(UnknownReferenceError):
-        images.get("vitray:guess")

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from argparse import Namespace
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,12 +23,13 @@ from deployments.common.messages import (
 )
 from deployments.common.replica_errors import EngineDeadError, TransferFailedError
 from deployments.llm import deployment as llm_module
+from deployments.llm import startup_requests
+from deployments.llm.embedding_receiver import LinkLostError
 from deployments.llm.startup_requests import EngineLoadError
 from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
 from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
 from deployments.vllm import compat
 from deployments.vllm.compat import AsgiApp
-from deployments.vllm.connector.replica_link import LinkLostError
 from tests.cluster.stand_in_llm import StandInLLM
 from tests.unit.deployments.llm.stand_in_replica import (
     HEADERS,
@@ -67,6 +69,7 @@ def started(
     monkeypatch.setattr(compat, "one_token_header", lambda *_: header())
     monkeypatch.setattr(compat, "has_prefix_cache", lambda _: True)
     monkeypatch.setattr(llm_module, "guard_children", lambda: None)
+    monkeypatch.setattr(llm_module, "stop_looking", lambda _: None)
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
     monkeypatch.setattr(llm_module, "uses_own_tower", lambda _: True)
     monkeypatch.setattr(llm_module, "expected_tower", lambda _: "")
@@ -277,3 +280,21 @@ def test_a_failure_that_comes_of_a_lost_engine_is_told_as_that(monkeypatch: pyte
     llm._frontend.app = cast(AsgiApp, fail)
     with pytest.raises(EngineDeadError):
         answered(llm, [], [])
+
+
+@pytest.mark.parametrize(("reported", "status", "fails"), [(True, 200, False), (False, 200, True), (True, 500, True)])
+def test_a_probe_waits_for_the_report_of_its_load(
+    monkeypatch: pytest.MonkeyPatch, reported: bool, status: int, fails: bool
+) -> None:
+    """It comes on the link's thread: an answer was there first now and then, and the replica did not start."""
+    monkeypatch.setattr(startup_requests, "REPORT_TIMEOUT_S", 30.0 if reported else 0.05)
+    receiver = SimpleNamespace(num_loaded=0, link=SimpleNamespace(wait_for_engine=lambda timeout_s: True))
+
+    async def answer(*_: object) -> int:
+        if reported:
+            asyncio.get_running_loop().call_later(0.05, vars(receiver).update, {"num_loaded": 1})
+        return status
+
+    probe = startup_requests.probe_engine_loads(cast(Any, receiver), answer, "scenes", header(), WIDTH)
+    with pytest.raises(EngineLoadError, match=f"with {status}, 0 embedd") if fails else nullcontext():
+        asyncio.run(probe)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from deployments.common.messages import Accepted, Deferred, NotEncoded, ResponseHead
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.prefix_cache_skip import Missing, MissingWatch, stream_unless_lost
-from deployments.llm.received import NotEncodedError
+from deployments.llm.received import NotEncodedError, ReceivedEmbeddings
 from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, FirstTokenClock, first_token_clock
 from encoder.item_header import ItemHeader
@@ -47,7 +47,7 @@ class Engine:
         self._whole_takes_long = whole_takes_long
         self.llm: StandInLLM = replica()
         self.receiver = self.llm._receiver
-        self.receiver._counts = self.counts = FreeAdded()
+        self.receiver._counts = self.llm._requests._counts = self.counts = FreeAdded()
         self.came: list[str] = []
         self.left = asyncio.Event()
         self._then, self._at_chunk = then, at_chunk
@@ -110,7 +110,7 @@ def test_what_the_engine_has_no_need_of_is_not_fetched() -> None:
         assert engine.came == [digest(1.0), digest(2.0)]
         assert engine.counts.added[Counter.EMBEDDINGS_SKIPPED, None] == 2
         assert not any(count is Counter.EMBEDDINGS_RECEIVED for count, _ in engine.counts.added)
-        assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
+        assert (len(engine.receiver.missing._watched), engine.llm.state()["keys"]) == (0, 0)
 
     run(scenario())
 
@@ -140,7 +140,7 @@ def test_what_the_engine_waits_for_is_to_be_encoded() -> None:
         engine = Engine(lambda: engine.misses(digest(3.0), digest(2.0)), at_chunk=0)
         assert await engine.answer(Deferred(), Deferred(), Deferred()) == [NotEncoded((1, 2))]
         assert engine.left.is_set()
-        assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
+        assert (len(engine.receiver.missing._watched), engine.llm.state()["keys"]) == (0, 0)
         assert not {count for count, _ in engine.counts.added} & {
             Counter.EMBEDDINGS_SKIPPED,
             Counter.EMBEDDINGS_RECEIVED,
@@ -182,7 +182,7 @@ def test_what_is_missed_is_told_before_the_others_are_encoded() -> None:
         engine = Engine(lambda: engine.misses(digest(1.0), digest(2.0)), at_chunk=0)
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         assert await engine.answer(never, Deferred()) == [NotEncoded((1,))]
-        assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
+        assert (len(engine.receiver.missing._watched), engine.llm.state()["keys"]) == (0, 0)
 
     run(scenario())
 
@@ -199,7 +199,7 @@ def test_embeddings_that_are_skipped_and_others_mix_in_a_request(missed: bool) -
         image = encoded(1.0)
         pieces = await engine.answer(*at_once(image), Deferred())
         assert pieces[0] == (NotEncoded((1,)) if missed else Accepted((image, None)))
-        assert (len(engine.receiver.missing), engine.llm.state()["keys"]) == (0, 0)
+        assert (len(engine.receiver.missing._watched), engine.llm.state()["keys"]) == (0, 0)
 
     run(scenario())
 
@@ -215,7 +215,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(streamed: bool) -> None:
         if streamed:
             assert isinstance(await anext(answer), ResponseHead)
         await answer.aclose()
-        assert (len(engine.receiver.missing), engine.llm.state()["keys"], engine.left.is_set()) == (0, 0, True)
+        assert (len(engine.receiver.missing._watched), engine.llm.state()["keys"], engine.left.is_set()) == (0, 0, True)
 
     run(scenario())
 
@@ -233,7 +233,7 @@ def test_only_the_request_that_misses_them_is_told() -> None:
             watch.report(f"1_chatcmpl-1-{other.clock.token}-0123", ["c"])
             await eventually(other.changed.is_set)
             assert (one.digests, other.digests) == ({"a", "b"}, {"c"})
-        assert len(watch) == 0
+        assert len(watch._watched) == 0
 
     run(scenario())
 
@@ -248,7 +248,7 @@ def test_what_is_missed_is_read_where_it_was_last_seen(first: str) -> None:
             there, unasked, gone = given.offered(1), given.offered(2), Deferred()
             known = [Deferred(there), Deferred(unasked), gone, gone]
             digests = [there.digest, unasked.digest, "gone", "gone too"]
-            missing, received = Missing(FirstTokenClock()), given.receiver.new_batch()
+            missing, received = Missing(FirstTokenClock()), ReceivedEmbeddings()
             shapes = [(6, WIDTH)] * 4
             lost = asyncio.ensure_future(given.receiver.receive_missing(missing, digests, shapes, received))
 
@@ -284,13 +284,13 @@ def test_what_is_no_longer_there_or_another_is_encoded(shape: tuple[int, int]) -
             image = given.offered()
             if shape == (6, WIDTH):
                 given.store._offers.clear()
-            missing, received = Missing(FirstTokenClock()), given.receiver.new_batch()
+            missing, received = Missing(FirstTokenClock()), ReceivedEmbeddings()
             await given.receiver.receive([Deferred(image)], [shape], received)
             missing.digests.add(image.digest)
             missing.changed.set()
             with pytest.raises(NotEncodedError):
                 await given.receiver.receive_missing(missing, [image.digest], [shape], received)
-            assert len(given.receiver) == 0
+            assert len(given.receiver._granted) == 0
 
     run(scenario())
 

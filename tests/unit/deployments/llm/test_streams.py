@@ -8,74 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from deployments.llm.streams import PrefetchedStream, prepend
-
-
-def test_the_next_is_made_while_the_first_is_on_its_way() -> None:
-    async def scenario() -> None:
-        made: list[int] = []
-
-        async def pieces() -> AsyncGenerator[int, None]:
-            for number in range(1, 4):
-                made.append(number)
-                yield number
-
-        told = prepend(0, pieces())
-        assert await anext(told) == 0
-        await asyncio.sleep(0)
-        assert made == [1]
-        assert [piece async for piece in told] == [1, 2, 3]
-
-    asyncio.run(scenario())
-
-
-def test_nothing_follows_where_there_is_nothing() -> None:
-    async def nothing() -> AsyncGenerator[int, None]:
-        for number in list[int]():
-            yield number
-
-    async def scenario() -> None:
-        assert [piece async for piece in prepend(0, nothing())] == [0]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("read", [1, 2])
-def test_what_is_left_early_is_closed_before_it_goes_on(read: int) -> None:
-    async def scenario() -> None:
-        ended: list[str] = []
-
-        async def pieces() -> AsyncGenerator[int, None]:
-            try:
-                await asyncio.sleep(0.01 if read > 1 else 60)
-                yield 1
-                await asyncio.sleep(60)
-            finally:
-                ended.append("closed")
-
-        async with aclosing(pieces()) as made, aclosing(prepend(0, made)) as told:
-            for _ in range(read):
-                await anext(told)
-                await asyncio.sleep(0)
-        assert ended == ["closed"]
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(scenario())
-
-
-def test_what_fails_first_is_told_after_the_first() -> None:
-    async def broken() -> AsyncGenerator[int, None]:
-        for number in list[int]():
-            yield number
-        raise LookupError("broken")
-
-    async def scenario() -> None:
-        told = prepend(0, broken())
-        assert await anext(told) == 0
-        with pytest.raises(LookupError, match="broken"):
-            await anext(told)
-
-    asyncio.run(scenario())
+from deployments.llm.streams import PrefetchedStream
 
 
 def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
@@ -91,7 +24,7 @@ def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
         await asyncio.sleep(0.01)
         assert made == [0]
         assert [piece async for piece in begun.read()] == [0, 1, 2]
-        await begun.close()
+        await begun.aclose()
 
     asyncio.run(scenario())
 
@@ -115,7 +48,7 @@ def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> 
             async with aclosing(begun.read()) as rest:
                 assert await anext(rest) == 1
         else:
-            await begun.close()
+            await begun.aclose()
         assert ended == ["closed"]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -131,6 +64,6 @@ def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_els
     async def scenario() -> None:
         with pytest.raises(LookupError, match="broken"):
             await anext(PrefetchedStream(broken()).read())
-        await PrefetchedStream(broken()).close()
+        await PrefetchedStream(broken()).aclose()
 
     asyncio.run(scenario())

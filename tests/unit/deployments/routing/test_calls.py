@@ -73,7 +73,7 @@ def test_calls_of_a_replica_that_has_died_are_ended() -> None:
         calls = GrpcCalls(poll_s=LOOK_S)
         under_way = [begun(calls), begun(calls)]
         calls.watch_removed([replica(died)])
-        await eventually(lambda: len(calls) == 0)
+        await eventually(lambda: not calls._calls)
         assert [call.cancelled for call in under_way] == [True, True]
 
     run(scenario)
@@ -103,7 +103,7 @@ def test_calls_of_a_replica_that_finishes_its_work_are_left() -> None:
         told = len(asked)
         await asyncio.sleep(4 * LOOK_S)
         assert len(asked) == told
-        assert (len(calls), call.cancelled, calls._watching) == (0, False, {})
+        assert (calls._calls, call.cancelled, calls._watching) == ({}, False, {})
 
     run(scenario)
 

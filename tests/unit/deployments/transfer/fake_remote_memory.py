@@ -45,7 +45,20 @@ class FakeMemory(RdmaProcess):
         if agent_metadata in self.network.gone:
             raise ReadError("the process has gone")
         assert 0 <= offset <= self.arena.num_bytes - num_bytes
-        return FakeRead(self.network, agent_metadata, source, self.arena.address + offset, num_bytes, notify)
+        target = self.arena.address + offset
+
+        def is_done() -> bool:
+            if agent_metadata in self.network.gone:
+                raise ReadError("the process has gone")
+            if self.network.stuck:
+                return False
+            self.network.between()
+            ctypes.memmove(target, source, num_bytes)
+            if notify:
+                self.network.notified[agent_metadata].append(notify)
+            return True
+
+        return is_done
 
     def disconnect(self, agent_metadata: bytes) -> None:
         self.forgotten.append(agent_metadata)
@@ -55,24 +68,3 @@ class FakeMemory(RdmaProcess):
         return received
 
     def close(self) -> None: ...
-
-
-@dataclass
-class FakeRead:
-    network: FakeNetwork
-    agent_metadata: bytes
-    source: int
-    target: int
-    num_bytes: int
-    notify: bytes
-
-    def done(self) -> bool:
-        if self.agent_metadata in self.network.gone:
-            raise ReadError("the process has gone")
-        if self.network.stuck:
-            return False
-        self.network.between()
-        ctypes.memmove(self.target, self.source, self.num_bytes)
-        if self.notify:
-            self.network.notified[self.agent_metadata].append(self.notify)
-        return True

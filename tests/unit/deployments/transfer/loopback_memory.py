@@ -6,10 +6,10 @@ import ctypes
 import os
 import sys
 import time
+from mmap import mmap
 from multiprocessing.connection import Connection
 
 from deployments.transfer.rdma import NixlMemory, NixlRead, ReadError
-from deployments.transfer.shared_memory import ArenaHandle
 
 METADATA = b"this process"
 
@@ -59,11 +59,11 @@ class LoopbackRead(NixlRead):
         return self.rest < 0
 
 
-def not_started(pipe: Connection, handle: ArenaHandle) -> None:
+def not_started(pipe: Connection, arena: mmap) -> None:
     os.abort()
 
 
-def silent(pipe: Connection, handle: ArenaHandle) -> None:
+def silent(pipe: Connection, arena: mmap) -> None:
     time.sleep(600)
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if not asked:
-            print(json.dumps({"lent": len(sender)}), flush=True)
+            print(json.dumps({"lent": len(sender._leases)}), flush=True)
             continue
         remote = sender.publish(encoded(store, asked["number"], tokens=asked["tokens"]))
         assert remote is not None

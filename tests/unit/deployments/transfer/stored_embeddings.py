@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from deployments.common.messages import EncodedImage, EncodeTimings
-from deployments.transfer.header import Header
+from deployments.transfer.header import Header, embedding_view
+from deployments.transfer.receive_buffer import ReceivedEmbedding
 from deployments.transfer.same_host import (
     EmbeddingUnavailableError,
     Lease,
@@ -63,6 +65,15 @@ def eventually(true: Callable[[], bool]) -> None:
 
 def hold(client: ShmClient, image: EncodedImage) -> Lease:
     return client.acquire(Header.of(image)).result(PATIENCE_S)
+
+
+def read(held: Lease | ReceivedEmbedding) -> torch.Tensor:
+    """`[num_tokens, width]`, which shares the memory and keeps it. Raises WrongEmbeddingError."""
+    if isinstance(held, Lease):
+        memory = mmap.mmap(held.client.file, held.client.num_bytes)
+        return embedding_view(torch.frombuffer(memory, dtype=torch.uint8)[held.offset :], held.header)
+    assert held._memory is not None, "it was released"
+    return embedding_view(torch.from_numpy(held._memory.array((held._memory.num_bytes,))), held.header)
 
 
 def barrier(client: ShmClient) -> None:

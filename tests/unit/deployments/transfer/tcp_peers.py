@@ -16,9 +16,7 @@ from deployments.transfer.header import Header
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.tcp_client import TcpClient
 from deployments.transfer.tcp_server import TcpServer
-from tests.unit.deployments.transfer.stored_embeddings import (
-    PATIENCE_S,
-)
+from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, read
 
 SECRET, OTHER = b"a" * 32, b"b" * 32
 MIB = 2**20
@@ -27,7 +25,7 @@ Play = Callable[[socket.socket], None]
 
 
 def fetched(client: TcpClient, image: EncodedImage, *, direct_read: bool = False) -> torch.Tensor:
-    return client.fetch(Header.of(image), direct_read=direct_read).result(PATIENCE_S).tensor()
+    return read(client.fetch(Header.of(image), direct_read=direct_read).result(PATIENCE_S))
 
 
 def is_free(buffer: ReceiveBuffer) -> bool:

@@ -5,8 +5,7 @@ No byte of a held copy changes, and what nobody holds is free.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from deployments.transfer.header import HEADER_BYTES, Header
 from deployments.transfer.same_host import EmbeddingUnavailableError, Lease, ShmClient, ShmServer
 from deployments.transfer.shared_memory import PAGE_BYTES
 from deployments.transfer.shared_store import MIN_OFFER_AGE_S, EmbeddingStore
-from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, TIMINGS, barrier, digest, eventually
+from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, TIMINGS, barrier, digest, eventually, read
 
 WIDTH = 16
 ROWS = PAGE_BYTES // (4 * WIDTH)
@@ -45,10 +44,11 @@ class Reading:
 
 @dataclass
 class Offers:
-    """Of one digest: the copy, and when it was offered to each of those who have not come."""
+    """Of one digest: the copy, how many have not come, and when it was offered to the last of them."""
 
     value: float
-    made_at_s: deque[float] = field(default_factory=deque)
+    number: int
+    made_at_s: float
 
 
 class Holds(RuleBasedStateMachine):
@@ -91,11 +91,10 @@ class Holds(RuleBasedStateMachine):
             return
         value = float(image.bits[0, 0])
         assert number in self.cache or value == found
-        made_at_s = self.offers[number].made_at_s if number in self.offers else deque()
+        before = self.offers[number].number if number in self.offers else 0
         for _ in range(times):
             assert self.store.offer(image)
-            made_at_s.append(self.now)
-        self.offers[number], self.last[number] = Offers(value, made_at_s), value
+        self.offers[number], self.last[number] = Offers(value, before + times, self.now), value
 
     @rule(number=digests, reader=readers, direct_read=st.booleans())
     def hold(self, number: int, reader: int, direct_read: bool) -> None:
@@ -106,10 +105,11 @@ class Holds(RuleBasedStateMachine):
                 asked.result(PATIENCE_S)
             return
         held = asked.result(PATIENCE_S)
-        self.reading.append(Reading(reader, found, held, held.tensor()))
+        self.reading.append(Reading(reader, found, held, read(held)))
         if not direct_read and number in self.offers:
-            self.waits_s.append(self.now - self.offers[number].made_at_s.popleft())
-            if not self.offers[number].made_at_s:
+            self.waits_s.append(self.now - self.offers[number].made_at_s)
+            self.offers[number].number -= 1
+            if not self.offers[number].number:
                 del self.offers[number]
 
     @precondition(lambda self: self.reading)
@@ -128,7 +128,7 @@ class Holds(RuleBasedStateMachine):
         """A language model goes, and another one comes."""
         self.readers[reader].close()
         self.reading = [reading for reading in self.reading if reading.reader != reader]
-        eventually(lambda: len(self.server._listener._connections) == len(self.readers) - 1)
+        eventually(lambda: len(self.server._connections) == len(self.readers) - 1)
         self.readers[reader] = ShmClient(self.server.address)
         barrier(self.readers[reader])
 
@@ -142,7 +142,7 @@ class Holds(RuleBasedStateMachine):
     def no_byte_of_a_held_copy_changes(self) -> None:
         for reading in self.reading:
             assert (reading.tensor == reading.value).all()
-            reading.held.tensor()  # its header, too
+            read(reading.held)  # its header, too
 
     @invariant()
     def what_nobody_holds_is_free(self) -> None:
@@ -152,7 +152,7 @@ class Holds(RuleBasedStateMachine):
         assert used == len(self.live()) * (HEADER_BYTES + PAGE_BYTES)
 
     def end_offers(self, age_s: float) -> None:
-        ended = [number for number, offers in self.offers.items() if offers.made_at_s[-1] <= self.now - age_s]
+        ended = [number for number, offers in self.offers.items() if offers.made_at_s <= self.now - age_s]
         for number in ended:
             del self.offers[number]
 

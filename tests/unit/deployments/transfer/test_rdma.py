@@ -32,6 +32,7 @@ from tests.unit.deployments.transfer.stored_embeddings import (
     digest,
     encoded,
     eventually,
+    read,
     tokens_of,
 )
 from tests.unit.deployments.transfer.test_remote_sender import is_free
@@ -103,7 +104,7 @@ def test_embeddings_arrive_bit_by_bit(source: Source, reader: RemoteReader) -> N
         image = source.lend(number, tokens=tokens)
         received = reader.receive(image).result(PATIENCE_S)
         expected = tokens_of(encoded(EmbeddingStore(2**27), number, tokens=tokens))
-        assert torch.equal(received.tensor(), expected)
+        assert torch.equal(read(received), expected)
         del received
     eventually(lambda: is_free(reader._buffer))
     eventually(lambda: source.lent() == 0)

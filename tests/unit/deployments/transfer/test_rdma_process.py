@@ -48,7 +48,7 @@ def read(rdma: RdmaProcess, source: int, num_bytes: int = 8, *, notify: bytes = 
     endpoint = rdma.endpoint()
     assert endpoint is not None
     started = rdma.read(endpoint.agent_metadata, endpoint.address + source, 1024, num_bytes, notify=notify)
-    while not started.done():
+    while not started():
         pass
 
 
@@ -80,7 +80,7 @@ def test_a_process_that_aborts_or_is_silent_costs_its_reads_and_is_started_again
     with pytest.raises(ReadError, match="ended and is restarting"):
         read(rdma, 0, num_bytes)
     with pytest.raises(ReadError, match="ended"):
-        under_way.done()
+        under_way()
     rdma.disconnect(METADATA)
     rdma._call_timeout_s = 20.0
     eventually(lambda: rdma.endpoint() is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
@@ -11,14 +12,15 @@ import pytest
 import torch
 
 from deployments.common.messages import SharedEmbedding
-from deployments.transfer.header import HEADER_BYTES, WrongEmbeddingError
+from deployments.transfer import remote_sender
+from deployments.transfer.header import HEADER_BYTES
 from deployments.transfer.receive_buffer import ReceiveBuffer, ReceivedEmbedding
 from deployments.transfer.remote_reader import RemoteReader
 from deployments.transfer.remote_sender import RemoteSender
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_store import EmbeddingStore
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
-from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, encoded, eventually, tokens_of
+from tests.unit.deployments.transfer.stored_embeddings import PATIENCE_S, encoded, eventually, read, tokens_of
 
 SHORT_S = 0.05
 OFFER_TIMEOUT_S = 600.0
@@ -80,12 +82,10 @@ def test_an_embedding_arrives_bit_by_bit_and_both_ends_give_back(
     image = published(sender, store)
     received = reader.receive(image).result(PATIENCE_S)
     expected = tokens_of(encoded(EmbeddingStore(2**20)))
-    assert torch.equal(received.tensor(), expected)
-    eventually(lambda: len(sender) == 0 and is_free(store))
-    kept = received.tensor()
+    assert torch.equal(read(received), expected)
+    eventually(lambda: not sender._leases and is_free(store))
+    kept = read(received)
     received.release()
-    with pytest.raises(WrongEmbeddingError, match="was released"):
-        received.tensor()
     assert not is_free(reader._buffer), "vLLM may still read it"
     del kept
     eventually(lambda: is_free(reader._buffer))
@@ -98,10 +98,10 @@ def test_what_nobody_reads_is_published_for_a_bounded_time(
     clock.now = OFFER_TIMEOUT_S - 1
     published(sender, store, 2)
     store.expire_offers()
-    assert len(sender) == 2
+    assert len(sender._leases) == 2
     clock.now = OFFER_TIMEOUT_S
     store.expire_offers()
-    eventually(lambda: len(sender) == 1)
+    eventually(lambda: len(sender._leases) == 1)
     assert not is_free(store)
     clock.now = 2 * OFFER_TIMEOUT_S
     store.expire_offers()
@@ -109,9 +109,33 @@ def test_what_nobody_reads_is_published_for_a_bounded_time(
     assert image.remote is not None
 
 
+def test_the_network_is_polled_slowly_once_no_reader_is_expected(
+    sender: RemoteSender, store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader of one request had gone: the encoder asked the process of NIXL thousands of times a second, for ten
+    minutes."""
+    polls: list[int] = []
+    get_notifications = sender._rdma.get_notifications
+
+    def poll() -> list[bytes]:
+        polls.append(1)
+        return get_notifications()
+
+    monkeypatch.setattr(sender._rdma, "get_notifications", poll)
+    monkeypatch.setattr(remote_sender, "RECENT_S", 0.0)
+    monkeypatch.setattr(remote_sender, "SLOW_POLL_S", 10 * PATIENCE_S)
+    published(sender, store)
+    eventually(lambda: len(polls) > 0)
+    time.sleep(0.1)
+    num_polls = len(polls)
+    assert num_polls <= 2
+    published(sender, store, 2)
+    eventually(lambda: len(polls) > num_polls)
+
+
 def test_what_is_not_in_the_store_is_not_published(sender: RemoteSender, store: EmbeddingStore) -> None:
     assert sender.publish(encoded(EmbeddingStore(2**20))) is None
-    assert len(sender) == 0
+    assert len(sender._leases) == 0
 
 
 def test_another_embedding_in_its_place_is_noticed(

@@ -23,6 +23,7 @@ from tests.unit.deployments.transfer.stored_embeddings import (
     encoded,
     eventually,
     hold,
+    read,
     tokens_of,
 )
 
@@ -109,7 +110,8 @@ def survives(client: ShmClient, lends: subprocess.Popen[str], image: EncodedImag
     held = hold(client, image)
     lends.send_signal(signal.SIGKILL)
     eventually(lambda: not client.is_alive)
-    assert torch.equal(held.tensor(), tokens_of(image))
+    found = read(held)
+    assert torch.equal(found, tokens_of(image))
     inode = str(os.fstat(client.file).st_ino)
     assert any(inode == line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines())
     return inode, client.file

@@ -93,6 +93,23 @@ def test_an_offer_that_is_no_older_than_those_read_lately_makes_no_room(
     assert dropped == [2]
 
 
+def test_a_reader_that_never_came_does_not_make_later_ones_late(
+    store: EmbeddingStore, clock: Clock, dropped: list[int]
+) -> None:
+    """Each read of an image that came once a minute counted as a wait of 60 s after one request was cancelled, and
+    offers made no room for that long."""
+    image = encoded(store, 1)
+    assert store.offer(image)
+    for minute in range(1, 4):
+        clock.now = 60.0 * minute
+        assert store.offer(image)
+        assert store.acquire(digest(1)) is image
+    offer(store, 2)
+    clock.now += MIN_OFFER_AGE_S
+    assert store.allocate(6, WIDTH, torch.bfloat16) is not None
+    assert dropped == [1 + 1]
+
+
 def test_an_offer_that_is_repeated_counts_from_then_on(store: EmbeddingStore, clock: Clock) -> None:
     image = encoded(store, 1)
     store.offer(image)

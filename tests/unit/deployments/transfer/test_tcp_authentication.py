@@ -18,7 +18,7 @@ from deployments.transfer import tcp, tcp_server
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_store import EmbeddingStore
-from deployments.transfer.tcp import REQUEST_BYTES, AuthenticationError, TcpError
+from deployments.transfer.tcp import REQUEST, AuthenticationError, TcpError
 from deployments.transfer.tcp_client import TcpClient
 from deployments.transfer.tcp_server import TcpServer
 from tests.unit.deployments.transfer.stored_embeddings import (
@@ -53,7 +53,7 @@ def test_a_wrong_secret_is_refused_at_both_ends(
         assert errors == {TcpError.AUTHENTICATION: 1}
         eventually(lambda: seen == {TcpError.AUTHENTICATION: 1})
         assert store.is_offered(image.digest), "nothing was sent"
-        assert client.num_connections == 0
+        assert not client._connections
 
 
 def test_a_server_that_does_not_know_the_secret_gets_no_request(
@@ -66,7 +66,7 @@ def test_a_server_that_does_not_know_the_secret_gets_no_request(
         connection.sendall(b"vitray-tcp-1" + bytes(32))
         tcp.receive(connection, 64, time.monotonic() + PATIENCE_S)
         connection.sendall(bytes(32))
-        got.append(connection.recv(REQUEST_BYTES))
+        got.append(connection.recv(REQUEST.size))
 
     address, thread = plays(impostor)
     with (
@@ -119,7 +119,7 @@ def test_connections_are_bounded(store: EmbeddingStore, monkeypatch: pytest.Monk
             assert third.recv(1) == b""
         eventually(lambda: seen == {TcpError.LIMIT: 1})
         held.pop().close()
-        eventually(lambda: server._listener.num_connections == 1)
+        eventually(lambda: server.num_connections == 1)
         connected(server).close()
         held.pop().close()
 
@@ -133,7 +133,7 @@ def test_those_that_do_not_authenticate_keep_out_no_more_than_their_bound(
             tcp.receive(silent, 44, time.monotonic() + PATIENCE_S)
             with connected(server, None) as second:
                 assert second.recv(1) == b""
-        eventually(lambda: server._listener.num_connections == 0)
+        eventually(lambda: server.num_connections == 0)
         connected(server).close()
 
 

@@ -16,7 +16,7 @@ import pytest
 from msgspec.json import Decoder
 
 from deployments.transfer import unix_socket
-from deployments.transfer.unix_socket import Listener, ListenerError, Sender
+from deployments.transfer.unix_socket import Listener, Sender
 from tests.unit.deployments.transfer.stored_embeddings import eventually
 
 PATIENCE_S = 60.0
@@ -171,18 +171,19 @@ def test_a_peer_that_ends_is_an_error_and_leaves_no_thread_and_no_file(pair: Pai
     assert open_files() == files - 1
 
 
-def test_a_peer_that_reads_nothing_is_given_up_at_the_limit(pair: Pair) -> None:
-    sender = Sender(pair[0], max_backlog_bytes=100 * unix_socket.PACKET_OVERHEAD_BYTES)
+def test_a_peer_that_reads_nothing_is_given_up_at_the_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_socket, "MAX_BACKLOG", 100)
+    sender = Sender(pair[0])
 
     def send_many() -> None:
         for number in range(MANY):
             sender.send({"number": number})
 
-    with pytest.raises(OSError, match=r"\d+ bytes are queued for the peer, the limit is 12800"):
+    with pytest.raises(OSError, match="100 packets are queued for the peer"):
         send_many()
     assert unix_socket.receive(pair[0], ANY) is None, "its reader sees the end"
     end_of_threads("packets")
-    assert sender._backlog_bytes == 0
+    assert not sender._backlog
     with pytest.raises(OSError, match="ended"):
         sender.send({"number": MANY})
 
@@ -198,20 +199,19 @@ def test_without_a_thread_to_send_the_backlog_the_connection_ends(pair: Pair, mo
     assert unix_socket.receive(pair[0], ANY) is None
 
 
-def test_a_bad_message_does_not_end_the_listening(pair: Pair) -> None:
+def test_a_bad_message_does_not_end_the_listening(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     """One exception ended the thread, and with it all that its process could be told."""
-    handled, failed = SimpleQueue[int](), SimpleQueue[ListenerError]()
+    handled = SimpleQueue[int]()
 
     def handle(packet: Packet, _: int | None) -> None:
         handled.put(10 // packet["number"])
 
-    arguments = {"connection": pair[1], "decoder": ANY, "handle": handle, "on_error": failed.put}
-    thread = threading.Thread(target=unix_socket.handle_messages, kwargs=arguments, daemon=True)
+    thread = threading.Thread(target=unix_socket.handle_messages, args=(pair[1], ANY, handle), daemon=True)
     thread.start()
     for written in (b'{"number": 0}', b"{", b"[]", b"[" * 50_000, b'{"other": 1}', b'{"number": 5}'):
         pair[0].send(written)
     assert handled.get(timeout=PATIENCE_S) == 2
-    assert [failed.get(timeout=PATIENCE_S) for _ in range(5)] == [ListenerError.MESSAGE] * 5
+    assert sorted(caplog.messages) == 2 * ["a message could not be read"] + 3 * ["the handling of a message failed"]
     unix_socket.shut_down(pair[0])
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
@@ -284,10 +284,10 @@ def asked(listener: Listener) -> Packet:
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ECONNABORTED])
 def test_a_connection_that_is_not_accepted_does_not_end_the_accepting(
-    error: int, monkeypatch: pytest.MonkeyPatch
+    error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The accepting thread ended at its first error, and everybody who called from then on waited 5 s in vain."""
-    failed, errors, accept = SimpleQueue[ListenerError](), [error, error], unix_socket.accept
+    errors, accept = [error, error], unix_socket.accept
 
     def fail_first(listening: socket.socket) -> socket.socket:
         if errors:
@@ -295,15 +295,17 @@ def test_a_connection_that_is_not_accepted_does_not_end_the_accepting(
         return accept(listening)
 
     monkeypatch.setattr(unix_socket, "accept", fail_first)
-    with closing(Listener(echo, name="test", on_error=failed.put)) as listener:
+    with closing(Listener(echo, name="test")) as listener:
         assert asked(listener) == {"there": True}
-        assert [failed.get(timeout=PATIENCE_S) for _ in range(2)] == [ListenerError.ACCEPT] * 2
+        assert sum("could not be accepted" in message for message in caplog.messages) == 2
         assert listener.is_alive
 
 
-def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed, start = SimpleQueue[ListenerError](), threading.Thread.start
-    with closing(Listener(echo, name="test", on_error=failed.put)) as listener:
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+    with closing(Listener(echo, name="test")) as listener:
 
         def refuse(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
@@ -311,21 +313,19 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(monkeyp
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with unix_socket.connect(listener.address, timeout_s=PATIENCE_S) as connection:
             assert unix_socket.receive(connection, ANY) is None
-        assert failed.get(timeout=PATIENCE_S) is ListenerError.ACCEPT
+        eventually(lambda: any("could not be accepted" in message for message in caplog.messages))
         monkeypatch.setattr(threading.Thread, "start", start)
         assert asked(listener) == {"there": True}
 
 
-def test_a_connection_whose_serving_fails_is_closed_and_counted() -> None:
-    failed = SimpleQueue[ListenerError]()
-
+def test_a_connection_whose_serving_fails_is_closed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: socket.socket) -> None:
         raise KeyError("num_bytes")
 
-    with closing(Listener(fail, name="test", on_error=failed.put)) as listener:
+    with closing(Listener(fail, name="test")) as listener:
         with unix_socket.connect(listener.address, timeout_s=PATIENCE_S) as connection:
             assert unix_socket.receive(connection, ANY) is None
-        assert failed.get(timeout=PATIENCE_S) is ListenerError.MESSAGE
+        assert caplog.messages == ["a connection could not be served"]
         assert listener.is_alive
 
 

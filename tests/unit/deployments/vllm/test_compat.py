@@ -7,13 +7,14 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from pydantic import JsonValue
@@ -114,6 +115,14 @@ def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_con
     monkeypatch.setattr(compat, "default_server_args", Namespace)
     compat.start_engine("m", given, {}, cpu_kv_cache_gib=None, stats=EngineStats(), link=None)
     assert started == [{"load_format": "safetensors", "model": "m", "mm_processor_cache_gb": 1}]
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    for eager in (False, True):
+        given = {"enforce_eager": eager}
+        compat.start_engine("m", given, {}, cpu_kv_cache_gib=3, stats=EngineStats(), link=None)
+        assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+        assert os.environ.get("TORCHDYNAMO_DISABLE") == ("1" if eager else None)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,11 @@ def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_con
         ({"enable_mm_embeds": False}, {}, r"llm\.engine_args: 'enable_mm_embeds' is set by vitray"),
         ({"mm_processor_cache_type": "shm"}, {}, r"llm\.engine_args: 'mm_processor_cache_type' is set by vitray"),
         ({"mm_processor_cache_gb": 4}, {}, r"'mm_processor_cache_gb' is set by vitray .*encoder_replica\.cache_bytes"),
+        (
+            {"data_parallel_size": 2},
+            {},
+            r"llm\.engine_args: 'data_parallel_size' is 2, the limit is 1",
+        ),
         ({"trust_remote_code": True}, {}, r"llm\.engine_args: 'trust_remote_code' would run whatever code"),
         ({"load_format": "pt"}, {}, r"llm\.engine_args: 'load_format' 'pt' may unpickle weights"),
         ({"load_format": "auto"}, {}, r"use 'safetensors'"),
@@ -140,25 +154,24 @@ def test_arguments_are_refused(engine_args: dict[str, Any], server_args: dict[st
         compat.check_args(engine_args, server_args)
 
 
-def test_the_installed_vllm_tells_what_its_engines_have_to_do() -> None:
-    """Through vLLM's own adapter and with its own numbers, two engines; the keyword is what `start_engine` passes."""
+def test_the_installed_vllm_tells_what_its_engine_has_to_do() -> None:
+    """Through vLLM's own adapter and with its own numbers; the keyword is what `start_engine` passes."""
     assert "stat_loggers" in inspect.signature(compat.lookup("AsyncLLM").from_engine_args).parameters
     loggers = importlib.import_module("vllm.v1.metrics.loggers")
     scheduler = importlib.import_module("vllm.v1.metrics.stats").SchedulerStats
     stats = EngineStats()
     assert stats.load() == EngineLoad()
-    adapter = loggers.PerEngineStatLoggerAdapter(None, [0, 1], stats.logger)
+    adapter = loggers.PerEngineStatLoggerAdapter(None, [0], stats.logger)
     adapter.log_engine_initialized()
-    adapter.record(scheduler(num_running_reqs=4, num_waiting_reqs=2, kv_cache_usage=0.5), None, None, 0)
-    adapter.record(scheduler(num_running_reqs=1, num_skipped_waiting_reqs=1, kv_cache_usage=0.1), None, None, 1)
-    adapter.record(None, None, engine_idx=1)
+    told = scheduler(num_running_reqs=5, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
+    adapter.record(told, None, None, 0)
+    adapter.record(None, None, engine_idx=0)
     adapter.record_sleep_state(0, 0)
     adapter.log()
-    kv_cache_use = cast(float, pytest.approx(0.3))
-    assert stats.load() == EngineLoad(5, 3, kv_cache_use)
-    assert stats.load(num_excluded=2) == EngineLoad(5, 1, kv_cache_use)
-    assert stats.load(num_excluded=4) == EngineLoad(4, 0, kv_cache_use), "one of them is being read"
-    assert stats.load(num_excluded=9) == EngineLoad(0, 0, kv_cache_use)
+    assert stats.load() == EngineLoad(5, 3, 0.5)
+    assert stats.load(num_excluded=2) == EngineLoad(5, 1, 0.5)
+    assert stats.load(num_excluded=4) == EngineLoad(4, 0, 0.5), "one of them is being read"
+    assert stats.load(num_excluded=9) == EngineLoad(0, 0, 0.5)
 
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,11 +305,6 @@ def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, 
 def test_an_engine_that_cannot_read_a_prompt_before_all_is_there(engine_args: dict[str, Any], told: str) -> None:
     assert told in (compat.early_prefill_unsupported_reason(engine_args) or "")
     assert compat.early_prefill_unsupported_reason({"enable_chunked_prefill": True}) is None
-
-
-def test_a_scheduler_that_is_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "SCHEDULER_METHOD", "_renamed")
-    assert "no _renamed" in (compat.early_prefill_unsupported_reason({}) or "")
 
 
 def test_a_newer_model_runner_that_cannot_is_left_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

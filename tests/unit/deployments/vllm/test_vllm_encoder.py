@@ -1,8 +1,9 @@
-"""`VllmEncoder` packs items, checks rows, and isolates failures; the tower is a fake."""
+"""`VllmEncoder` packs items and checks rows; the tower is a fake."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from deployments.vllm.preparer import VllmInputs
-from deployments.vllm.vllm_encoder import RowCountError, VllmEncoder
+from deployments.vllm.vllm_encoder import RowCountError, VllmEncoder, VllmTower
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.interface import ItemEncoder
@@ -46,29 +47,23 @@ class FakeTower:
 def make(budgets: tuple[int, ...] = (64,), max_items: int = 16) -> tuple[VllmEncoder, FakeTower]:
     tower = FakeTower()
     config = EncoderConfig(encoder_cudagraph_token_budgets=budgets, encoder_cudagraph_max_images_per_batch=max_items)
-    return VllmEncoder(tower, config), tower
+    return VllmEncoder(cast(VllmTower, tower), config), tower
 
 
 def test_embeddings_are_in_the_order_of_the_items() -> None:
     encoder, _ = make()
     items = [item(9, "1"), item(3, "2", "audio"), item(5, "3"), item(2, "4", "audio")]
-    found = encoder.encode(items)
-    assert [tensor[0, 0].item() for tensor in found if isinstance(tensor, Tensor)] == [1, 2, 3, 4]
-    assert [tensor.shape for tensor in found if isinstance(tensor, Tensor)] == [(n, WIDTH) for n in (9, 3, 5, 2)]
+    found: dict[int, Tensor] = {}
+    for batch in encoder.launch_batches(items):
+        found |= dict(zip(batch.batch.indices, batch.fetch(), strict=True))
+    assert [found[index][0, 0].item() for index in range(4)] == [1, 2, 3, 4]
+    assert [found[index].shape for index in range(4)] == [(n, WIDTH) for n in (9, 3, 5, 2)]
 
 
 def test_a_batch_has_one_modality_and_fits_the_largest_budget() -> None:
     encoder, tower = make(budgets=(16,), max_items=2)
-    encoder.encode([item(8, "1"), item(8, "2", "audio"), item(9, "3"), item(40, "4"), item(1, "5")])
+    list(encoder.launch_batches([item(8, "1"), item(8, "2", "audio"), item(9, "3"), item(40, "4"), item(1, "5")]))
     assert sorted(sorted(batch) for batch in tower.batches) == [["1", "5"], ["2"], ["3"], ["4"]]
-
-
-@pytest.mark.parametrize(("content", "error"), [("bad", ValueError), ("short", RowCountError)])
-def test_an_item_that_fails_fails_alone(content: str, error: type[Exception]) -> None:
-    encoder, _ = make()
-    found = encoder.encode([item(4, "1"), item(4, content), item(4, "3")])
-    assert isinstance(found[1], error)
-    assert [tensor[0, 0].item() for tensor in found if isinstance(tensor, Tensor)] == [1, 3]
 
 
 def test_launched_batches_are_counted_and_fetched_to_given_memory() -> None:
@@ -84,10 +79,13 @@ def test_launched_batches_are_counted_and_fetched_to_given_memory() -> None:
     assert encoder.counts.tokens == 14
 
 
-def test_a_launched_batch_that_fails_raises() -> None:
+@pytest.mark.parametrize(
+    ("content", "error", "told"), [("bad", ValueError, "cannot encode"), ("short", RowCountError, "of 4 rows")]
+)
+def test_a_launched_batch_that_fails_raises(content: str, error: type[Exception], told: str) -> None:
     encoder, _ = make()
-    with pytest.raises(ValueError, match="cannot encode"):
-        list(encoder.launch_batches([item(4, "bad")]))
+    with pytest.raises(error, match=told):
+        list(encoder.launch_batches([item(4, "1"), item(4, content)]))
 
 
 def test_inputs_travel_without_pickles() -> None:

@@ -49,3 +49,13 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(b"\x02\0\0\0\0\0\0\0[]")
     with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         checkpoint_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize("missing", [1, 4 * NUM_VALUES + 1])
+def test_a_truncated_shard_is_refused(tmp_path: Path, missing: int) -> None:
+    """Slices past the end of a file are shorter without an error."""
+    file = write(tmp_path) / SINGLE_FILE
+    data = file.read_bytes()
+    file.write_bytes(data[:-missing])
+    with pytest.raises(CheckpointError, match=r"not a complete safetensors file: \w has \d+ of its \d+ bytes"):
+        checkpoint_fingerprint(tmp_path)

@@ -114,7 +114,8 @@ def test_missing_keys_take_the_defaults_of_transformers_classes(model_type: str)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_the_image_token_is_the_checkpoints(model_type: str, tmp_path: Path) -> None:
     """transformers leaves it out of config.json where it equals the default of its class."""
-    for given, expected in (({}, CONFIG_MAPPING[model_type]().image_token_id), ({"image_token_id": 7}, 7)):
+    default = CONFIG_MAPPING[model_type]().image_token_id
+    for given, expected in (({}, default), ({"image_token_id": None}, default), ({"image_token_id": 7}, 7)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **given}))
         assert image_token_id(tmp_path) == expected
 

@@ -53,7 +53,6 @@ class FakeGraph:
     grids: tuple[Grid, ...]
     alike: tuple[Grid, ...]
     replay_ms: float
-    pool_bytes: int
 
 
 class FakeGraphs:
@@ -77,13 +76,14 @@ class FakeGraphs:
         )
         self._ms, self._eager = ms, eager
         self.captured: dict[GraphKey, FakeGraph] = {}
-        self.begun: dict[GraphKey, int] = {}
+        self.begun: set[GraphKey] = set()
         self.bad: set[int] = set()
         self.differing: set[int] = set()
         self.free_bytes = 2**40
         self.replayed: list[GraphKey] = []
         self.sweeps = 0
         self.slower = 1.0
+        self.pool: object = 1
 
     @property
     def buffer_bytes(self) -> int:
@@ -100,17 +100,17 @@ class FakeGraphs:
         grown = max(0, key.budget - before) * BYTES_PER_TOKEN
         if grown > self.free_bytes:
             raise GraphMemoryError("no memory")
-        self.begun[key] = grown
+        self.begun.add(key)
         return grown
 
     def finish(self, key: GraphKey) -> FakeGraph:
-        grown = self.begun.pop(key)
+        self.begun.remove(key)
         if key.budget in self.differing:
             raise GraphRefusedError(f"budget {key.budget} differs")
         shape = GraphCapacity.for_key(key, self._max_images, self._forward.config)
         grids = tuple(trial_batch(shape, self._forward.config))
         alike = tuple(timing_batch(shape, self._forward.config))
-        self.captured[key] = FakeGraph(shape, grids, alike, self._ms(key.budget), grown)
+        self.captured[key] = FakeGraph(shape, grids, alike, self._ms(key.budget))
         return self.captured[key]
 
     def find_graph(self, layout: Layout, budget: int) -> GraphKey | None:

@@ -89,13 +89,23 @@ def test_a_graph_of_short_images_stands_beside_one_of_its_budget() -> None:
 
 def test_memory_is_estimated_from_what_was_measured() -> None:
     memory = MemoryModel(1000)
-    assert memory.estimate(100) == pytest.approx(110_000 + 16 * 2**20)
-    memory.add(100, 50_000)
-    assert memory.estimate(100) == 16 * 2**20
-    assert memory.estimate(200) == pytest.approx(500 * 200 * 1.1 + 16 * 2**20)
-    memory.add(50, 32 * 2**20)
-    assert memory.estimate(60) == 32 * 2**20
+    assert memory.estimate(100, 1) == pytest.approx(110_000 + 16 * 2**20)
+    memory.add(100, 50_000, 1)
+    assert memory.estimate(100, 1) == 16 * 2**20
+    assert memory.estimate(200, 1) == pytest.approx(500 * 200 * 1.1 + 16 * 2**20)
+    memory.add(50, 32 * 2**20, 1)
+    assert memory.estimate(60, 1) == 32 * 2**20
     assert memory.pool_bytes == 50_000 + 32 * 2**20
+
+
+def test_a_new_pool_has_no_memory_to_reuse() -> None:
+    memory = MemoryModel(1000)
+    memory.add(100, 50_000, 1)
+    assert memory.estimate(60, 2) == pytest.approx(66_000 + 16 * 2**20)
+    memory.add(60, 30_000, 2)
+    assert memory.estimate(60, 2) == 16 * 2**20
+    assert memory.estimate(120, 2) == pytest.approx(500 * 120 * 1.1 + 16 * 2**20)
+    assert memory.pool_bytes == 80_000, "graphs of the first pool remain"
 
 
 def test_lazy_captures_what_is_wanted_and_nothing_else() -> None:
@@ -193,6 +203,19 @@ def test_the_memory_bound_is_checked_before_a_capture() -> None:
     )
     assert set(graphs.captured) == set(keys(64, 128, 256, 512))
     assert capturing.used_bytes == shared + 512 * BYTES_PER_TOKEN <= bound
+
+
+def test_an_aborted_capture_lets_no_later_one_exceed_the_bound() -> None:
+    """Its pool is replaced by an empty one; the next graph was estimated as if it reused the memory of the first."""
+    _, graphs, _ = made()
+    bound = graphs.buffer_bytes + 512 * BYTES_PER_TOKEN + 16 * 2**20 + 100_000
+    capturing, graphs, _ = made(
+        dataclasses.replace(CONFIG, graph_capture="startup", encoder_cudagraph_memory_bytes=bound), start=False
+    )
+    capturing._memory.add(512, 512 * BYTES_PER_TOKEN, graphs.pool)
+    graphs.pool = 2
+    capturing.start()
+    assert set(graphs.captured) == set(keys(64)), "what fits beside all memory of the first pool"
 
 
 def test_a_full_device_is_not_filled_further() -> None:

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from encoder.checkpoint.files import INDEX_FILE, SINGLE_FILE
+from encoder.checkpoint.files import INDEX_FILE, SINGLE_FILE, CheckpointError
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.towers.tower import VisionTower
-from encoder.towers.weights import WeightsError, build_tower, load_tower, weights_identity
+from encoder.towers.weights import build_tower, load_tower, weights_identity
 
 CPU = torch.device("cpu")
 
@@ -184,7 +184,7 @@ def test_misfits_are_named_with_both_shapes(tmp_path: Path, shards: int) -> None
     vision["patch_embed.proj.weight"] = vision["patch_embed.proj.weight"].flatten(1)
     vision["blocks.0.attn.gate.weight"] = torch.zeros(3, 5)
     path = _save(tmp_path / "x", "qwen3_vl", vision, shards=shards)
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(CheckpointError) as error:
         _load(path)
     message = str(error.value)
     assert "blocks.1.mlp.linear_fc1.bias: missing, expected shape [40]" in message
@@ -195,7 +195,7 @@ def test_misfits_are_named_with_both_shapes(tmp_path: Path, shards: int) -> None
 
 def test_a_long_list_of_misfits_is_cut(tmp_path: Path) -> None:
     path = _save(tmp_path / "x", "qwen3_vl", {"pos_embed.weight": torch.zeros(16, 32)})
-    with pytest.raises(WeightsError, match=r"blocks\.0\.[\s\S]*\n  and \d+ more$"):
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.[\s\S]*\n  and \d+ more$"):
         _load(path)
 
 
@@ -208,13 +208,13 @@ def test_quantised_vision_tensors_are_refused(tmp_path: Path, dtype: torch.dtype
     weight = "blocks.0.mlp.linear_fc1.weight"
     quantised = vision | {weight: vision[weight].to(dtype), f"{weight}_scale": torch.ones(1)}
     path = _save(tmp_path / "x", "qwen3_vl", quantised)
-    with pytest.raises(WeightsError, match=rf"{weight} .* is quantised \(dtype {name}, shape \[40, 32\]\)"):
+    with pytest.raises(CheckpointError, match=rf"{weight} .* is quantised \(dtype {name}, shape \[40, 32\]\)"):
         _load(path)
 
 
 def test_another_architectures_tower_is_not_taken(tmp_path: Path) -> None:
     path = _save(tmp_path / "x", "qwen2_5_vl", _vision_tensors("qwen3_vl"))
-    with pytest.raises(WeightsError, match=r"do not fit its config\.json \(qwen2_5_vl\)"):
+    with pytest.raises(CheckpointError, match=r"do not fit its config\.json \(qwen2_5_vl\)"):
         _load(path)
 
 
@@ -223,7 +223,7 @@ def test_both_prefixes_at_once_are_ambiguous(tmp_path: Path) -> None:
     path = _save(tmp_path / "x", "qwen3_vl", vision)
     both = {prefix + name: tensor for prefix in ("visual.", "model.visual.") for name, tensor in vision.items()}
     save_file({name: tensor.clone() for name, tensor in both.items()}, path / SINGLE_FILE)
-    with pytest.raises(WeightsError, match="occurs twice"):
+    with pytest.raises(CheckpointError, match="occurs twice"):
         _load(path)
 
 
@@ -231,21 +231,21 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     vision = _vision_tensors("qwen3_vl")
     path = _save(tmp_path / "sharded", "qwen3_vl", vision, shards=2)
     (path / "model-1.safetensors").write_bytes((path / "model-1.safetensors").read_bytes()[:-8])
-    with pytest.raises(WeightsError, match=r"model-1\.safetensors is not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors is not a complete safetensors file"):
         _load(path)
     (path / "model-1.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"lacks model-1\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"lacks model-1\.safetensors"):
         _load(path)
     save_file({"model.visual.merger.norm.bias": torch.zeros(32)}, path / "model-1.safetensors")
-    with pytest.raises(WeightsError, match=r"is not in model-1\.safetensors, where .* lists it"):
+    with pytest.raises(CheckpointError, match=r"is not in model-1\.safetensors, where .* lists it"):
         _load(path)
     (path / INDEX_FILE).unlink()
-    with pytest.raises(WeightsError, match="has neither"):
+    with pytest.raises(CheckpointError, match="has neither"):
         _load(path)
     save_file(LANGUAGE, path / SINGLE_FILE)
-    with pytest.raises(WeightsError, match="has no vision tensors"):
+    with pytest.raises(CheckpointError, match="has no vision tensors"):
         _load(path)
-    with pytest.raises(WeightsError, match="has no vision tensors"):
+    with pytest.raises(CheckpointError, match="has no vision tensors"):
         weights_identity(path)
 
 
@@ -255,7 +255,7 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
 def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path, shard: object) -> None:
     path = _save(tmp_path / "x", "qwen3_vl", _vision_tensors("qwen3_vl"), shards=1)
     (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.visual.merger.norm.bias": shard}}))
-    with pytest.raises(WeightsError, match="not the name of a safetensors file"):
+    with pytest.raises(CheckpointError, match="not the name of a safetensors file"):
         _load(path)
 
 
@@ -263,5 +263,5 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path: Path, shard: object) 
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     path = _save(tmp_path / "x", "qwen3_vl", _vision_tensors("qwen3_vl"), shards=1)
     (path / INDEX_FILE).write_text(text)
-    with pytest.raises(WeightsError, match=r"index\.json (is not JSON|has no weight_map)"):
+    with pytest.raises(CheckpointError, match=r"index\.json (is not JSON|has no weight_map)"):
         _load(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import multiprocessing
+import io
 import os
 import signal
 import subprocess
@@ -17,13 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.pool import DecodePool
-from deployments.encoder_replica.decode.worker_process import Task
+from deployments.encoder_replica.decode.worker_process import DECODER_FAILED, Task
 from encoder.images.decoded import Decoded
 from encoder.images.size import ImageError, PixelBounds
 from encoder.pixels.preprocess import Pixels
+from tests.unit.deployments.encoder_replica.decode import taken_over
 from tests.unit.deployments.encoder_replica.decode.pools import (
     GOOD,
     LOST,
@@ -34,6 +36,7 @@ from tests.unit.deployments.encoder_replica.decode.pools import (
     freed,
     one_decoder,
 )
+from tests.unit.deployments.encoder_replica.decode.taken_over import length, message
 from tests.unit.deployments.samples import png
 
 ROOT = Path(__file__).parents[5]
@@ -199,39 +202,65 @@ def test_a_decoder_that_cannot_be_started_is_no_fault_of_the_image(
     runner.run(scenario())
 
 
+NO_PIXELS = message(b'{"shape": [3, 2, 2], "shared": false}')
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
-    "answers",
+    ("sent", "drips", "told"),
     [
-        [b"[]"],
-        [b'{"error": "' + b"x" * 100_000 + b'"}'],
-        [b'{"shape": [3, -1, 4], "shared": false}', bytes(12)],
-        [b'{"shape": [3, 2, 2], "shared": false}'],
+        (message(b"[]"), False, DECODER_FAILED),
+        (message(b'{"error": "' + b"x" * 100_000 + b'"}'), False, DECODER_FAILED),
+        (message(b'{"shape": [3, -1, 4], "shared": false}') + message(bytes(12)), False, DECODER_FAILED),
+        (NO_PIXELS, False, "longer than 3 s"),
+        (b"", False, "longer than 3 s"),
+        (length(100), False, "longer than 3 s"),
+        (length(100), True, "longer than 3 s"),
+        (NO_PIXELS + message(bytes(12))[:-1], False, "longer than 3 s"),
     ],
-    ids=["no object", "a long text", "a side below nothing", "no pixels"],
+    ids=["no object", "a long text", "a side below nothing", "no pixels", "nothing", "a length", "drips", "not all"],
 )
 def test_a_decoder_that_answers_anything_costs_one_image(
-    pool: DecodePool, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, answers: list[bytes]
+    pool: DecodePool, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, sent: bytes, drips: bool, told: str
 ) -> None:
     """As one that a file has taken over: its nonsense was a 500 and it went on decoding for others, what it sent was
     taken up to the last byte of memory, and who waited for the rest of it waited for ever."""
     (decoder,) = pool._workers.decoders
 
     async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "_serve", taken_over.serve)
+            patch.setattr(decoder, "_settings", (sent, drips))
+            decoder._restart()
+        (worker,) = decoders()
+        with pytest.raises(ImageError, match=told):
+            await decoded(pool, GOOD)
+        assert (await decoded(pool, GOOD)).grid_thw[0] == 1
+        assert worker not in decoders()
+
+    runner.run(scenario())
+
+
+def test_a_decoder_that_takes_no_task_is_replaced(
+    pool: DecodePool, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is larger than the pipe's buffer was written for as long as the process was stopped."""
+    file = io.BytesIO()
+    Image.frombytes("RGB", (600, 400), os.urandom(720_000)).save(file, "PNG")
+    (decoder,) = pool._workers.decoders
+    restart, start_timeout_s = decoder._restart, decoder._start_timeout_s
+
+    def restart_patiently() -> None:
+        monkeypatch.setattr(decoder, "_start_timeout_s", start_timeout_s)
+        restart()
+
+    async def scenario() -> None:
         await decoded(pool, GOOD)
         (worker,) = decoders()
-        decoder._connection.close()
-        decoder._connection, theirs = multiprocessing.Pipe()
-
-        def hand_over(*_: object) -> None:
-            for one in answers:
-                theirs.send_bytes(one)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(decoder, "_send_task", hand_over)
-            with pytest.raises(ImageError):
-                await decoded(pool, GOOD)
-        assert (await decoded(pool, GOOD)).grid_thw[0] == 1
+        worker.suspend()
+        monkeypatch.setattr(decoder, "_start_timeout_s", 1.0)
+        monkeypatch.setattr(decoder, "_restart", restart_patiently)
+        assert (await decoded(pool, file.getvalue())).grid_thw[0] == 1
         assert worker not in decoders()
 
     runner.run(scenario())

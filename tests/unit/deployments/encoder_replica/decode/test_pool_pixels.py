@@ -17,8 +17,9 @@ from deployments.common.messages import ChunkOfVideo, StoredFile, VideoSampling
 from deployments.encoder_replica.decode.pool import DecodePool
 from encoder.checkpoint.video_rules import VideoRules
 from encoder.images.decoded import Decoded
+from encoder.images.decoded import decode as decode_image
 from encoder.images.size import ImageError, PixelBounds
-from encoder.pixels.preprocess import Pixels, Preprocessor, resize
+from encoder.pixels.preprocess import Pixels, resize
 from encoder.video.bounds import VideoBounds
 from encoder.video.decode import decode
 from tests.unit.deployments.encoder_replica.decode.pools import (
@@ -47,7 +48,7 @@ def pool(runner: asyncio.Runner) -> Iterator[DecodePool]:
 def test_pixels_are_those_of_the_preprocessor(pool: DecodePool, runner: asyncio.Runner) -> None:
     for bounds in (None, PixelBounds(100 * 28 * 28, None)):
         pixels = runner.run(decoded(pool, GOOD, bounds))
-        expected = Preprocessor(RULES).preprocess(GOOD, bounds)
+        expected = resize(decode_image(GOOD, RULES, bounds), RULES)
         assert pixels.grid_thw == expected.grid_thw
         assert np.array_equal(pixels.values, expected.values)
 
@@ -61,7 +62,7 @@ def test_without_room_pixels_come_through_the_pipe_and_are_counted(
     everything = pool.arena.allocate(SHARED_BYTES)
     assert everything is not None
     pixels = runner.run(decoded(pool, GOOD))
-    assert np.array_equal(pixels.values, Preprocessor(RULES).preprocess(GOOD).values)
+    assert np.array_equal(pixels.values, resize(decode_image(GOOD, RULES), RULES).values)
     assert piped == [1]
     del everything
     runner.run(decoded(pool, GOOD))
@@ -82,7 +83,7 @@ def test_a_file_that_holds_more_than_its_header_said_comes_through_the_pipe(
     del first  # the gap before the neighbour is what the next image gets
     large = png(560, 280)
     pixels = runner.run(pool.decode(large, None, (28, 28)))
-    assert np.array_equal(pixels.values, Preprocessor(RULES).preprocess(large).values)
+    assert np.array_equal(pixels.values, resize(decode_image(large, RULES), RULES).values)
     assert (neighbour == 77).all()
 
 
@@ -94,7 +95,7 @@ def test_where_the_device_resizes_the_workers_only_decode(runner: asyncio.Runner
         image = runner.run(decoded(pool, GOOD))
         assert isinstance(image, Decoded)
         assert image.values.shape == (60, 100, 3)
-        assert np.array_equal(resize(image, RULES).values, Preprocessor(RULES).preprocess(GOOD).values)
+        assert np.array_equal(resize(image, RULES).values, resize(decode_image(GOOD, RULES), RULES).values)
         (worker,) = decoders() - before
         assert not any("libtorch" in mapped.path for mapped in worker.memory_maps())
         del image

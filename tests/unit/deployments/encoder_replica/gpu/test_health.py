@@ -4,59 +4,73 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
 
 from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
-from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, DeviceHealth, Fault
-from deployments.encoder_replica.gpu.jobs import WorkerEvents
+from deployments.encoder_replica.gpu.completion import Completion
+from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, Fault
+from deployments.encoder_replica.gpu.jobs import Job, WorkerEvents
 from deployments.ingress.failures import MAX_ATTEMPTS
-from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, Owned, image, value_of
+from encoder.interface import LaunchedBatch
+from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, FakeEncoder, Owned, image, value_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+@pytest.fixture
+def faults() -> list[Fault]:
+    """Those that were told."""
+    return []
+
+
+@pytest.fixture
+def completion(faults: list[Fault]) -> Completion:
+    return Completion(WorkerEvents(on_gpu_failure=faults.append), retry=lambda _: None, allocate=None)
+
+
+def encode_one(completion: Completion) -> None:
+    encoder = FakeEncoder()
+    (launched,) = encoder.launch_batches([image(1)])
+    completion.complete_batch(cast(LaunchedBatch, launched), [Job(image(1), 1, 0.0, 0.0)], 0.0)
+
+
 @pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL), RuntimeError(ILLEGAL)])
-def test_one_cuda_error_is_enough(error: Exception) -> None:
-    health = DeviceHealth()
-    assert health.record_failure(error, alone=False)
-    assert health.fault is Fault.CUDA_ERROR
-    assert not health.record_failure(error, alone=True), "told once"
-    health.record_success()
-    assert health.fault is Fault.CUDA_ERROR
+def test_one_cuda_error_is_enough(completion: Completion, faults: list[Fault], error: Exception) -> None:
+    completion.diagnose(error, alone=False)
+    assert completion.fault is Fault.CUDA_ERROR
+    completion.diagnose(error, alone=True)
+    encode_one(completion)
+    assert completion.fault is Fault.CUDA_ERROR
+    assert faults == [Fault.CUDA_ERROR], "told once"
 
 
 @pytest.mark.parametrize("error", [NO_MEMORY, torch.AcceleratorError("CUDA error: out of memory")])
-def test_memory_has_to_run_out_again_and_again(error: Exception) -> None:
+def test_memory_has_to_run_out_again_and_again(completion: Completion, faults: list[Fault], error: Exception) -> None:
     """Whole batches do not count, they are tried image by image; and what is encoded between is a sign of health."""
-    health = DeviceHealth()
     for _ in range(3):
+        encode_one(completion)
         for _ in range(MAX_OUT_OF_MEMORY_IN_A_ROW - 1):
-            assert not health.record_failure(error, alone=True)
-            assert not health.record_failure(error, alone=False)
-        health.record_success()
-    for _ in range(MAX_OUT_OF_MEMORY_IN_A_ROW - 1):
-        assert not health.record_failure(error, alone=True)
-    assert health.record_failure(error, alone=True)
-    assert health.fault is Fault.OUT_OF_MEMORY
+            completion.diagnose(error, alone=True)
+            completion.diagnose(error, alone=False)
+    assert completion.fault is None
+    completion.diagnose(error, alone=True)
+    assert faults == [completion.fault] == [Fault.OUT_OF_MEMORY]
 
 
 def test_one_request_cannot_make_a_device_sick_by_its_size() -> None:
     assert MAX_OUT_OF_MEMORY_IN_A_ROW > MAX_ATTEMPTS
 
 
-def test_other_errors_say_nothing_about_the_device() -> None:
-    health = DeviceHealth()
+def test_other_errors_say_nothing_about_the_device(completion: Completion, faults: list[Fault]) -> None:
     for error in (ValueError("a grid that cannot be"), RuntimeError("shape mismatch"), MemoryError()):
-        assert not any(health.record_failure(error, alone=True) for _ in range(20))
-    assert health.fault is None
-
-
-@pytest.fixture
-def faults() -> list[Fault]:
-    return []
+        for _ in range(20):
+            completion.diagnose(error, alone=True)
+    assert completion.fault is None
+    assert faults == []
 
 
 @pytest.fixture
@@ -84,7 +98,7 @@ def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: li
     assert owned.encoder.calls == [[0], [1, 2, 3]]
     assert faults == [owned.worker.fault] == [Fault.CUDA_ERROR]
     assert owned.worker.is_alive
-    assert owned.worker.queued_tokens == 0
+    assert owned.worker._queued_tokens == 0
 
 
 def test_a_cuda_error_in_an_idle_moment_counts() -> None:

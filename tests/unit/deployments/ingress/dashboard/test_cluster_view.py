@@ -7,15 +7,19 @@ import json
 from typing import Any, cast
 
 import pytest
+from ray.serve._private.common import DeploymentStatus, ReplicaState
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from configs.schema import IngressConfig
 from deployments.common.replica_status import encoder_report, llm_report
-from deployments.ingress.dashboard.cluster_view import ClusterView, IngressLoad, view
+from deployments.ingress.admission import Admission
+from deployments.ingress.dashboard.cluster_view import ClusterView, view
 from deployments.scaling import encoder_scaler
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS
+from deployments.telemetry.metrics import AdmissionMetrics
 from encoder.packing.run_counts import Fallback, RunCounts
 
-QUIET = IngressLoad()
+QUIET = Admission(IngressConfig(), AdmissionMetrics())
 STATS = {
     encoder_scaler.BACKLOG_TOKENS: 9000.0,
     encoder_scaler.ARRIVING_TOKENS_PER_S: 1000.0,
@@ -33,24 +37,27 @@ ENGINE = {RUNNING_REQUESTS: 10.0, WAITING_REQUESTS: 6.0, KV_CACHE_USE: 0.25}
 def deployment(name: str, *replicas: str, autoscaling: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "name": name,
-        "status": "HEALTHY",
+        "status": DeploymentStatus.HEALTHY,
         "message": "",
         "target_num_replicas": len(replicas),
         "deployment_config": {} if autoscaling is None else {"autoscaling_config": autoscaling},
-        "replicas": [{"replica_id": each, "state": "RUNNING", "node_id": "0123456789"} for each in replicas],
+        "replicas": [{"replica_id": each, "state": ReplicaState.RUNNING, "node_id": "0123456789"} for each in replicas],
     }
 
 
 def test_all_of_it_is_json() -> None:
     details = {"deployments": {"Encoder": deployment("Encoder", "a", "b"), "LLM": deployment("LLM", "l"), "Other": {}}}
     reports = {"Encoder": [encoder_report("a", STATS, RUNS, cached=7)], "LLM": [llm_report("l", ENGINE)]}
-    made = json.loads(json.dumps(view(details, reports, IngressLoad(5.0, 4.0, 3.0))))
+    admission = Admission(IngressConfig(), AdmissionMetrics())
+    admission.tokens_queued, admission.tokens_in_flight, admission.requests = 5, 4, 3
+    made = json.loads(json.dumps(view(details, reports, admission)))
     encoder, llm = made["deployments"]
     assert (encoder["name"], encoder["running"], encoder["target"], encoder["autoscaling"]) == ("Encoder", 2, 2, False)
     assert [replica["name"] for replica in encoder["replicas"]] == ["a", "b"]
     assert encoder["replicas"][0]["report"]["cached_images"] == 7
     assert encoder["replicas"][0]["report"]["fusion_fallback"] == "kernels_failed"
     assert encoder["replicas"][1]["report"] is None, "one that has not answered is shown all the same"
+    assert (encoder["status"], encoder["replicas"][0]["state"]) == ("HEALTHY", "RUNNING")
     assert llm["replicas"][0]["report"]["engine_running_requests"] == 10
     assert made["queue"] == {
         "unaccepted_requests": 3,
@@ -117,7 +124,7 @@ def test_many_who_ask_at_once_cost_one_question() -> None:
         return {"deployments": {"Encoder": deployment("Encoder", "a")}}
 
     async def scenario() -> None:
-        cluster = ClusterView(encoder, llm, lambda: QUIET, details=details, clock=lambda: time_s[0])
+        cluster = ClusterView(cast(Any, encoder), cast(Any, llm), QUIET, details=details, clock=lambda: time_s[0])
         views = await asyncio.gather(*(cluster.get() for _ in range(20)))
         assert len({id(each) for each in views}) == 1
         assert (encoder.calls, llm.calls, len(asked)) == (1, 1, 1)
@@ -134,7 +141,7 @@ def test_no_replica_is_up() -> None:
     none = Handle(DeploymentUnavailableError("Encoder"))  # type: ignore[arg-type]
 
     async def scenario() -> None:
-        cluster = ClusterView(none, none, lambda: QUIET, details=lambda: None)
+        cluster = ClusterView(cast(Any, none), cast(Any, none), QUIET, details=lambda: None)
         assert (await cluster.get())["deployments"] == []
 
     asyncio.run(scenario())

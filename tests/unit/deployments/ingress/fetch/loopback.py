@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from configs.schema import FetchConfig
-from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from deployments.ingress.fetch.fetcher import MediaFetcher
+from deployments.ingress.http.image_parts import MediaError
 
 MAX_BYTES = 10_000
 OPEN = FetchConfig(http=True, allow_private_addresses=True, timeout_s=5.0)

@@ -9,8 +9,9 @@ import socket
 import pytest
 
 from configs.schema import FetchConfig
-from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.fetch.pinned_network import is_never_allowed, is_public
+from deployments.ingress.http.image_parts import MediaError
 
 PUBLIC = [
     "93.184.216.34",

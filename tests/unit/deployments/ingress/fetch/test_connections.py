@@ -10,7 +10,8 @@ import httpcore
 import pytest
 
 from configs.schema import FetchConfig
-from deployments.ingress.fetch.fetcher import MediaError, MediaFetcher
+from deployments.ingress.fetch.fetcher import MediaFetcher
+from deployments.ingress.http.image_parts import MediaError
 from tests.unit.deployments.ingress.fetch.loopback import MAX_BYTES, OPEN, answer, fetching, refusal, serving
 
 

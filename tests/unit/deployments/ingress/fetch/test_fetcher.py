@@ -8,7 +8,7 @@ import gzip
 import pytest
 
 from configs.schema import FetchConfig
-from deployments.ingress.fetch.fetcher import MediaTooLargeError
+from deployments.ingress.http.image_parts import MediaTooLargeError
 from tests.unit.deployments.ingress.fetch.loopback import MAX_BYTES, OPEN, answer, fetching, redirects, refusal, serving
 
 
@@ -27,7 +27,7 @@ def test_data_urls_need_no_fetching() -> None:
         async with fetching(FetchConfig()) as fetcher:
             assert await fetcher.fetch("data:;base64,QUJD") == b"ABC"
             with pytest.raises(MediaTooLargeError):
-                await fetcher.fetch("data:," + "x" * (MAX_BYTES + 1))
+                await fetcher.fetch("data:;base64," + "A" * 2 * MAX_BYTES)
 
     asyncio.run(scenario())
 

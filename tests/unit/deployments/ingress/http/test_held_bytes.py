@@ -27,6 +27,7 @@ from starlette.requests import Request
 from deployments.common.api_error import OverloadedError, Shed
 from deployments.common.messages import Accepted, ImageJob, ResponseHead
 from deployments.ingress.http.held_bytes import Held, HeldBytes
+from deployments.telemetry.metrics import AdmissionMetrics
 from tests.serve.pictures import encoded
 from tests.unit.deployments.ingress.fetch.loopback import OPEN, answer, serving
 from tests.unit.deployments.ingress.test_overload import AtWork, settled
@@ -47,7 +48,7 @@ async def begun(at_work: AtWork) -> None:
         await asyncio.sleep(0.001)
 
 
-class Recorded:
+class Recorded(AdmissionMetrics):
     def __init__(self) -> None:
         self.num_bytes = 0
         self.shed_for: list[Shed] = []

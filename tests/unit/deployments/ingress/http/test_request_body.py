@@ -36,6 +36,7 @@ def test_what_passes(body: dict[str, Any]) -> None:
     [
         ({"n": MOST + 1}, "129 answers are asked for, the limit is 128 a request"),
         ({"n": 10**400}, "answers are asked for"),
+        ({"n": int("9" * 4300), "prompt": ["x"] * 100}, "answers are asked for"),
         ({"prompt": ["x"] * (MOST + 1)}, "129 answers"),
         ({"prompt": [[1], [2]], "n": 65}, "130 answers"),
         ({"prompt": [1, "x"] * 65}, "130 answers"),

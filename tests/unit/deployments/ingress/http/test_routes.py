@@ -18,8 +18,7 @@ from deployments.ingress.http.image_parts import BodyFormat
 from deployments.ingress.http.routes import CLUSTER, ROUTES, Route, Service, open_routes
 from deployments.vllm import compat
 
-OPEN = [route for route in ROUTES if route.service is not Service.CLOSED]
-OURS = {route for route in OPEN if route.service in (Service.PAGE, Service.STORED) or route.path == CLUSTER}
+OURS = {route for route in ROUTES if route.service in (Service.PAGE, Service.STORED) or route.path == CLUSTER}
 HTTP_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 
 
@@ -49,20 +48,20 @@ def vllm_routes(vllm_app: FastAPI) -> set[tuple[str, str]]:
 
 
 def test_every_open_route_is_one_of_vllms_or_the_pages(vllm_routes: set[tuple[str, str]]) -> None:
-    open_here = {(method, template(route.path)) for route in OPEN if route not in OURS for method in route.methods}
+    open_here = {(method, template(route.path)) for route in ROUTES if route not in OURS for method in route.methods}
     assert open_here <= vllm_routes
 
 
 def test_no_route_of_vllms_outside_the_table_can_be_reached(vllm_routes: set[tuple[str, str]]) -> None:
     """Several would fetch a URL by themselves or administrate the engine."""
-    open_here = {(method, template(route.path)) for route in OPEN for method in route.methods}
+    open_here = {(method, template(route.path)) for route in ROUTES for method in route.methods}
     for method, path in vllm_routes - open_here:
         rows = open_routes(path.replace("{}", "value"))
         assert not any(method in row.methods for row in rows), f"{method} {path} is open by {rows}"
 
 
 def test_the_check_above_has_something_to_find(vllm_routes: set[tuple[str, str]]) -> None:
-    closed = {path for _, path in vllm_routes} - {template(route.path) for route in OPEN}
+    closed = {path for _, path in vllm_routes} - {template(route.path) for route in ROUTES}
     assert {"/invocations", "/v1/responses/{}/cancel", "/scale_elastic_ep"} <= closed
 
 
@@ -87,13 +86,8 @@ def test_vllm_reads_the_salt_on_every_open_route_that_generates(vllm_app: FastAP
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
-def test_rows_are_open_or_closed_as_they_say(route: Route) -> None:
-    path = route.path.replace("{id}", "resp_1").replace("{file}", "main.js")
-    assert (route in open_routes(path)) == (route.service is not Service.CLOSED)
-
-
-def test_no_path_is_both_open_and_closed() -> None:
-    assert {route.path for route in OPEN}.isdisjoint({route.path for route in ROUTES} - {route.path for route in OPEN})
+def test_every_row_is_open(route: Route) -> None:
+    assert route in open_routes(route.path.replace("{id}", "resp_1").replace("{file}", "main.js"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +132,7 @@ def test_what_is_open_is_a_row_of_the_table(parts: list[str]) -> None:
 
 def test_images_are_served_where_the_ingress_can_find_them() -> None:
     """Any other route would carry image URLs past the ingress."""
-    assert {route.path: route.body_format for route in OPEN if route.service is Service.IMAGES} == {
+    assert {route.path: route.body_format for route in ROUTES if route.service is Service.IMAGES} == {
         "/v1/chat/completions": BodyFormat.CHAT,
         "/tokenize": BodyFormat.CHAT,
         "/v1/responses": BodyFormat.RESPONSES,
@@ -148,7 +142,7 @@ def test_images_are_served_where_the_ingress_can_find_them() -> None:
 
 
 def test_errors_of_anthropics_routes_have_its_format() -> None:
-    assert {route.path for route in OPEN if route.body_format is BodyFormat.MESSAGES} == set(ANTHROPIC_PATHS)
+    assert {route.path for route in ROUTES if route.body_format is BodyFormat.MESSAGES} == set(ANTHROPIC_PATHS)
 
 
 def test_the_table_has_every_route_once() -> None:

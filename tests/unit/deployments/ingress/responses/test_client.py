@@ -104,6 +104,74 @@ def test_an_answer_that_reached_its_limit_is_stored() -> None:
     assert found.json()["status"] == "incomplete"
 
 
+BEGUN = event("response.created", response={})
+BROKEN = (BEGUN, RayActorError())
+FAILED = (BEGUN + event("response.failed", response={"status": "failed"}),)
+
+
+@pytest.mark.parametrize(("pieces", "is_read"), [(BROKEN, True), (FAILED, True), ((BEGUN, BEGUN), False)])
+def test_nothing_of_a_stream_without_an_end_stays_stored(pieces: tuple[object, ...], is_read: bool) -> None:
+    """Its input was kept until it expired, in an entry that could be neither found nor deleted. `is_read`: to its end;
+    else the client leaves, which cancels the request."""
+    handle = StoreHandle()
+
+    async def called() -> list[str]:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": []}
+        stand_ins = StandIns(Pieces(SSE_HEAD, *pieces, asyncio.Event()))
+        ingress = ingress_of(stand_ins, store=handle, request_timeout_s=5)
+        answer: Any = await ingress(Request(scope, receive))
+
+        async def read() -> None:
+            async for _ in answer.body_iterator:
+                if pieces == FAILED:
+                    break
+            await answer.body_iterator.aclose()
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        assert reading.done() is is_read
+        reading.cancel()
+        await asyncio.sleep(0.05)
+        return handle.called
+
+    assert asyncio.run(called()) == ["put", "discard"]
+    assert handle.store.num_bytes == 0
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_a_whole_answer_that_failed_is_not_stored(status: str) -> None:
+    handle = StoreHandle()
+    made, found = conversed(handle, Responding(status=status), create("x"), about("GET"))
+    assert (made.json()["status"], found.status_code) == (status, 404)
+    assert handle.store.num_bytes == 0
+
+
+def test_a_client_that_leaves_while_its_whole_answer_is_stored_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = StoreHandle()
+
+    async def slow(*_: object) -> bool:
+        await asyncio.sleep(60)
+        return True
+
+    async def leave() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b'{"input": "x"}', "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": []}
+        monkeypatch.setattr(handle.store, "complete", slow)
+        asking = asyncio.create_task(ingress_of(Responding(), store=handle)(Request(scope, receive)))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(leave())
+    assert handle.called == ["put", "complete", "discard"]
+    assert handle.store.num_bytes == 0
+
+
 def test_the_client_has_the_end_of_a_stream_after_the_store() -> None:
     """It continues the answer at once."""
     handle = StoreHandle()

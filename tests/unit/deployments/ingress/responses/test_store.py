@@ -143,6 +143,18 @@ def test_a_response_without_an_end_is_not_found() -> None:
     assert not done(store.complete("t", "b", RESPONSE, []))
 
 
+def test_what_will_not_be_complete_is_discarded() -> None:
+    """It could be neither found nor deleted, but was kept until it expired."""
+    store = ResponseStore(10**6, TTL_S)
+    assert put(store, "a", b"1", output=b"2")
+    num_bytes = store.num_bytes
+    assert done(store.put("t", "b", "a", [b"3"]))
+    for name in ("a", "b", "b", "c"):
+        done(store.discard("t", name))
+    assert store.num_bytes == num_bytes
+    assert found(store, "a", "b") == [True, False]
+
+
 def test_the_memory_of_many_small_responses_is_within_the_bound() -> None:
     """What Python needs around a few bytes is many times as much."""
     bound = 4_000_000
@@ -187,6 +199,10 @@ class Stores(RuleBasedStateMachine):
         there = done(self.store.get(tenant, str(number))) is not None
         assert done(self.store.delete(tenant, str(number))) == there
         self.known.pop((tenant, str(number)), None)
+
+    @rule(tenant=st.sampled_from("tu"), number=st.integers(0, 30))
+    def discards(self, tenant: str, number: int) -> None:
+        done(self.store.discard(tenant, str(number)))
 
     @rule(seconds=st.sampled_from([1.0, 40.0, 150.0]))
     def passes(self, seconds: float) -> None:

@@ -148,7 +148,7 @@ def test_an_embedding_is_loaded_before_its_step_and_never_twice(engine: Engine) 
     engine.step(cache)  # it is there already, and only told of
     assert engine.scheduler.request_finished(asked) == (False, None)
     engine.receiver.close(arrived)
-    eventually(lambda: len(engine.receiver) == 0)
+    eventually(lambda: len(engine.receiver._granted) == 0)
     assert engine.receiver.num_loaded == 2
 
 
@@ -202,7 +202,7 @@ def test_a_lease_does_not_end_between_the_question_for_it_and_the_load(engine: E
     engine.step(cache)
     assert list(cache) == [image.digest]
     assert not engine.can_load(image.digest)
-    eventually(lambda: len(engine.receiver) == 0)
+    eventually(lambda: len(engine.receiver._granted) == 0)
 
 
 def test_an_adapters_name_before_the_digest_is_no_other_image(engine: Engine) -> None:
@@ -298,4 +298,70 @@ def test_chunks_of_a_video_are_loaded_as_they_come(engine: Engine) -> None:
     engine.scheduler.request_finished(asked)
     for arrived in batches:
         engine.receiver.close(arrived)
-    eventually(lambda: len(engine.receiver) == 0)
+    eventually(lambda: len(engine.receiver._granted) == 0)
+
+
+def test_a_chunk_is_loaded_into_the_item_without_space_for_another(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk took the memory of the whole video for a moment: vLLM has not counted it in."""
+    asked, made = request(video(3)), []
+    new_empty = torch.Tensor.new_empty
+
+    def counted(tensor: torch.Tensor, *size: int) -> torch.Tensor:
+        made.append(size)
+        return new_empty(tensor, *size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    _, arrived = engine.given(*map(number_of, (FIRST, SECOND, THIRD)))
+    assert engine.scheduler.ensure_cache_available(asked, 0)
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    engine.step({})
+    assert len(made) == 1
+    engine.receiver.close(arrived)
+
+
+@pytest.mark.parametrize(("min_tokens", "wanted"), [(8, [SECOND, THIRD]), (None, [FIRST, SECOND, THIRD])])
+def test_chunks_that_the_prefix_cache_has_are_not_waited_for(min_tokens: int | None, wanted: list[ChunkHeader]) -> None:
+    """They were encoded again for each turn. vLLM's own scheduler would never load them later, for a request that
+    shares the item: without early prefill all are loaded at once."""
+    with started(min_tokens=min_tokens) as engine:
+        told: list[str] = []
+        engine.receiver.link._on_missing = lambda _, digests: told.extend(digests)
+        asked = request(video(3))
+        assert not engine.scheduler.ensure_cache_available(asked, 3 + 8)
+        eventually(lambda: told == [chunk.digest for chunk in wanted])
+        images, arrived = engine.given(*map(number_of, wanted))
+        assert engine.scheduler.prefill_limit(asked, 3 + 8) is None
+        assert engine.scheduler.has_cache_item(VIDEO)
+        engine.scheduler.update_state_after_alloc(asked, 0)
+        cache: dict[str, torch.Tensor] = {}
+        engine.step(cache)
+        rows = torch.cat([tokens_of(each).float() for each in images])
+        assert cache[VIDEO].shape == (18, rows.shape[1])
+        assert torch.equal(cache[VIDEO][-len(rows) :], rows)
+        if min_tokens is not None:
+            whole = request(video(3), name="without a prefix")
+            assert engine.scheduler.prefill_limit(whole, 0) == 0
+            [first], first_arrived = engine.given(number_of(FIRST))
+            assert engine.scheduler.prefill_limit(whole, 0) is None
+            engine.scheduler.load_further_chunks(whole, 0, 27)
+            engine.step(cache)
+            assert torch.equal(cache[VIDEO], torch.cat([tokens_of(first).float(), rows]))
+            engine.receiver.close(first_arrived)
+        engine.receiver.close(arrived)
+
+
+def test_a_chunk_whose_lease_ends_while_its_load_is_planned_is_not_loaded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listening thread withdraws leases at any time: vLLM's scheduler ended with a KeyError."""
+    _, arrived = engine.given(number_of(FIRST))
+    asked = request(video(3))
+    table = engine.scheduler._scheduler.table
+    engine.scheduler.prefill_limit(asked, 0)
+    monkeypatch.setattr(table, "has", lambda _: True)  # as it was a moment ago
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    assert [load.lease.header.digest for load in engine.scheduler._loads.loads] == [FIRST.digest]
+    engine.step({})
+    engine.receiver.close(arrived)
