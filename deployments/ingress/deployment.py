@@ -205,7 +205,7 @@ class Ingress:
         """Fetches the images, waits for admission and responds. Retries if the last encoder of the identity ends."""
         started = time.perf_counter()
         charge = partial(self._charge, client, visit, chat.images[0].param)
-        is_charged, asked = False, set[int]()
+        is_charged, asked, num_jobs = False, set[int](), 0
         for _ in range(MAX_ATTEMPTS):
             identity = await self._replicas.identity.get()
             chat.images = await fetch_images(
@@ -230,6 +230,8 @@ class Ingress:
                 self._histograms.observe(Histogram.ADMISSION_SECONDS, admission_ms / 1e3)
                 tracing.record_span(Stage.ADMISSION, admission_ms / 1e3)
             try:
+                if len(request.jobs) != num_jobs:  # the new encoders cut videos differently
+                    asked, num_jobs = set(), len(request.jobs)
                 attempt = Attempt(
                     request, self._replicas, visit, deadline, self._histograms, stages, charge=charge, asked=asked
                 )

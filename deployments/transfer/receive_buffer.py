@@ -50,7 +50,7 @@ class ReceiveBuffer:
         deadline = time.monotonic() + self.timeout_s
         if self._turn.acquire(timeout=self.timeout_s):
             try:
-                while (memory := self._allocate(num_bytes)) is None and time.monotonic() < deadline:
+                while (memory := self.try_allocate(num_bytes)) is None and time.monotonic() < deadline:
                     time.sleep(WAIT_POLL_S)
             finally:
                 self._turn.release()
@@ -59,10 +59,7 @@ class ReceiveBuffer:
         raise EmbeddingUnavailableError(f"no room for an embedding of {num_bytes} bytes in {self.timeout_s} s")
 
     def try_allocate(self, num_bytes: int) -> Allocation | None:
-        """Returns None if there is no space now, or another transfer waits for it."""
-        return None if self._turn.locked() else self._allocate(num_bytes)
-
-    def _allocate(self, num_bytes: int) -> Allocation | None:
+        """Returns None if there is no space now."""
         memory = self.arena.allocate(num_bytes)
         if memory is not None:
             self.arena.write(memory.offset, EMPTY_HEADER)

@@ -18,11 +18,10 @@ from deployments.transfer.shared_store import EmbeddingStore
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.0002
-"""Pause between polls of the network after an embedding was published."""
+"""Pause between polls of the network in the first RECENT_S after an embedding was published: most are read then."""
 RECENT_S = 10.0
-"""Time for that from the last publication: by then its reader has read it, or given up (`receive_buffer.TIMEOUT_S`)."""
-SLOW_POLL_S = 0.02
-"""Pause between polls after that time, while any embedding is published: its reader may never notify."""
+SLOW_POLL_S = 0.002
+"""Pause between later polls while any embedding is published. Its reader may have left, or still wait for a slot."""
 ERROR_PAUSE_S = 1.0
 """Pause after a failed poll."""
 

@@ -103,8 +103,8 @@ class ShmServer(Listener):
 
 
 class ShmClient:
-    """Client of one server, whose memory is `num_bytes` of `file`. Acquired embeddings stay readable after the server
-    has ended.
+    """Client of one server, whose memory is `num_bytes` of `file`, which the engine maps. An acquired embedding is
+    at `offset` of its lease, and stays there after the server has ended.
 
     client = ShmClient(image.server)
     lease = client.acquire(Header.of(image)).result()

@@ -27,8 +27,8 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 MAX_PACKET_BYTES = 65_536
-MAX_BACKLOG = 16_000
-"""Limit of the packets queued for one peer, 1 GiB at most; those sent per embedding have some hundred bytes each."""
+MAX_BACKLOG = 100_000
+"""Limit of the packets queued for one peer; those that are sent per embedding have some hundred bytes each."""
 ACCEPT_RETRY_S = 0.1
 """Pause after a failed accept: without free file descriptors the next attempt would fail at once."""
 CLOSE_TIMEOUT_S = 1.0

@@ -54,6 +54,7 @@ class ClusterView:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._view: dict[str, JsonValue] = {}
+        self._last_details: Details = {}
         self._built_at = float("-inf")
 
     async def get(self) -> dict[str, JsonValue]:
@@ -68,7 +69,9 @@ class ClusterView:
         details, encoders, llms = await asyncio.gather(
             asyncio.to_thread(self._details), self._reports(names.ENCODER), self._reports(names.LLM)
         )
-        return view(details or {}, {names.ENCODER: encoders, names.LLM: llms}, self._admission)
+        if details is not None:  # the controller may be slow, or its node lost: what it said last is shown
+            self._last_details = details
+        return view(self._last_details, {names.ENCODER: encoders, names.LLM: llms}, self._admission)
 
     async def _reports(self, deployment: str) -> list[Report]:
         """Returns the reports of the replicas that answer within REPORT_TIMEOUT_S; empty if no replica is running."""

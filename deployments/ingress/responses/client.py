@@ -107,7 +107,8 @@ class StoredResponses:
             return response
         made = json.loads(bytes(response.body))
         if made["status"] not in _STORED:
-            return response
+            made[PREVIOUS] = turn.previous_id
+            return http_response(ResponseHead(200, response.raw_headers), json.dumps(made).encode())
         put = self._put(turn, own)
         try:
             body = await self._complete(turn, put, made)
@@ -143,12 +144,12 @@ class StoredResponses:
         return asyncio.create_task(self._try_call("put", turn.tenant, turn.id, turn.previous_id, own))
 
     def _discard(self, turn: Turn, put: asyncio.Task[bool]) -> None:
-        """Removes a response that will not be complete from the store, in a task: its request may be cancelled."""
+        """Removes a response that will not be complete from the store, in a task: its request may be cancelled. Also if
+        `put` failed here, since its call may reach the store later."""
 
         async def discard() -> None:
             await asyncio.wait([put])
-            if not put.cancelled() and put.result():
-                await self._try_call("discard", turn.tenant, turn.id)
+            await self._try_call("discard", turn.tenant, turn.id)
 
         task = start_detached(lambda: asyncio.create_task(discard()))
         self._discarding.add(task)

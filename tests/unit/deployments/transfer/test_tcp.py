@@ -328,12 +328,10 @@ def test_the_first_that_waits_for_room_gets_it() -> None:
     held.pop()
     time.sleep(0.05)
     assert order == [], "room for the small one, which is not the first"
-    assert buffer.try_allocate(PAGE_BYTES) is None, "nor for a read by RDMA"
     held.clear()
     for thread in threads:
         thread.join(PATIENCE_S)
     assert order == [3, 1]
-    assert buffer.try_allocate(PAGE_BYTES) is not None
 
 
 def test_a_server_that_restarted_at_its_address_is_connected_anew(

@@ -100,10 +100,15 @@ def test_other_sampling_is_refused(kwargs: object, told: str) -> None:
     assert told in refused.value.message
 
 
-@pytest.mark.parametrize("key", ["use_audio_in_video", "fps"])
-def test_settings_of_processors_for_videos_are_refused_with_the_place_of_ours(key: str) -> None:
-    with pytest.raises(ApiError, match=r"fps and num_frames belong in media_io_kwargs\.video"):
-        pop_pixel_bounds({"mm_processor_kwargs": {key: True}})
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [("use_audio_in_video", ""), ("fps", "; it belongs in media_io_kwargs.video"), ("size", "")],
+)
+def test_other_settings_of_processors_are_refused_by_name_with_the_place_of_ours(key: str, place: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        pop_pixel_bounds({"mm_processor_kwargs": {"min_pixels": 3, key: True}})
+    allowed = "only min_pixels and max_pixels can be chosen by a request"
+    assert refused.value.message == f"mm_processor_kwargs.{key}: {allowed}{place}"
 
 
 @pytest.mark.parametrize(

@@ -120,14 +120,14 @@ def test_nothing_of_a_stream_without_an_end_stays_stored(pieces: tuple[object, .
             return {"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}
 
         scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": []}
-        stand_ins = StandIns(Pieces(SSE_HEAD, *pieces, asyncio.Event()))
+        rest = () if is_read else (asyncio.Event(),)
+        stand_ins = StandIns(Pieces(SSE_HEAD, *pieces, *rest))
         ingress = ingress_of(stand_ins, store=handle, request_timeout_s=5)
         answer: Any = await ingress(Request(scope, receive))
 
         async def read() -> None:
             async for _ in answer.body_iterator:
-                if pieces == FAILED:
-                    break
+                pass
             await answer.body_iterator.aclose()
 
         reading = asyncio.create_task(read())
@@ -144,9 +144,13 @@ def test_nothing_of_a_stream_without_an_end_stays_stored(pieces: tuple[object, .
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
 def test_a_whole_answer_that_failed_is_not_stored(status: str) -> None:
     handle = StoreHandle()
-    made, found = conversed(handle, Responding(status=status), create("x"), about("GET"))
+    (first,) = conversed(handle, Responding(), create("x"))
+    held = handle.store.num_bytes
+    again = create("y", previous_response_id=id_of(first))
+    made, found = conversed(handle, Responding(status=status), again, about("GET"))
     assert (made.json()["status"], found.status_code) == (status, 404)
-    assert handle.store.num_bytes == 0
+    assert made.json()["previous_response_id"] == id_of(first)
+    assert handle.store.num_bytes == held
 
 
 def test_a_client_that_leaves_while_its_whole_answer_is_stored_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
