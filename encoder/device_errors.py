@@ -6,7 +6,8 @@ import torch
 
 
 def check_device(device: torch.device) -> None:
-    """Raises the error that a GPU was lost by; every call meets it. Others, such as a missing kernel image, pass."""
+    """Raises the CUDA error if the device is lost: after one, every CUDA call raises it. Does nothing after an error
+    that leaves the device usable, such as a missing kernel image."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

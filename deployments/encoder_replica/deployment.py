@@ -102,6 +102,8 @@ class EncoderReplica:
         self._counts = Counters()
         count_lost = partial(self._counts.add, Counter.DECODERS_LOST)
         prepare_pool = None if uses_own_tower(config) else PreparePool(path, config, count_lost)
+        if prepare_pool is not None:
+            self._decoders: DecodePool | PreparePool = prepare_pool
         self._cache: EmbeddingCache[EncodedImage] = EmbeddingCache(limits.cache_bytes)
         store = self._make_store(config)
         self._server = self._make_server(store)
@@ -128,9 +130,7 @@ class EncoderReplica:
             ),
         )
         arenas = [store.arena]
-        if prepare_pool is not None:
-            self._decoders: DecodePool | PreparePool = prepare_pool
-        else:
+        if prepare_pool is None:
             assert isinstance(self._worker.identity, EncoderIdentity)
             self._videos = self._worker.identity.videos
             self._decoders = DecodePool(

@@ -22,30 +22,38 @@ POLL_S = 1.0
 
 
 def guard_children(grace_s: float = GRACE_S) -> subprocess.Popen[bytes]:
-    """Guards the descendants of this process, also those that start before `stop_looking`. They live no longer than the
-    returned process object."""
+    """Guards the descendants of this process that are there when `stop_looking` is called, and until then those that
+    the guard has seen, POLL_S after their start at the latest. They live no longer than the returned process object."""
     # In its own session: signals to the replica's process group must not end the guard first.
     command = [sys.executable, __file__, str(grace_s), str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0)
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, bufsize=0)
+    assert guard.stdin is not None
+    os.register_at_fork(after_in_child=guard.stdin.close)  # a fork that had it open would outlive the replica unseen
+    return guard
 
 
 def stop_looking(guard: subprocess.Popen[bytes]) -> None:
-    """Tells the guard all current descendants, after which it looks for no others: that takes CPU on a busy host."""
+    """Tells the guard all current descendants, after which it looks for no others: looking takes CPU on a busy host."""
     assert guard.stdin is not None
-    pids = [str(child.pid) for child in psutil.Process().children(recursive=True)]
+    children = psutil.Process().children(recursive=True)
+    names = [f"{child.pid}:{child.create_time()}" for child in children if child.pid != guard.pid]
     with contextlib.suppress(BrokenPipeError):  # the guard was killed
-        guard.stdin.write(" ".join(pids).encode() + b"\n")
+        guard.stdin.write(" ".join(names).encode() + b"\n")
 
 
 def main(grace_s: float, replica: int) -> None:
-    """Ends the descendants of process `replica` once standard input closes, of which a line tells the last ones."""
+    """Ends the descendants of process `replica` once standard input closes. A line on standard input lists the final
+    ones, `pid:create_time` each, and ends the search for others."""
     guarded: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], POLL_S)[0]:
         with contextlib.suppress(psutil.NoSuchProcess):
             guarded.update(psutil.Process(replica).children(recursive=True))
-    for pid in sys.stdin.buffer.readline().split():
+    for name in sys.stdin.buffer.readline().decode().split():
+        pid, _, created = name.partition(":")
         with contextlib.suppress(psutil.NoSuchProcess):
-            guarded.add(psutil.Process(int(pid)))
+            process = psutil.Process(int(pid))
+            if process.create_time() == float(created):
+                guarded.add(process)
     sys.stdin.buffer.read()  # returns when no process has the other end open
     guarded.discard(psutil.Process())
     for process in guarded:

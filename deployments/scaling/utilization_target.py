@@ -69,10 +69,6 @@ class ArrivalSeries:
         Args:
             reports: may repeat earlier samples. A replica's first sample is its baseline.
         """
-        settled = math.floor(now_s - FINAL_AFTER_S)
-        # A series whose clock was set back starts anew, or no second would be final until the clock caught up.
-        if self._next is not None and settled < self._next - FINAL_AFTER_S:
-            self._last, self._seconds, self._next = {}, {}, None
         for replica, samples in reports.items():
             before = self._last.get(replica)
             if not samples or (before is not None and samples[-1].timestamp <= before[0]):
@@ -87,6 +83,7 @@ class ArrivalSeries:
                 self._last[replica] = before
         for gone in self._last.keys() - reports.keys():
             del self._last[gone]
+        settled = math.floor(now_s - FINAL_AFTER_S)
         first = settled if self._next is None else max(self._next, settled - MAX_SECONDS)
         self._next = max(first, settled)
         tokens = [self._seconds.pop(second, 0.0) for second in range(first, settled)]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 
@@ -46,6 +46,9 @@ TESTED: frozenset[str] = frozenset(
     )
 )
 """Architectures that gave the tokens of vLLM alone (`make test-models`, tests/models/results.json)."""
+
+UNSUPPORTED: Mapping[str, str] = {}
+"""Architectures that were tried and cannot be served, with the reason. Others are found in vLLM's source."""
 
 
 class Support(StrEnum):
@@ -123,7 +126,7 @@ def _installed_root() -> Path:
 def _support(name: str, model: _Model | None) -> ModelSupport:
     if name.removesuffix("ForConditionalGeneration").replace("_", "").lower() in _own_names():
         return ModelSupport(name, Support.OWN)
-    reason = "its model class was not found" if model is None else model.unsupported_reason
+    reason = UNSUPPORTED.get(name) or ("its model class was not found" if model is None else model.unsupported_reason)
     if reason or model is None:
         return ModelSupport(name, Support.UNSUPPORTED, reason)
     return ModelSupport(
@@ -144,6 +147,9 @@ def _own_names() -> set[str]:
 class _Class:
     module: str
     node: ast.ClassDef
+
+    def methods(self) -> Iterator[ast.FunctionDef]:
+        return (node for node in self.node.body if isinstance(node, ast.FunctionDef))
 
 
 class _Source:
@@ -213,22 +219,26 @@ class _Source:
         return origin if origin.startswith("vllm") else None
 
 
+@dataclass(frozen=True)
 class _Model:
-    """A model class of vLLM and its bases, searched as text."""
+    """A model class of vLLM."""
 
-    def __init__(self, source: _Source, found: _Class) -> None:
-        bases = list(source.with_bases(found))
-        self._names = {one.node.name for one in bases}
-        self._classes = [one for one in bases if not one.module.endswith(".interfaces")]
-        self._text = "\n".join(ast.unparse(one.node) for one in self._classes)
-        self._processor: list[_Class] = []
+    source: _Source
+    found: _Class
+
+    @cached_property
+    def _classes(self) -> list[_Class]:
+        return list(self.source.with_bases(self.found))
+
+    @cached_property
+    def _processor(self) -> list[_Class]:
         """Processor class, which a decorator names, and its bases."""
         for one in self._classes:
-            decorators = "\n".join(map(ast.unparse, one.node.decorator_list))
-            if (named := re.search(r"\bregister_processor\((\w+)", decorators)) is not None:
-                processor = source.find(one.module, named[1])
-                self._processor = [] if processor is None else list(source.with_bases(processor))
-                break
+            for decorator in one.node.decorator_list:
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("register_processor"):
+                    found = self.source.find(one.module, ast.unparse(decorator.args[0]))
+                    return [] if found is None else list(self.source.with_bases(found))
+        return []
 
     @property
     def unsupported_reason(self) -> str:
@@ -243,23 +253,35 @@ class _Model:
 
     @property
     def has_graphs(self) -> bool:
-        return "SupportsEncoderCudaGraph" in self._names or self._sets("supports_encoder_cudagraph")
+        names = {one.node.name for one in self._classes}
+        return "SupportsEncoderCudaGraph" in names or self._sets("supports_encoder_cudagraph")
 
     @property
     def bypasses_cache(self) -> bool:
         """Whether its processor class decides itself which items the processor cache may hold."""
         return any(
-            "def _cached_apply_hf_processor(" in ast.unparse(one.node)
+            method.name == "_cached_apply_hf_processor"
             for one in self._processor
             if one.node.name != "BaseMultiModalProcessor"
+            for method in one.methods()
         )
 
     def calls(self, *names: str) -> bool:
         """Whether a method of the class, or of a base that is a model, calls one of the methods `names`."""
-        return re.search(rf"\.({'|'.join(names)})\b", self._text) is not None
+        return any(
+            isinstance(node, ast.Attribute) and node.attr in names
+            for one in self._classes
+            if not one.module.endswith(".interfaces")
+            for node in ast.walk(one.node)
+        )
 
     def _sets(self, name: str) -> bool:
-        return re.search(rf"^    {name}\b.* = True", self._text, re.MULTILINE) is not None
+        return any(
+            isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node) and "True" in ast.unparse(node)
+            for one in self._classes
+            if not one.module.endswith(".interfaces")
+            for node in one.node.body
+        )
 
     def embeds_with_language_model(self, *besides: str) -> bool:
         """Whether `embed_multimodal`, or a method that it calls on `self`, uses the language model.
@@ -268,14 +290,23 @@ class _Model:
         """
         methods: dict[str, ast.FunctionDef] = {}
         for one in reversed(self._classes):
-            methods |= {node.name: node for node in one.node.body if isinstance(node, ast.FunctionDef)}
-        waiting, seen = {"embed_multimodal"}, set[str]()
+            methods |= {method.name: method for method in one.methods()}
+        waiting, seen = ["embed_multimodal"], set[str]()
         while waiting:
-            name = waiting.pop()
+            method = methods.get(name := waiting.pop())
+            if method is None or name in seen or any(part in name for part in besides):
+                continue
             seen.add(name)
-            if name in methods and not any(part in name for part in besides):
-                used = set(re.findall(r"\bself\.(\w+)", ast.unparse(methods[name])))
-                if used & {"language_model", "get_language_model"}:
-                    return True
-                waiting |= used - seen
+            used = _attributes_of_self(method)
+            if used & {"language_model", "get_language_model"}:
+                return True
+            waiting += used
         return False
+
+
+def _attributes_of_self(method: ast.FunctionDef) -> set[str]:
+    return {
+        node.attr
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }

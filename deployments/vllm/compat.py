@@ -267,10 +267,15 @@ def start_engine(
     if early_prefill_min_tokens is not None:
         arguments["scheduler_cls"] = "deployments.vllm.connector.partial_prefill_scheduler.make_scheduler"
     parsed_engine_args = lookup("AsyncEngineArgs")(**arguments)
-    if cpu_kv_cache_gib is not None and engine_args.get("enforce_eager"):
-        # vLLM still compiles part of its sampler, and fails without a C++ compiler.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
+    # With enforce_eager, vLLM still compiles part of its sampler, and fails without a C++ compiler.
+    is_eager = cpu_kv_cache_gib is not None and engine_args.get("enforce_eager")
+    if compiles_nothing := is_eager and "TORCHDYNAMO_DISABLE" not in os.environ:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        engine = ClockedLLM.from_engine_args(parsed_engine_args, stat_loggers=[stats.logger])
+    finally:
+        if compiles_nothing:
+            del os.environ["TORCHDYNAMO_DISABLE"]
     namespace = default_server_args()
     for source in (arguments, server_args):
         for key, value in source.items():

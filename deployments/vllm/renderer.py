@@ -74,7 +74,15 @@ class _Connector:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as any method of MediaConnector
         if name.startswith("__"):  # of Python's protocols, such as copying
             raise AttributeError(name)
-        raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
+        return _refuse_async if name.endswith("_async") else _refuse
+
+
+def _refuse(*_: object, **_options: object) -> Any:  # noqa: ANN401
+    raise FetchRefusedError("media can only be sent as image, video and audio parts of messages")
+
+
+async def _refuse_async(*_: object, **_options: object) -> Any:  # noqa: ANN401
+    _refuse()
 
 
 class ReferenceConnector(_Connector):

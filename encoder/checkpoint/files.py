@@ -34,8 +34,8 @@ _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
 class CheckpointError(ValueError):
-    """A model cannot be found or downloaded, the message says what to do; or its index is invalid, or its tensors are
-    missing, unknown, of the wrong shape, quantised or unreadable."""
+    """A model cannot be found or downloaded, its index is invalid, or its tensors are missing, unknown, of the wrong
+    shape, quantised or unreadable. The message says what to do."""
 
 
 def vision_name(name: str) -> str | None:

@@ -90,13 +90,13 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
     def prefill_limit(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens of the prompt can be computed next; None if no embedding is missing.
 
-        Chunks whose rows all belong to computed tokens are not needed: no step reads these rows of the item. Without
-        early prefill all chunks of an item are loaded at once, for requests that share it need others of them.
-
-        The tokens are the tokens before the first missing item, or before the first missing chunk of one. 0 if they are
+        Those are the tokens before the first missing item, or before the first missing chunk of one. 0 if they are
         fewer than the configured minimum, if that embedding is the first one needed, or without early prefill, because
         vLLM's own scheduler cannot stop there. At most half of `max_num_seqs` requests are prefilled partially, so that
         stuck encoders do not block complete requests.
+
+        With early prefill, chunks whose rows all belong to computed tokens are not demanded: `load_further_chunks`
+        loads them for a request that shares the item and needs them. Without it nothing loads a chunk later: all are.
         """
         name = request.request_id
         needed = [

@@ -95,14 +95,15 @@ def test_a_runners_own_table_is_read_from_a_ladder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", sorted(RULES))
 def test_recorded_costs_are_near_what_was_measured(arch: str) -> None:
-    """The ladder's time of a batch, less about half a millisecond before and after the replay."""
+    """Tables are measured under load and hold replays only: shapes of 1.4 ms have half a millisecond besides."""
     found = json.loads(bench_packing.DEFAULT_COSTS.read_text())["archs"][arch]
     (cells,) = (row["cells"] for row in found["rows"] if row["name"] == "fusion")
     costs = read_costs(bench_packing.DEFAULT_COSTS, arch)
     for shape in found["shapes"]:
         table = for_budgets(costs, [shape["tokens"]])
         got = table.batch_ms([ImageCost(shape["tokens"], shape["work"])], shape["tokens"])
-        assert got == pytest.approx(cells[shape["name"]]["ms"], rel=0.17, abs=0.5)
+        ms = cells[shape["name"]]["ms"]
+        assert got == pytest.approx(ms - 0.5 if shape["tokens"] <= 64 else ms, rel=0.17)
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,25 @@ from deployments.llm import child_guard
 from deployments.llm.child_guard import GRACE_S
 
 REPLICA = textwrap.dedent("""
-    import subprocess, sys, time
+    import os, subprocess, sys, time
     from deployments.llm.child_guard import guard_children, stop_looking
     guard = guard_children(grace_s={grace_s})
-    child = subprocess.Popen([sys.executable, "-c", {child!r}])
+    if {forks}:
+        if (pid := os.fork()) == 0:
+            time.sleep(600)
+    else:
+        pid = subprocess.Popen([sys.executable, "-c", {child!r}]).pid
     stop_looking(guard)
-    print(child.pid, guard.pid, flush=True)
+    print(pid, guard.pid, flush=True)
     time.sleep(600)
 """)
 
 
-def killed_replica(child: str, grace_s: float = GRACE_S) -> tuple[psutil.Process, psutil.Process]:
+def killed_replica(
+    child: str, grace_s: float = GRACE_S, *, forks: bool = False
+) -> tuple[psutil.Process, psutil.Process]:
     """A child and its guard, their replica just killed with -9."""
-    program = REPLICA.format(child=child, grace_s=grace_s)
+    program = REPLICA.format(child=child, grace_s=grace_s, forks=forks)
     replica = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert replica.stdout is not None
     pid, guard = map(int, replica.stdout.readline().split())
@@ -39,9 +45,11 @@ def killed_replica(child: str, grace_s: float = GRACE_S) -> tuple[psutil.Process
     return processes
 
 
-def test_an_engine_does_not_outlive_its_replica() -> None:
-    """Without the guard vLLM's engine kept 95 GiB of the GPU after its replica had been killed."""
-    child, guard = killed_replica("import time; time.sleep(600)")
+@pytest.mark.parametrize("forks", [False, True])
+def test_an_engine_does_not_outlive_its_replica(forks: bool) -> None:
+    """Without the guard vLLM's engine kept 95 GiB of the GPU after its replica had been killed. A forked one has all of
+    the replica's files."""
+    child, guard = killed_replica("import time; time.sleep(600)", forks=forks)
     _, alive = psutil.wait_procs([child, guard], timeout=30)
     assert not alive
 

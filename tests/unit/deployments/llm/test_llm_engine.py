@@ -62,14 +62,20 @@ def started(
         return None
 
     engine = Namespace(model_config=Namespace(is_hybrid=hybrid))
-    monkeypatch.setattr(compat, "start_engine", lambda *_, **__: (engine, Namespace(model="scenes")))
+    order: list[str] = []
+
+    def start_engine(*_: object, **__: object) -> tuple[Namespace, Namespace]:
+        order.append("engine")
+        return engine, Namespace(model="scenes")
+
+    monkeypatch.setattr(compat, "start_engine", start_engine)
     monkeypatch.setattr(compat, "build_application", application)
     monkeypatch.setattr(compat, "embedding_width", lambda _: WIDTH)
     monkeypatch.setattr(compat, "audio_width", lambda _: WIDTH)
     monkeypatch.setattr(compat, "one_token_header", lambda *_: header())
     monkeypatch.setattr(compat, "has_prefix_cache", lambda _: True)
-    monkeypatch.setattr(llm_module, "guard_children", lambda: None)
-    monkeypatch.setattr(llm_module, "stop_looking", lambda _: None)
+    monkeypatch.setattr(llm_module, "guard_children", lambda: order.append("guard"))
+    monkeypatch.setattr(llm_module, "stop_looking", lambda _: order.append("stop looking"))
     monkeypatch.setattr(llm_module, "local_model", lambda model: model)
     monkeypatch.setattr(llm_module, "uses_own_tower", lambda _: True)
     monkeypatch.setattr(llm_module, "expected_tower", lambda _: "")
@@ -81,7 +87,9 @@ def started(
         llm._engine = None  # type: ignore[assignment] # nothing to shut down
         return llm
 
-    return asyncio.run(start()), asked
+    llm = asyncio.run(start())
+    assert order == ["guard", "engine", "stop looking"]
+    return llm, asked
 
 
 def test_it_warms_up_under_the_name_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

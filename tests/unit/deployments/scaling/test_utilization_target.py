@@ -222,36 +222,6 @@ def test_a_long_pause_is_not_reckoned_second_by_second() -> None:
     assert len(given_work.final_seconds(1e9, {"a": [Sample(1e9, 5.0)]})) <= 3600
 
 
-def test_a_clock_that_is_set_back_begins_a_new_series() -> None:
-    """No second was final until the clock caught up, for hours, and the floor stayed where it was. A few seconds are
-    waited for."""
-    series = ArrivalSeries()
-
-    def told(second: float, since: float = 0.0) -> list[float]:
-        return series.final_seconds(second + FINAL_AFTER_S, {"a": [Sample(second, 100.0 * (second - since))]})
-
-    assert told(10_000.0) == []
-    assert told(10_001.0) == pytest.approx([100.0])
-    assert told(9_995.0) == []
-    assert told(10_002.0) == pytest.approx([100.0])
-    assert told(5_000.0, since=-5_002.0) == []
-    assert told(5_001.0, since=-5_002.0) == pytest.approx([100.0])
-    assert told(5_003.0, since=-5_002.0) == pytest.approx([100.0, 100.0])
-
-
-def test_a_clock_that_is_set_back_keeps_no_floor() -> None:
-    scaler = VisualScaler(ScalingTargets(max_scale_up_factor=100))
-
-    def asked(at: int, seconds: int, per_s: float) -> int:
-        for second in range(at, at + seconds):
-            load = VisualLoad(second, 40, 40, 0.0, 0.0, per_s, SPEED, 10.0, {at: [Sample(second, per_s * second)]})
-            found = scaler.choose_replicas(load, min_replicas=1, max_replicas=90)
-        return found
-
-    assert asked(10_000, 600, per_s=2000.0) == math.ceil(20 / STEADY_SHARE)
-    assert asked(1_000, 900, per_s=100.0) < 5
-
-
 def test_the_scaler_uses_it_unless_it_is_told() -> None:
     """2000 tokens a second at 100 each: 20 replicas that are always busy."""
 

@@ -105,10 +105,15 @@ def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_con
 ) -> None:
     given: dict[str, JsonValue] = {"mm_processor_cache_gb": 1}
     compat.check_args(given, {}, own_tower=True)
-    started = []
+    started, disabled = [], []
+
+    def start(arguments: object, **_: object) -> None:
+        started.append(arguments)
+        disabled.append(os.environ.get("TORCHDYNAMO_DISABLE"))
+
     fakes = {
         "AsyncEngineArgs": lambda **arguments: arguments,
-        "AsyncLLM": type("FakeLLM", (), {"from_engine_args": lambda arguments, **_: started.append(arguments)}),
+        "AsyncLLM": type("FakeLLM", (), {"from_engine_args": start}),
     }
     monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
     monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
@@ -122,7 +127,8 @@ def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_con
         given = {"enforce_eager": eager}
         compat.start_engine("m", given, {}, cpu_kv_cache_gib=3, stats=EngineStats(), link=None)
         assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
-        assert os.environ.get("TORCHDYNAMO_DISABLE") == ("1" if eager else None)
+        assert disabled[-1] == ("1" if eager else None)
+        assert "TORCHDYNAMO_DISABLE" not in os.environ, "only for the engine's processes"
 
 
 @pytest.mark.parametrize(
