@@ -198,7 +198,7 @@ def pop_pixel_bounds(body: Body) -> PixelBounds | None:
         return None
     if not isinstance(kwargs, dict):
         raise ApiError(400, "mm_processor_kwargs must be an object", param=name)
-    if other := next((key for key in kwargs if key not in ("min_pixels", "max_pixels")), None):
+    for other in kwargs.keys() - {"min_pixels", "max_pixels"}:
         place = "; it belongs in media_io_kwargs.video" if other in ("fps", "num_frames") else ""
         message = f"mm_processor_kwargs.{other}: only min_pixels and max_pixels can be chosen by a request{place}"
         raise ApiError(400, message, param=name)
