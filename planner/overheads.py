@@ -52,7 +52,7 @@ def read_towers(costs: Path, tower: str) -> tuple[Tower, Tower]:
 
 
 def read_overheads(results: Path) -> Overheads:
-    """Returns the overheads from the result's sequential requests. Raises ValueError if the folder lacks the result."""
+    """Returns the overheads from the result's sequential requests. Raises ValueError if the folder lacks a result."""
     try:
         _, vllms = read_towers(results / COSTS_FILE, TOWER)
         rows = json.loads((results / RESULT_FILE).read_text())["rows"]
@@ -65,8 +65,8 @@ def read_overheads(results: Path) -> Overheads:
         tokens = _tokens(image_costs(ours)), _tokens(image_costs(alone))
     except (OSError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{RESULT_FILE} is missing or lacks a row of {OURS!r} or {VLLM_ALONE!r}: "
-            "write it with benchmarks/bench_serving.py"
+            f"{results} lacks {COSTS_FILE}, by benchmarks/bench_encoder.py, or {RESULT_FILE} with rows {OURS!r} and "
+            f"{VLLM_ALONE!r}, by benchmarks/bench_serving.py: {error!r}"
         ) from error
     return Overheads(
         between_ms / 1e3, entry_ms / 1e3, max(0.0, ours_ms) / 1e3 / tokens[0], max(0.0, vllms_ms) / 1e3 / tokens[1]

@@ -103,8 +103,8 @@ def own_bytes() -> dict[str, int]:
 
 
 def test_eight_files_at_the_bound_are_held_within_the_bounds(app: ServedApp) -> None:
-    """Four rounds with other files each. The second still raises what the allocator keeps; what the two after it
-    leave, if anything, is less than the files of one."""
+    """Four rounds with other files each. What the last two leave, if anything, is less than three quarters of their
+    files: what the allocator keeps varies by up to half of them."""
 
     def answer(number: int) -> int:
         clip = Clip(16, Fraction(2), 96, 64, seed=100 + number).encode()
@@ -126,7 +126,8 @@ def test_eight_files_at_the_bound_are_held_within_the_bounds(app: ServedApp) -> 
     print([{name: round(held / MIB) for name, held in one.items()} for one in (*settled, highest)])
     for role, bound in (("Ingress", HELD_BYTES), ("Encoder", NUM_FILES * 2 * MAX_BYTES), ("decoders", 8 * MAX_BYTES)):
         assert highest[role] <= settled[0][role] + bound
-        assert settled[3][role] <= settled[1][role] + NUM_FILES * MAX_BYTES
+        earlier, later = (min(one[role] for one in half) for half in (settled[:2], settled[2:]))
+        assert later <= earlier + 3 * NUM_FILES * MAX_BYTES // 2
 
 
 def free_box(num_bytes: int, seed: int) -> bytes:
