@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 
 from configs.encoder_config import EncoderConfig
-from deployments.encoder_replica.decode.pool import DecodePool
 from deployments.encoder_replica.gpu.jobs import Encoded
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from deployments.transfer.shared_memory import Arena
@@ -234,6 +233,9 @@ def encoder_of(path: Path) -> Encoder:
 
 def test_from_files_to_embeddings_as_a_replica_does_it(reference: Reference) -> None:
     """Decoder processes, shared memory, resizing on the device, captures in idle moments, fetching beside."""
+    pytest.importorskip("msgspec", reason="decoders exchange msgspec messages")
+    from deployments.encoder_replica.decode.pool import DecodePool
+
     worker = GpuWorker(lambda: encoder_of(reference.path), max_queued_tokens=10**9)
     assert worker.resizes_on_device
     assert isinstance(worker.identity, EncoderIdentity)
