@@ -55,7 +55,7 @@ def answers(url: str, asked: Sequence[Conversation], at_once: int, key: str | No
 
 
 def _sent(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    where = f"{client.base_url}{path.lstrip('/')}"
+    where = str(client.base_url).rstrip("/") + path
     try:
         response = client.request(method, path, json=body)
     except httpx.HTTPError as error:

@@ -10,6 +10,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,12 @@ def data_url(picture: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
+@cache
 def video_url(clip: Clip) -> str:
-    """An MP4 in an address, of all frames of the clip."""
+    """An MP4 in an address, of all frames of the clip.
+
+    Cached: x264 once made two files of the same frames, and all who are asked a question must get the same file.
+    """
     import av
 
     file = io.BytesIO()

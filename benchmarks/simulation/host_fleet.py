@@ -281,6 +281,7 @@ class _Ingress:
         model = self._fleet.models[call.replica]
         num_tokens, num_images = model.prefixes.get(turn.conversation) or (0, 0)
         images = turn.images[num_images:]
+        self._found.images[Source.PREFIX] += num_images * measured
         tokens = [image.num_tokens for image in images]
         text_tokens = max(turn.prompt_tokens - num_tokens - sum(tokens), 1)
         before = self._fleet.answered_on.get(turn.conversation)

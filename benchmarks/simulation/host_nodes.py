@@ -47,6 +47,8 @@ class Speeds:
 class Source(Enum):
     """How an embedding was obtained."""
 
+    PREFIX = "prefix cache"
+    """Not at all: the engine has the prompt up to it."""
     DIRECTORY = "directory"
     """From its last known location, without a call to an encoder."""
     CACHED = "cached"

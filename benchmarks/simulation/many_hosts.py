@@ -143,6 +143,7 @@ def locality(options: argparse.Namespace) -> list[dict[str, Any]]:
                     with_backlog(rule, options),
                     speed,
                     cache_bytes=int(cache_gib * GIB),
+                    prefix_tokens=options.prefix_tokens,
                     measure_from_s=from_s,
                     seed=options.seed,
                 )
@@ -277,6 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
     found.add_argument("trace", type=Path, metavar="trace.jsonl")
     found.add_argument("--utilization", type=float, nargs="+", default=[0.7], help="of the language models")
     found.add_argument("--cache-gib", type=float, nargs="+", default=[4.0, 32.0], help="of each encoder")
+    found.add_argument("--prefix-tokens", type=int, default=0, help="prefix cache of each language model (default 0)")
     found.add_argument("--link-gbit", type=float, default=100.0, help="of each host")
     found.add_argument("--think-s", type=float, default=15.0, help="mean time between turns of a conversation")
     found.add_argument(

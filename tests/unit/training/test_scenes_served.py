@@ -135,7 +135,7 @@ def test_what_does_not_answer_is_an_error_and_no_wrong_answer(
     servers[0].answers[3] = refused
     options = ["--questions", str(EACH), "--seed", str(SEED)]
     assert evaluate_served.main([servers[0].url, *options]) == 1
-    assert "answers 503" in capsys.readouterr().err
+    assert f"{servers[0].url}/v1/chat/completions answers 503" in capsys.readouterr().err
     assert evaluate_served.main(["http://127.0.0.1:1", *options]) == 1
     assert "does not answer" in capsys.readouterr().err
     for wrong in (
