@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from deployments.routing.affinity import ActiveCall, Affinity, Call, Work
 from planner.traces import RULES
 
 UNBOUNDED = 1e9
-NEVER_S = 1e9
 DECISIONS = 20_000
 
 
@@ -48,8 +47,6 @@ class TwoChoices:
     def __init__(self, names: Sequence[str], seed: int) -> None:
         self._calls = dict.fromkeys(names, 0)
         self._random = random.Random(seed)
-
-    def set_cached_keys(self, name: str, prefixes: bytes) -> None: ...
 
     def candidates(self, call: Call) -> list[str]:
         return sorted(self._random.sample(list(self._calls), min(2, len(self._calls))), key=self._calls.__getitem__)
@@ -71,23 +68,21 @@ def affinity(scene: Scenario, load_factor: float, *, separate_cache_hits: bool =
     return make
 
 
-def list_policies(scene: Scenario, load_factor: float) -> dict[str, tuple[Scenario, Callable[[int], Router]]]:
+def list_policies(scene: Scenario, load_factor: float) -> dict[str, Callable[[int], Router]]:
     """Returns the compared policies by name."""
-    silent = replace(scene, publish_s=NEVER_S)
     return {
-        "affinity": (scene, affinity(scene, load_factor)),
-        "affinity, nothing published": (silent, affinity(scene, load_factor)),
-        "one bound for all work": (scene, affinity(scene, load_factor, separate_cache_hits=False)),
-        "affinity without a bound": (scene, affinity(scene, UNBOUNDED)),
-        "power of two choices": (scene, lambda seed: TwoChoices(scene.names, seed)),
+        "affinity": affinity(scene, load_factor),
+        "one bound for all work": affinity(scene, load_factor, separate_cache_hits=False),
+        "affinity without a bound": affinity(scene, UNBOUNDED),
+        "power of two choices": lambda seed: TwoChoices(scene.names, seed),
     }
 
 
 def compare(scene: Scenario, load_factor: float) -> dict[str, Any]:
     measure = one_cache(scene.requests, scene.cache_bytes)
     rows: dict[str, Any] = {}
-    for name, (met, make_router) in list_policies(scene, load_factor).items():
-        found = Replay(met, make_router).run()
+    for name, make_router in list_policies(scene, load_factor).items():
+        found = Replay(scene, make_router).run()
         tokens = list(found.by_replica.values())
         rows[name] = {
             "hit_rate": found.hit_rate,
@@ -147,9 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--busy", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5],
         help="replica utilisation if nothing were cached; 0: the trace's own pace (default 0 0.5 1 1.5)",
     )  # fmt: skip
-    parser.add_argument(
-        "--publish-s", type=float, default=10.0, help="seconds between reports; Serve's own interval is 10 (default)"
-    )
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     options = parser.parse_args(arguments)
@@ -162,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for busy in options.busy:
             at_pace = paced(requests, busy / own) if busy else requests
             cache_bytes = int(num_bytes * options.cache_share)
-            scene = Scenario(at_pace, options.replicas, cache_bytes, speed, ingresses, options.publish_s)
+            scene = Scenario(at_pace, options.replicas, cache_bytes, speed, ingresses)
             found = compare(scene, options.load_factor)
             show(scene, busy or own, found)
             runs.append({"ingresses": ingresses, "busy": busy or own, **found})
@@ -174,7 +166,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "arch": options.arch,
         "replicas": options.replicas,
         "load_factor": options.load_factor,
-        "publish_s": options.publish_s,
         "images": sum(1 for _ in images_of(requests)),
         "distinct_bytes": num_bytes,
         "cache_bytes": int(num_bytes * options.cache_share),

@@ -84,7 +84,7 @@ class EncoderReplicaConfig(Options):
     max_queued_tokens: PositiveInt = 262_144
     """Visual tokens that may wait for the GPU; images beyond that are rejected with 503."""
     affinity: bool = True
-    """Route an image to the replica that caches its embedding, else to the one its digest hashes to, on the host of its
+    """Route an image to the replica that it was sent to last, else to the one its digest hashes to, on the host of its
     language model first. If false, the replica with the fewest tokens in flight from the same ingress replica is
     chosen, on that host first."""
     affinity_load_factor: LoadFactor = 1.25

@@ -29,6 +29,9 @@ ENCODER_MAX_ONGOING = 512
 LLM_MAX_ONGOING = 256
 INGRESS_MAX_ONGOING = STORE_MAX_ONGOING = 1024
 DRAIN_MARGIN_S = 10.0
+NEVER_S = 1e10
+"""Longer than the time since 1970, from which Serve's controller counts: it does not poll replicas for routing stats,
+which routers ask for themselves and which it would send to all of them with each change."""
 
 
 def build_app(args: AppConfig | dict[str, JsonValue]) -> Application:
@@ -100,6 +103,7 @@ def resources(
 def routing(replica: EncoderReplicaConfig | LLMConfig) -> RequestRouterConfig:
     """Returns the request router's configuration of a deployment."""
     return RequestRouterConfig(
+        request_routing_stats_period_s=cast(Any, NEVER_S),
         request_router_class=cast(Any, AffinityRouter),
         request_router_kwargs={
             "by_key": replica.affinity,

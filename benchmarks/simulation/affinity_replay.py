@@ -1,8 +1,7 @@
 """Replays a trace's images through a routing policy to encoder replicas, in a virtual clock.
 
 The caches are the application's (`deployments.encoder_replica.embedding_cache`). A replica encodes one image at a time
-and caches it when done; transfers take time in parallel to that. Replicas publish the contents of their caches
-periodically.
+and caches it when done; transfers take time in parallel to that.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
-from deployments.routing.affinity import ActiveCall, Call, concatenate_prefixes
+from deployments.routing.affinity import ActiveCall, Call
 from encoder.checkpoint.image_rules import ImageRules
 from planner.traces import TraceError, image_cost, read_lines
 
@@ -63,7 +62,6 @@ def read_requests(path: Path, rules: ImageRules) -> list[Request]:
 class Router(Protocol):
     """The part of `Affinity` that the replay uses."""
 
-    def set_cached_keys(self, name: str, prefixes: bytes) -> None: ...
     def candidates(self, call: Call) -> list[str]: ...
     def begin(self, name: str, call: Call) -> ActiveCall | None: ...
     def end(self, active: ActiveCall) -> None: ...
@@ -80,7 +78,6 @@ class Scenario:
     tokens_per_s: float
     """Speed of one replica."""
     ingresses: int
-    publish_s: float
 
     @property
     def names(self) -> list[str]:
@@ -121,8 +118,6 @@ class Replay:
         self.found = Found(by_replica=dict.fromkeys(scene.names, 0))
 
     def run(self) -> Found:
-        for count in range(1, int(self._scene.requests[-1].at_s / self._scene.publish_s) + 1):
-            self._at(count * self._scene.publish_s, self._publish)
         for number, request in enumerate(self._scene.requests):
             self._until(request.at_s)
             for image in request.images:
@@ -170,12 +165,6 @@ class Replay:
 
         self._at(done_at, done)
         return done_at
-
-    def _publish(self) -> None:
-        for name, cache in self._caches.items():
-            held = concatenate_prefixes(cache.keys())
-            for router in self._routers:
-                router.set_cached_keys(name, held)
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._later, (at_s, next(self._number), action))

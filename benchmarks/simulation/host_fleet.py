@@ -28,10 +28,9 @@ from deployments.common.messages import EncodeTimings, SharedEmbedding
 from deployments.ingress.admission import Admission
 from deployments.ingress.coalescing import SharedCalls
 from deployments.ingress.embedding_directory import EmbeddingDirectory
-from deployments.routing.affinity import Affinity, Call, concatenate_prefixes
+from deployments.routing.affinity import Affinity, Call
 from deployments.routing.choices import Choices
-from deployments.routing.prefill_load import rank_by_pending_prefill
-from deployments.routing.serve_router import PROBE_FANOUT
+from deployments.routing.prefill_load import EARLIER_IMAGE_COST, choose_probed, rank_by_pending_prefill
 from deployments.telemetry.metrics import AdmissionMetrics
 
 _TIMINGS = EncodeTimings(0.0, 0.0, 0.0, 0.0, cached=True)
@@ -85,11 +84,9 @@ class Rule:
     max_backlog_s: float | None = None
     """An encoder with more work before an image refuses it; None: never."""
     load_factor: float = 1.25
-    probe_home_host: bool = False
-    """Whether language models are probed for pending prefill on the host of the best one first."""
+    earlier_image_cost: int = EARLIER_IMAGE_COST
+    """As the constant."""
     directory_entries: int = 65_536
-    publish_s: float | None = None
-    """Seconds between reports of cached images to all ingresses; None: never."""
 
 
 @dataclass
@@ -121,8 +118,6 @@ class Outcome:
     model_utilization: float = 0.0
     busiest_over_mean: float = 0.0
     """Busy time of the busiest encoder over the mean."""
-    reports: int = 0
-    """Reports of encoders that the controller sent to all ingresses."""
     last_s: float = 0.0
     """When the last measured prompt was prefilled."""
 
@@ -160,14 +155,12 @@ class HostFleet:
         self.answered_on: dict[str, str] = {}
         self._make_nodes()
         self._ingresses = [_Ingress(self) for _ in range(self._layout.ingresses)]
-        reports = asyncio.create_task(self._publish())
         busy = asyncio.create_task(self._measure_utilization(turns[-1].at_s))
         async with asyncio.TaskGroup() as serving:
             for turn in turns:
                 await asyncio.sleep(turn.at_s - now_s())
                 measured = turn.at_s >= self._measure_from_s
                 serving.create_task(self.chance.choice(self._ingresses).serve(turn, measured=measured))
-        reports.cancel()
         await busy
         return self.found
 
@@ -208,18 +201,6 @@ class HostFleet:
         self.found.bytes_between += image.num_bytes * measured
         sent_s, received_s = self._links[source][0].add(image.num_bytes), self._links[target][1].add(image.num_bytes)
         await asyncio.sleep(max(sent_s, received_s) + self.speeds.connect_s - now_s())
-
-    async def _publish(self) -> None:
-        published = dict.fromkeys(self.encoders, b"")
-        while self.rule.publish_s is not None:
-            await asyncio.sleep(self.rule.publish_s)
-            for name, encoder in self.encoders.items():
-                held = concatenate_prefixes(encoder.cache.keys())
-                if held != published[name]:
-                    published[name] = held
-                    self.found.reports += now_s() >= self._measure_from_s
-                    for ingress in self._ingresses:
-                        ingress.encoders.set_cached_keys(name, held)
 
     async def _measure_utilization(self, until_s: float) -> None:
         """Measures from the measured turns' first arrival until the last turn's."""
@@ -277,7 +258,9 @@ class _Ingress:
         except OverloadedError:
             return
         await visit.wait_until_admitted()
-        call = await self._choose(Call(turn.conversation, cost=turn.prompt_tokens), request)
+        earlier_tokens = sum(image.num_tokens for image in turn.images[: turn.num_earlier])
+        leaving_cost = self._fleet.rule.earlier_image_cost * earlier_tokens
+        call = await self._choose(Call(turn.conversation, cost=turn.prompt_tokens, leaving_cost=leaving_cost), request)
         model = self._fleet.models[call.replica]
         num_tokens, num_images = model.prefixes.get(turn.conversation) or (0, 0)
         images = turn.images[num_images:]
@@ -322,13 +305,10 @@ class _Ingress:
         else:
             self._choices.expire(request)
             if call.cost >= PROBE_MIN_TOKENS and len(models) > 1:
-                if self._fleet.rule.probe_home_host:
-                    home = self._models.rank(call)[0]
-                    ranked = self._models.rank(dataclasses.replace(call, host=models[home].host))[:PROBE_FANOUT]
-                else:
-                    ranked = self._models.rank(call)[:PROBE_FANOUT]
+                probed = choose_probed(self._models.rank(call), {name: node.host for name, node in models.items()})
                 await asyncio.sleep(self._speeds.call_s)
-                name = rank_by_pending_prefill(call, {one: models[one].load.routing_stats() for one in ranked})[0]
+                stats = {name: models[name].load.routing_stats() for name in probed}
+                name = rank_by_pending_prefill(call, stats, probed)[0]
             else:
                 name = self._models.candidates(call)[0]
             self._choices.begin(request, name, call)

@@ -46,9 +46,9 @@ NEW_IMAGE_TOKENS = 992
 NEW_IMAGE_SPREAD = 0.6
 LOCALITY = {
     "near": Rule(),
-    "near, probes on the home's host": Rule(probe_home_host=True),
+    "near, leaving a host costs nothing": Rule(earlier_image_cost=0),
+    "near, never leaving a host": Rule(earlier_image_cost=10**9),
     "near, no directory": Rule(directory_entries=0),
-    "near, cached images published": Rule(publish_s=10.0),
     "anywhere": Rule(Placement.ANYWHERE),
     "encoder oracle": Rule(Placement.ENCODER_ORACLE),
     "oracle": Rule(Placement.ORACLE),
@@ -104,7 +104,6 @@ def summary(found: Outcome, span_s: float) -> dict[str, Any]:
         "stale": found.stale / images,
         "moved_turns": found.moved_turns / max(found.later_turns, 1),
         "requests_shed": found.shed,
-        "controller_reports_per_s": found.reports / span_s,
     }
 
 

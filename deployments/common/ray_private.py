@@ -148,7 +148,7 @@ def _router(handle: DeploymentHandle[Any]) -> Any:  # noqa: ANN401 - Serve's Asy
 
 
 async def routing_stats(replica: RunningReplica) -> dict[str, Any]:
-    """Returns the replica's current `record_routing_stats`, which Serve's controller calls every few seconds."""
+    """Returns the replica's current `record_routing_stats`."""
     stats: dict[str, Any] = await replica._actor_handle.record_routing_stats.remote()
     return stats
 

@@ -43,7 +43,7 @@ from deployments.encoder_replica.gpu.jobs import Encoded, Item, WorkerEvents
 from deployments.encoder_replica.gpu.worker import GpuWorker
 from deployments.encoder_replica.own_tower import load_own_encoder
 from deployments.encoder_replica.single_flight import SingleFlight
-from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
+from deployments.routing.affinity import Call
 from deployments.routing.replica_identity import encoder_metadata, wait_for_rollout_turn
 from deployments.scaling.encoder_scaler import (
     ARRIVING_TOKENS_PER_S,
@@ -181,10 +181,6 @@ class EncoderReplica:
         return encoder_report(
             self._name, self.record_autoscaling_stats(), self._run_metrics.last, cached=len(self._cache)
         )
-
-    def record_routing_stats(self) -> dict[str, bytes]:
-        """Returns prefixes of the cached digests, which Serve sends to the routers every few seconds."""
-        return {PUBLISHED_DIGESTS: concatenate_prefixes(self._cache.keys())}
 
     async def check_health(self) -> None:
         """Raises RuntimeError if the GPU failed, or if the GPU thread, the batching task or a thread that serves

@@ -41,11 +41,6 @@ class EmbeddingCache(Generic[V]):
                 return True
             return False
 
-    def keys(self) -> list[str]:
-        """Returns the cached keys in the order in which they were stored."""
-        with self._lock:
-            return list(self._entries)
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all entries."""

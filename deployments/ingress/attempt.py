@@ -40,6 +40,7 @@ from deployments.ingress.http.deadline import Deadline
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.ingress.replica_client import Answer, Encoding, Replicas
 from deployments.routing.affinity import Call
+from deployments.routing.prefill_load import EARLIER_IMAGE_COST
 from deployments.telemetry.metrics import Histogram, Histograms
 from encoder.item_header import ChunkHeader, ItemHeader
 
@@ -111,7 +112,15 @@ class Attempt:
             if lost.attempts:
                 await asyncio.sleep(FIRST_RETRY_DELAY_S * 2 ** (lost.attempts - 1))
             await self.visit.requeue()
-            self._call = Call(request.conversation, 1, lost.llms, request.prompt_tokens, identity=request.tower)
+            earlier_tokens = sum(request.jobs[number].num_tokens for number in request.deferred)
+            self._call = Call(
+                request.conversation,
+                1,
+                lost.llms,
+                request.prompt_tokens,
+                identity=request.tower,
+                leaving_cost=EARLIER_IMAGE_COST * earlier_tokens,
+            )
             if request.jobs and not request.files:
                 self._call = await self.replicas.choose(self._call)
             self.encoder_host = self.encoder_host or self._call.host

@@ -178,8 +178,8 @@ class LLM:
         return self._metadata
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Returns the prefill load and the cached conversations. Routers ask before a long prompt, Serve every few
-        seconds (`deployments/routing/serve_router.py`).
+        """Returns the prefill load and the cached conversations. Routers ask before a long prompt, Serve's controller
+        never (`NEVER_S` in `deployments/app.py`).
 
         Raises EngineDeadError if the engine has ended: without any load it would seem the best choice.
         """

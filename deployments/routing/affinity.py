@@ -1,4 +1,4 @@
-"""Cache affinity with bounded load: calls go to a replica that caches their key, else by rendezvous hashing.
+"""Cache affinity with bounded load: calls go where this router sent their key last, else by rendezvous hashing.
 
 Pure decisions over names and numbers: the same code routes in Serve and under the simulated clock of
 `benchmarks/bench_affinity.py`. In rendezvous hashing (Thaler, Ravishankar), each key ranks the replicas in its own
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,12 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
 
-PREFIX_BYTES = 4
-"""Bytes of each digest that replicas publish. A collision sends a call to a replica that does not cache its key."""
-MAX_PUBLISHED = 1024
-"""Most digests that a replica publishes, the newest ones: Serve sends them to every router every few seconds."""
-PUBLISHED_DIGESTS = "held_digests"
-"""Key of the result of `concatenate_prefixes` in a replica's routing stats."""
 MAX_REMEMBERED_KEYS = 8192
 MAX_REFUSALS = 2
 """Replicas that may refuse a call because they are too busy; the next one must take it."""
@@ -37,9 +30,9 @@ factor: the mean of a few calls in flight is so small that the factor alone woul
 Names = Mapping[str, str]
 Flags = npt.NDArray[np.bool_]
 
-PUBLISHED, SENT_LAST, OTHER, AVOIDED = range(4)
-"""Ranks of a replica for a call's key, best first: it published the key, this router sent the key there last, any other
-replica, the replica of the failed attempt."""
+SENT_LAST, OTHER, AVOIDED = range(3)
+"""Ranks of a replica for a call's key, best first: this router sent the key there last, any other replica, the replica
+of the failed attempt."""
 
 
 class Work(IntEnum):
@@ -68,8 +61,7 @@ class Call:
     weight: int = 1
     """Load that the call adds to its replica until it ends."""
     attempt: int = 0
-    """Over 0 for a retry: the replica of the failed attempt is ranked last, unless it published the key and
-    `separate_cache_hits` is set."""
+    """Over 0 for a retry: the replica of the failed attempt is ranked last."""
     cost: int = 0
     """Cost of the call at a replica that does not cache the key, in the unit of the work that replicas report. For an
     image: its visual tokens and those of the images before it in its request."""
@@ -87,9 +79,12 @@ class Call:
     """Whether a replica that is too busy may refuse the call, which then goes to another."""
     sticky: bool = False
     """Whether the call goes where the last call of its key went, whatever the load there, and is computed there."""
+    leaving_cost: int = 0
+    """Cost in addition to `cost` on another host than that of the best replica for the key, which holds what the call
+    needs. For a prompt: of its images of earlier turns, which are encoded again there."""
 
     def to_session_id(self) -> str:
-        numbers = f"{self.weight}:{self.attempt}:{self.cost}"
+        numbers = f"{self.weight}:{self.attempt}:{self.cost}:{self.leaving_cost}"
         flags = f"{self.only_choose:d}:{','.join(self.refused_by)}:{self.refusable:d}:{self.sticky:d}"
         return f"{self.key or ''}:{numbers}:{self.identity}:{self.host}:{self.replica}:{flags}"
 
@@ -99,10 +94,11 @@ class Call:
         key, _, numbers = session_id.partition(":")
         try:
             int(key[:16] or "0", 16)
-            weight, attempt, cost, identity, host, replica, only_choose, names, *flags = numbers.split(":")
-            work, refused_by = (int(weight), int(attempt), int(cost)), tuple(filter(None, names.split(",")))
-            refusable, sticky = (flag == "1" for flag in flags)
-            return cls(key or None, *work, identity, host, replica, only_choose == "1", refused_by, refusable, sticky)
+            *counts, identity, host, replica, only_choose, names, refusable, sticky = numbers.split(":")
+            weight, attempt, cost, leaving_cost = map(int, counts)
+            refused_by, flags = tuple(filter(None, names.split(","))), (refusable == "1", sticky == "1")
+            chosen = identity, host, replica, only_choose == "1"
+            return cls(key or None, weight, attempt, cost, *chosen, refused_by, *flags, leaving_cost)
         except ValueError:
             return cls()
 
@@ -112,21 +108,13 @@ class _Sent:
     """The last call of a key."""
 
     name: str
-    reports: int
-    """Reports of the replica at that time: until the next ones, they do not tell whether it caches the key."""
     attempt: int
     avoided: str
     """The replica of the failed attempt before."""
 
 
-def concatenate_prefixes(digests: Iterable[str], limit: int = MAX_PUBLISHED) -> bytes:
-    """Returns the prefixes of the last `limit` digests, concatenated. `digests` are ordered from oldest to newest."""
-    newest = list(digests)[-limit:] if limit else []
-    return b"".join(bytes.fromhex(digest[: 2 * PREFIX_BYTES]) for digest in newest)
-
-
 class Affinity:
-    """One router's state: the replicas, the keys that they published, and this router's load in flight at each.
+    """One router's state: the replicas, where it sent keys last, and its load in flight at each.
 
         affinity.set_replicas(names)
         name = affinity.candidates(call)[0]
@@ -136,10 +124,10 @@ class Affinity:
 
     A replica takes a call only if it has the call's identity and its load is at most `load_factor` times the mean over
     all replicas of that identity, with the call counted in the mean, or at most FREE_CALLS calls over the mean. With
-    `separate_cache_hits`, cache hits and computations are bounded separately: a replica that caches the key takes the
-    call unless it has too many cache hits in flight, whatever its other load. A retry exceeds the bound rather than
-    return to the replica that failed it, and a refused call rather than return to a replica that refused it. Each
-    router applies the bound to the calls that it sent, so their sum keeps it too.
+    `separate_cache_hits`, cache hits and computations are bounded separately: the replica that the key was sent to last
+    takes the call unless it has too many cache hits in flight, whatever its other load. A retry exceeds the bound
+    rather than return to the replica that failed it, and a refused call rather than return to a replica that refused
+    it. Each router applies the bound to the calls that it sent, so their sum keeps it too.
     """
 
     def __init__(self, *, load_factor: float = 1.25, separate_cache_hits: bool = False) -> None:
@@ -152,9 +140,6 @@ class Affinity:
         self._hosts: list[str] = []
         self._loads = np.zeros((len(Work), 0), np.int64)
         self._removed_loads: dict[str, list[int]] = {}  # loads of removed replicas that still have calls in flight
-        self._cached: dict[str, frozenset[int]] = {}
-        self._replicas_by_prefix: dict[int, set[str]] = {}
-        self._reports: defaultdict[str, int] = defaultdict(int)  # number of reports of each replica
         self._last_sent: LRUCache[str, _Sent] = LRUCache(MAX_REMEMBERED_KEYS)
 
     def set_replicas(self, names: Iterable[str], identities: Names | None = None, hosts: Names | None = None) -> None:
@@ -170,21 +155,6 @@ class Affinity:
         kept = [loads.get(name, [0] * len(Work)) for name in self._names]
         self._loads = np.array(kept, np.int64).reshape(-1, len(Work)).T.copy()
         self._removed_loads = {name: load for name, load in loads.items() if name not in self._index and any(load)}
-        for gone in self._cached.keys() - self._index.keys():
-            self.set_cached_keys(gone, b"")
-            del self._cached[gone], self._reports[gone]
-
-    def set_cached_keys(self, name: str, prefixes: bytes) -> None:
-        """Replaces the replica's cached keys by `prefixes`, a result of `concatenate_prefixes`."""
-        before, now = self._cached.get(name, frozenset()), frozenset(np.frombuffer(prefixes, ">u4").tolist())
-        for prefix in before - now:
-            self._replicas_by_prefix[prefix].discard(name)
-            if not self._replicas_by_prefix[prefix]:
-                del self._replicas_by_prefix[prefix]
-        for prefix in now - before:
-            self._replicas_by_prefix.setdefault(prefix, set()).add(name)
-        self._cached[name] = now
-        self._reports[name] += 1
 
     def can_serve(self, call: Call) -> bool:
         """Whether any replica has the call's identity."""
@@ -229,8 +199,7 @@ class Affinity:
         active = ActiveCall(name, call.weight, Work.SERVE_CACHED if as_hit[at] else Work.COMPUTE)
         self._loads[active.work, at] += call.weight
         if call.key is not None:
-            reports, avoided = self._reports.get(name, 0), self._avoided(call)
-            self._last_sent[call.key] = _Sent(name, reports, call.attempt, avoided)
+            self._last_sent[call.key] = _Sent(name, call.attempt, self._avoided(call))
         return active
 
     def end(self, active: ActiveCall) -> None:
@@ -254,7 +223,7 @@ class Affinity:
         bound = np.maximum(self._load_factor * (load + call.weight), load + FREE_CALLS * call.weight * serving.sum())
         fits = serving & ((self._loads * serving.sum() <= bound) | (call.weight == 0))
         as_hit = (
-            fits[Work.SERVE_CACHED] & (tiers <= SENT_LAST)
+            fits[Work.SERVE_CACHED] & (tiers == SENT_LAST)
             if self._separate_cache_hits and not call.sticky
             else np.zeros(len(self._names), bool)
         )
@@ -286,13 +255,10 @@ class Affinity:
         if call.key is None:
             return tiers
         last, avoided = self._last_sent.get(call.key), self._avoided(call)
-        if last is not None and last.name in self._index and self._may_still_cache(last.name, last.reports):
+        if last is not None and last.name in self._index:
             tiers[self._index[last.name]] = SENT_LAST
         if avoided in self._index:
             tiers[self._index[avoided]] = AVOIDED
-        for name in self._replicas_by_prefix.get(int(call.key[: 2 * PREFIX_BYTES], 16), ()):
-            if name != avoided or self._separate_cache_hits:
-                tiers[self._index[name]] = PUBLISHED
         return tiers
 
     def _avoided(self, call: Call) -> str:
@@ -301,13 +267,6 @@ class Affinity:
         if last is None or not call.attempt:
             return ""
         return last.name if last.attempt < call.attempt else last.avoided
-
-    def _may_still_cache(self, name: str, reports: int) -> bool:
-        """Whether the replica may cache a key that was sent there after `reports` reports, though no report has it.
-
-        The next report may be older than the call, and a full report may omit the key.
-        """
-        return self._reports.get(name, 0) - reports < 2 or len(self._cached[name]) >= MAX_PUBLISHED
 
     def _rank(self, call: Call, tiers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Returns the indices of the replicas of the call's identity, best first, regardless of the bound."""

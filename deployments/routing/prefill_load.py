@@ -6,7 +6,7 @@ pure Python over numbers; `serve_router.py` sends the probes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,22 @@ from typing import Any
 import numpy as np
 from cachetools import LRUCache
 
-from deployments.routing.affinity import MAX_PUBLISHED, PREFIX_BYTES, PUBLISHED_DIGESTS, Call, concatenate_prefixes
+from deployments.routing.affinity import Call
 
+PROBES_NEAR, PROBES_FAR = 3, 2
+"""Replicas that are probed on the host of the best one for the key, and on others, which balance the load of hosts
+(benchmarks/log/2026-11-28-probes-near-and-far.md)."""
+EARLIER_IMAGE_COST = 2
+"""`Call.leaving_cost` of a visual token of an earlier turn, in prompt tokens."""
 PENDING_TOKENS = "work"
-"""Key of `PrefillLoad.tokens` in the routing stats of replicas that are probed."""
+"""Key of `PrefillLoad.tokens` in the answer to a probe."""
+CONVERSATIONS = "conversations"
+"""Key of the conversations that the prefix cache may hold in the answer to a probe: prefixes of digests, one after the
+other."""
+PREFIX_BYTES = 4
+"""Bytes of each digest. A collision sends a prompt to a replica that does not cache its conversation."""
+MAX_CONVERSATIONS = 1024
+"""Most conversations in an answer, those prefilled last."""
 RUNNING_TOKENS = 768
 """Delay that a decoding request adds to the prefill of a new prompt, in prompt tokens: 20 ms of shared steps, at 26 us
 per prompt token (benchmarks/log/2026-11-22-prefill-chunks.md)."""
@@ -38,7 +50,7 @@ class PrefillLoad:
         """`has_prefix_cache`: whether the engine has a prefix cache."""
         self.tokens = 0
         """Pending prefill tokens, plus RUNNING_TOKENS for each prompt in flight whose prefill is complete."""
-        self._prefilled: LRUCache[str, None] = LRUCache(MAX_PUBLISHED if has_prefix_cache else 0)
+        self._prefilled: LRUCache[str, None] = LRUCache(MAX_CONVERSATIONS if has_prefix_cache else 0)
 
     @contextmanager
     def track(self, call: Call) -> Iterator[ActivePrompt]:
@@ -63,24 +75,37 @@ class PrefillLoad:
                 self._prefilled[prompt.call.key] = None
 
     def routing_stats(self) -> dict[str, Any]:
-        """Returns the routing stats, with which a replica answers a router's probe, and which Serve's controller sends
-        to all routers every few seconds.
-        """
-        return {PUBLISHED_DIGESTS: concatenate_prefixes(self._prefilled), PENDING_TOKENS: self.tokens}
+        """Returns the answer to a router's probe."""
+        conversations = b"".join(bytes.fromhex(key[: 2 * PREFIX_BYTES]) for key in self._prefilled)
+        return {CONVERSATIONS: conversations, PENDING_TOKENS: self.tokens}
 
 
-def rank_by_pending_prefill(call: Call, stats: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def choose_probed(ranked: Sequence[str], hosts: Mapping[str, str]) -> dict[str, bool]:
+    """Returns the replicas to be probed, each with whether it is on another host than the best one.
+
+    Args:
+        ranked: replicas, best for the prompt's conversation first.
+        hosts: host by replica.
+    """
+    near = [name for name in ranked if hosts.get(name) == hosts.get(ranked[0])]
+    far = [name for name in ranked if name not in near]
+    return dict.fromkeys(near[:PROBES_NEAR], False) | dict.fromkeys(far[:PROBES_FAR], True)
+
+
+def rank_by_pending_prefill(call: Call, stats: Mapping[str, Mapping[str, Any]], far: Mapping[str, bool]) -> list[str]:
     """Returns the replicas that reported, by ascending pending tokens with the prompt; equal ones keep their order.
 
-    A replica that caches the conversation's prefix gets the prompt at no cost.
+    A replica that caches the conversation's prefix gets the prompt at no cost, one on another host at
+    `call.leaving_cost` in addition.
 
     Args:
         stats: result of `PrefillLoad.routing_stats` by replica; one without PENDING_TOKENS is omitted.
+        far: result of `choose_probed`.
     """
 
     def tokens(name: str) -> int:
-        held = np.frombuffer(stats[name].get(PUBLISHED_DIGESTS, b""), ">u4")
+        held = np.frombuffer(stats[name].get(CONVERSATIONS, b""), ">u4")
         holds = call.key is not None and int(call.key[: 2 * PREFIX_BYTES], 16) in held
-        return int(stats[name][PENDING_TOKENS]) + (0 if holds else call.cost)
+        return int(stats[name][PENDING_TOKENS]) + (0 if holds else call.cost) + far[name] * call.leaving_cost
 
     return sorted((name for name, report in stats.items() if PENDING_TOKENS in report), key=tokens)

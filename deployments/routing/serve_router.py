@@ -6,9 +6,8 @@
     ))
 
 A caller passes `handle.options(session_id=Call(digest, tokens).to_session_id())`; a call without a session id goes to
-the replica with the least load. Replicas report their cached keys through `record_routing_stats`, which Serve's
-controller sends to every router. Before an expensive call, the router probes some replicas for their present load,
-since other routers send to them too.
+the replica with the least load. Before an expensive call, the router probes some replicas for their present load, since
+other routers send to them too. Nothing that changes with the load passes through Serve's controller.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments.common.ray_private import routing_stats
 from deployments.common.replica_errors import EngineDeadError, IdentityGoneError
-from deployments.routing.affinity import PUBLISHED_DIGESTS, ActiveCall, Affinity, Call
+from deployments.routing.affinity import ActiveCall, Affinity, Call
 from deployments.routing.choices import Choices
-from deployments.routing.prefill_load import rank_by_pending_prefill
+from deployments.routing.prefill_load import choose_probed, rank_by_pending_prefill
 from deployments.routing.replica_identity import HOST, IDENTITY, published
 from deployments.routing.replica_router import ReplicaRouter
 from deployments.telemetry.metrics import Counter
 
-PROBE_FANOUT = 3
-"""Number of replicas probed before an expensive call: the best for its key."""
 PROBE_TIMEOUT_S = 0.05
 """Replicas that have not answered a probe by then are not considered."""
 
@@ -61,7 +58,6 @@ class AffinityRouter(ReplicaRouter):
         self._affinity = Affinity(load_factor=load_factor, separate_cache_hits=separate_cache_hits)
         self._choices = Choices(self._affinity)
         self._names: dict[str, RunningReplica] = {}
-        self._published: dict[str, bytes] = {}
         # By replica and request. Calls of one request share its id, so `on_request_completed` may end them in another
         # order; the loads are right once all have ended.
         self._active: defaultdict[tuple[ReplicaID, str], list[ActiveCall]] = defaultdict(list)
@@ -71,12 +67,6 @@ class AffinityRouter(ReplicaRouter):
         self._names = {replica.replica_id.unique_id: replica for replica in replicas}
         identities, hosts = ({n: published(one, key) for n, one in self._names.items()} for key in (IDENTITY, HOST))
         self._affinity.set_replicas(self._names, identities, hosts)
-        self._published = {name: held for name, held in self._published.items() if name in self._names}
-        for name, replica in self._names.items():
-            held = (replica.routing_stats or {}).get(PUBLISHED_DIGESTS, b"")
-            if held != self._published.get(name, b""):
-                self._affinity.set_cached_keys(name, held)
-                self._published[name] = held
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -130,7 +120,7 @@ class AffinityRouter(ReplicaRouter):
     async def _probe(self, call: Call) -> list[str]:
         """Probes replicas. Returns all replicas, those that answered first, by load; empty if none answered."""
         ranked = self._affinity.rank(call)
-        names = ranked[:PROBE_FANOUT]
+        names = choose_probed(ranked, {name: published(one, HOST) for name, one in self._names.items()})
         probes = {name: asyncio.ensure_future(routing_stats(self._names[name])) for name in names}
         try:
             await asyncio.wait(probes.values(), timeout=PROBE_TIMEOUT_S)
@@ -143,7 +133,7 @@ class AffinityRouter(ReplicaRouter):
                 task.cancel()
         if num_silent := len(names) - len(stats):
             self.counts.add(Counter.LOAD_PROBE_TIMEOUTS, num_silent, target=self.deployment_name)
-        first = rank_by_pending_prefill(call, stats)
+        first = rank_by_pending_prefill(call, stats, names)
         return [*first, *(name for name in ranked if name not in first)] if first else []
 
     def try_assign(self, pending: PendingRequest, replica: RunningReplica) -> bool:

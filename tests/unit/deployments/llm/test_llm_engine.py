@@ -26,8 +26,8 @@ from deployments.llm import deployment as llm_module
 from deployments.llm import startup_requests
 from deployments.llm.embedding_receiver import LinkLostError
 from deployments.llm.startup_requests import EngineLoadError
-from deployments.routing.affinity import PUBLISHED_DIGESTS, Call
-from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS
+from deployments.routing.affinity import Call
+from deployments.routing.prefill_load import CONVERSATIONS, PENDING_TOKENS, RUNNING_TOKENS
 from deployments.vllm import compat
 from deployments.vllm.compat import AsgiApp
 from tests.cluster.stand_in_llm import StandInLLM
@@ -131,19 +131,19 @@ def test_a_prompt_is_to_be_read_from_its_arrival_to_its_first_token() -> None:
         pieces = cast(AsyncGenerator[Any, None], llm.handle(request(place(0)), [place(0)], HEADERS, [coming], call))
         accepted = asyncio.ensure_future(anext(pieces))
         await asyncio.sleep(0)
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, CONVERSATIONS: b""}
         coming.set_result(ImageRefused("truncated"))
         await accepted
         assert (await anext(pieces)).status == 400
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, PUBLISHED_DIGESTS: b""}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 5000, CONVERSATIONS: b""}
         await pieces.aclose()
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: b""}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, CONVERSATIONS: b""}
         pieces = cast(AsyncGenerator[Any, None], llm.handle(request(stream=True), [], [], [], call))
         assert isinstance(await anext(pieces), Accepted)
         assert (await anext(pieces)).status == 200
-        assert llm.record_routing_stats() == {PENDING_TOKENS: RUNNING_TOKENS, PUBLISHED_DIGESTS: held}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: RUNNING_TOKENS, CONVERSATIONS: held}
         await pieces.aclose()
-        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, PUBLISHED_DIGESTS: held}
+        assert llm.record_routing_stats() == {PENDING_TOKENS: 0, CONVERSATIONS: held}
 
     run(scenario())
 
@@ -175,7 +175,7 @@ def test_a_prompt_is_read_at_its_first_token_though_its_answer_is_not_streamed()
             await asyncio.sleep(0)
         assert llm.record_routing_stats() == {
             PENDING_TOKENS: RUNNING_TOKENS,
-            PUBLISHED_DIGESTS: bytes.fromhex("ab" * 4),
+            CONVERSATIONS: bytes.fromhex("ab" * 4),
         }
         assert not head.done()
         end.set()

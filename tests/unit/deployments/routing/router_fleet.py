@@ -12,8 +12,8 @@ from typing import Any, cast
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from deployments.routing.affinity import PUBLISHED_DIGESTS, Call, concatenate_prefixes
-from deployments.routing.prefill_load import PENDING_TOKENS
+from deployments.routing.affinity import Call
+from deployments.routing.prefill_load import CONVERSATIONS, PENDING_TOKENS, PREFIX_BYTES
 from deployments.routing.replica_identity import HOST, IDENTITY, version_metadata
 from deployments.routing.serve_router import AffinityRouter
 
@@ -26,7 +26,6 @@ class Fleet:
 
     def __init__(self, names: str, **arguments: Any) -> None:
         self.full: set[str] = set()
-        self.held: dict[str, bytes] = {}
         self.identities: dict[str, str] = {}
         self.hosts: dict[str, str] = {}
         self.other_version: str = ""
@@ -60,7 +59,6 @@ class Fleet:
             _actor_handle=SimpleNamespace(record_routing_stats=SimpleNamespace(remote=routing_stats)),
             replica_id=ReplicaID(name, ENCODER),
             max_ongoing_requests=10,
-            routing_stats={PUBLISHED_DIGESTS: self.held[name]} if name in self.held else {},
             replica_metadata=({} if name in self.other_version else version_metadata())
             | {key: told[name] for key, told in ((IDENTITY, self.identities), (HOST, self.hosts)) if name in told},
             get_queue_len=queue_len,
@@ -102,4 +100,4 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def busy(tokens: int, *keys: str) -> dict[str, Any]:
-    return {PENDING_TOKENS: tokens, PUBLISHED_DIGESTS: concatenate_prefixes(keys)}
+    return {PENDING_TOKENS: tokens, CONVERSATIONS: b"".join(bytes.fromhex(key)[:PREFIX_BYTES] for key in keys)}

@@ -1,4 +1,4 @@
-"""Where calls go: to who holds the key, else to the key's own replica, and never past the bound.
+"""Where calls go: where the key went last, else to the key's own replica, and never past the bound.
 
 One file, since single rules are tried on the same few replicas and then, by `Followed`, all of them together.
 """
@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 
 from deployments.routing.affinity import (
     FREE_CALLS,
-    MAX_PUBLISHED,
-    PREFIX_BYTES,
     ActiveCall,
     Affinity,
     Call,
     Work,
-    concatenate_prefixes,
 )
 from tests.unit.deployments.routing.affinities import KEYS, affinity_of, begun
 
@@ -68,19 +65,16 @@ class Followed:
         self.affinity.set_replicas(names)
         self.loads: dict[Work, dict[str, int]] = {work: dict.fromkeys(names, 0) for work in Work}
         self.calls: list[ActiveCall] = []
-        self.sent: dict[str, tuple[str, int, int, str]] = {}
-        """Where a key went last, the reports then, the attempt, and the replica that failed it before."""
-        self.reports: dict[str, int] = {}
-        self.held: dict[str, set[str]] = {}
+        self.sent: dict[str, tuple[str, int, str]] = {}
+        """Where a key went last, the attempt, and the replica that failed it before."""
         self.separate_cache_hits = separate_cache_hits
         self.gone = ""
 
     def takes(self, name: str, call: Call, work: Work) -> bool:
         loads = self.loads[work]
         if work is Work.SERVE_CACHED:
-            last, reports = self.sent.get(call.key or "", ("", 0))[:2]
-            sent_there = last == name != self.failed(call) and self.reports.get(name, 0) < reports + 2
-            if not (self.separate_cache_hits and (sent_there or call.key in self.held.get(name, ()))):
+            last = self.sent.get(call.key or "", ("",))[0]
+            if not (self.separate_cache_hits and last == name != self.failed(call)):
                 return False
         mean = Fraction(sum(loads.values()), len(loads))
         bound = max(self.bound * (mean + Fraction(call.weight, len(loads))), mean + FREE_CALLS * call.weight)
@@ -90,14 +84,12 @@ class Followed:
         """Who takes the call within the bound; where that is only the one that failed it, all others beyond it."""
         names = set(self.loads[Work.COMPUTE])
         takes = {name for name in names if any(self.takes(name, call, work) for work in Work)}
-        last = self.failed(call)
-        gives = self.separate_cache_hits and call.key in self.held.get(last, ())
-        failed = set() if gives else {last}
+        failed = {self.failed(call)}
         return takes if takes - failed or not names - failed else names - failed
 
     def failed(self, call: Call) -> str:
         """The replica that failed the attempt before."""
-        last, _, attempt, before = self.sent.get(call.key or "", ("", 0, 0, ""))
+        last, attempt, before = self.sent.get(call.key or "", ("", 0, ""))
         return (last if attempt < call.attempt else before) if call.attempt else ""
 
     def send(self, call: Call) -> None:
@@ -114,7 +106,7 @@ class Followed:
         self.loads[work][found[0]] += call.weight
         self.calls.append(begun)
         if call.key is not None:
-            self.sent[call.key] = (found[0], self.reports.get(found[0], 0), call.attempt, failed)
+            self.sent[call.key] = (found[0], call.attempt, failed)
 
     def finish(self, number: int) -> None:
         begun = self.calls.pop(number % len(self.calls))
@@ -127,15 +119,8 @@ class Followed:
         for work, loads in self.loads.items():
             del loads[gone]
             loads[new] = sum(begun.weight for begun in self.calls if (begun.name, begun.work) == (new, work))
-        self.held.pop(gone, None)
-        self.reports.pop(gone, None)
         self.gone = gone
         self.affinity.set_replicas(self.loads[Work.COMPUTE])
-
-    def publish(self, name: str, keys: list[str]) -> None:
-        self.held[name] = set(keys)
-        self.reports[name] = self.reports.get(name, 0) + 1
-        self.affinity.set_cached_keys(name, concatenate_prefixes(keys))
 
 
 @given(
@@ -146,7 +131,7 @@ class Followed:
         st.one_of(
             st.builds(Call, st.sampled_from([*KEYS[:5], None]), st.integers(1, 5000), st.integers(0, 2)),
             st.integers(0, 100),
-            st.sampled_from(["exchange", "return", "publish"]),
+            st.sampled_from(["exchange", "return"]),
         ),
         max_size=60,
     ),
@@ -154,7 +139,7 @@ class Followed:
 def test_the_bound_is_never_passed(
     names: set[str], bound: Fraction, separate_cache_hits: bool, steps: list[Call | int | str]
 ) -> None:
-    """Whatever is held where, and while replicas come and go: who is asked has at most the bound times the mean, or
+    """While replicas come and go: who is asked has at most the bound times the mean, or
     two calls more than the mean."""
     followed = Followed(bound, names, separate_cache_hits)
     for number, step in enumerate(steps):
@@ -166,8 +151,6 @@ def test_the_bound_is_never_passed(
             followed.exchange(min(followed.loads[Work.COMPUTE]), f"new replica {number}")
         elif step == "return" and followed.gone:
             followed.exchange(max(followed.loads[Work.COMPUTE]), followed.gone)
-        elif step == "publish":
-            followed.publish(max(followed.loads[Work.COMPUTE]), KEYS[number % 3 : number % 5])
     for work, loads in followed.loads.items():
         assert {name: followed.affinity.load(name, work) for name in loads} == loads
 
@@ -206,7 +189,7 @@ def test_a_call_goes_to_replicas_of_its_identity_alone_and_the_bound_is_theirs()
     assert set(affinity.rank(Call())) == set("abcd")
 
 
-def test_what_a_replica_holds_it_gives_beside_its_work() -> None:
+def test_what_a_replica_was_sent_it_gives_beside_its_work() -> None:
     """At the bound of what a replica has to do it still gives; at that of what it has to give, others do the work."""
     affinity = Affinity(separate_cache_hits=True)
     affinity.set_replicas("abcd")
@@ -219,53 +202,24 @@ def test_what_a_replica_holds_it_gives_beside_its_work() -> None:
         assert call is not None
         affinity.end(call)
     assert affinity.candidates(Call(KEYS[0], 10))[0] == home
-    affinity.set_cached_keys(second, concatenate_prefixes([KEYS[0]]))
-    assert affinity.candidates(Call(KEYS[0], 10))[:2] == [second, home]
 
 
-def test_a_call_goes_where_its_key_is_held() -> None:
-    affinity = affinity_of(*"abcd")
-    home, *others = affinity.candidates(Call(KEYS[0]))
-    affinity.set_cached_keys(others[-1], concatenate_prefixes([KEYS[1], KEYS[0]]))
-    assert affinity.candidates(Call(KEYS[0])) == [others[-1], home, *others[:-1]]
-    assert not affinity.is_spill(others[-1], Call(KEYS[0]))
-    affinity.set_cached_keys(others[-1], concatenate_prefixes([KEYS[1]]))
-    assert affinity.candidates(Call(KEYS[0])) == [home, *others]
-
-
-def test_a_holder_over_the_bound_is_passed_by_and_the_next_holds_it_then() -> None:
+def test_a_replica_over_the_bound_is_passed_by_and_the_next_has_the_key_then() -> None:
     affinity = affinity_of(*"abcd")
     home, second, *_ = affinity.candidates(Call(KEYS[0]))
-    affinity.set_cached_keys(home, concatenate_prefixes([KEYS[0]]))
     busy = begun(affinity, home, Call(KEYS[1], 100))
     assert affinity.candidates(Call(KEYS[0], 10))[0] == second
     assert affinity.is_spill(second, Call(KEYS[0], 10))
     spilled = begun(affinity, second, Call(KEYS[0], 10))
-    affinity.set_cached_keys(home, b"")
     affinity.end(busy)
     affinity.end(spilled)
-    assert affinity.candidates(Call(KEYS[0], 10))[0] == second, "it was sent there last"
-    affinity.set_cached_keys(home, concatenate_prefixes([KEYS[0]]))
-    assert affinity.candidates(Call(KEYS[0], 10))[:2] == [home, second], "one that says so goes before"
-
-
-def test_what_is_in_no_report_for_long_is_not_there() -> None:
-    """The first report after a call may be from before its end. A full one says nothing of what it leaves out."""
-    affinity = affinity_of(*"abcd")
-    home, second, *_ = affinity.candidates(Call(KEYS[0]))
-    affinity.end(begun(affinity, second, Call(KEYS[0])))
-    affinity.set_cached_keys(second, concatenate_prefixes([KEYS[1]]))
-    assert affinity.candidates(Call(KEYS[0]))[0] == second
-    affinity.set_cached_keys(second, concatenate_prefixes(f"{number:08x}" for number in range(MAX_PUBLISHED)))
-    assert affinity.candidates(Call(KEYS[0]))[0] == second
-    affinity.set_cached_keys(second, concatenate_prefixes([KEYS[1]]))
-    assert affinity.candidates(Call(KEYS[0]))[0] == home
+    assert affinity.candidates(Call(KEYS[0], 10))[:2] == [second, home], "it was sent there last"
+    assert not affinity.is_spill(second, Call(KEYS[0], 10))
 
 
 def test_what_left_holds_nothing_any_more() -> None:
     affinity = affinity_of(*"abcd")
     home, *others = affinity.candidates(Call(KEYS[0]))
-    affinity.set_cached_keys(others[0], concatenate_prefixes([KEYS[0]]))
     call = begun(affinity, others[0], Call(KEYS[0]))
     affinity.set_replicas([home, *others[1:]])
     affinity.end(call)
@@ -282,9 +236,6 @@ def test_another_try_goes_elsewhere(separate_cache_hits: bool) -> None:
     affinity.end(begun(affinity, first, Call(KEYS[0])))
     assert affinity.candidates(Call(KEYS[0]))[0] == first
     assert affinity.candidates(Call(KEYS[0], attempt=1))[-1] == first
-    affinity.set_cached_keys(first, concatenate_prefixes([KEYS[0]]))
-    at = affinity.candidates(Call(KEYS[0], attempt=1)).index(first)
-    assert at == (0 if separate_cache_hits else 2), "it only has to give what it has; an answer is work anywhere"
     affinity.set_replicas([first])
     assert affinity.candidates(Call(KEYS[0], attempt=1)) == [first], "where there is no other"
 
@@ -362,25 +313,13 @@ def test_nobody_is_nobody() -> None:
     assert not Affinity().is_spill("a", Call())
 
 
-def test_what_is_published_is_bounded_and_the_newest() -> None:
-    found = concatenate_prefixes(KEYS, 3)
-    assert found == b"".join(bytes.fromhex(key[:8]) for key in KEYS[-3:])
-    assert concatenate_prefixes(KEYS, 0) == concatenate_prefixes([]) == b""
-    many = [f"{number:064x}" for number in range(2 * MAX_PUBLISHED)]
-    assert len(concatenate_prefixes(many)) == PREFIX_BYTES * MAX_PUBLISHED
-
-
-def test_half_a_prefix_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of element size"):
-        affinity_of("a").set_cached_keys("a", b"12345")
-
-
 @given(
     st.builds(
         Call,
         st.none() | st.sampled_from(KEYS),
         st.integers(0),
         st.integers(0),
+        leaving_cost=st.integers(0),
         host=st.sampled_from(["", "boot-id/4026531840/0"]),
         replica=st.sampled_from(["", "x1y2z3"]),
         only_choose=st.booleans(),

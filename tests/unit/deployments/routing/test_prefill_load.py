@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from deployments.routing.affinity import PREFIX_BYTES, PUBLISHED_DIGESTS, Call
-from deployments.routing.prefill_load import PENDING_TOKENS, RUNNING_TOKENS, PrefillLoad, rank_by_pending_prefill
+from deployments.routing.affinity import Call
+from deployments.routing.prefill_load import (
+    CONVERSATIONS,
+    PENDING_TOKENS,
+    PREFIX_BYTES,
+    RUNNING_TOKENS,
+    PrefillLoad,
+    choose_probed,
+    rank_by_pending_prefill,
+)
 
 KEYS = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(1100)]
 
@@ -27,7 +35,7 @@ def test_one_that_fails_leaves_nothing_behind_and_is_not_remembered() -> None:
     work = PrefillLoad(has_prefix_cache=True)
     with pytest.raises(RuntimeError), work.track(Call(KEYS[0], cost=5000)):
         raise RuntimeError
-    assert work.routing_stats() == {PUBLISHED_DIGESTS: b"", PENDING_TOKENS: 0}
+    assert work.routing_stats() == {CONVERSATIONS: b"", PENDING_TOKENS: 0}
 
 
 def test_the_conversations_read_last_are_told() -> None:
@@ -38,18 +46,39 @@ def test_the_conversations_read_last_are_told() -> None:
                 one.finish_prefill(taken)
     with work.track(Call(None, cost=1)) as taken:
         work.finish_prefill(taken)
-    held = work.routing_stats()[PUBLISHED_DIGESTS]
+    held = work.routing_stats()[CONVERSATIONS]
     prefixes = [held[at : at + PREFIX_BYTES] for at in range(0, len(held), PREFIX_BYTES)]
     assert prefixes == [bytes.fromhex(key[: 2 * PREFIX_BYTES]) for key in [*KEYS[-1024:200], *KEYS[201:], KEYS[200]]]
-    assert without.routing_stats()[PUBLISHED_DIGESTS] == b"", "no prefix cache"
+    assert without.routing_stats()[CONVERSATIONS] == b"", "no prefix cache"
 
 
 def test_who_is_first_done_comes_first_and_equals_stay() -> None:
     told: dict[str, dict[str, Any]] = {
         "b": {PENDING_TOKENS: 10},
-        "a": {PENDING_TOKENS: 10, PUBLISHED_DIGESTS: b""},
+        "a": {PENDING_TOKENS: 10, CONVERSATIONS: b""},
         "c": {PENDING_TOKENS: 5},
         "d": {},
     }
-    assert rank_by_pending_prefill(Call(KEYS[0], cost=4000), told) == ["c", "b", "a"]
-    assert rank_by_pending_prefill(Call(None, cost=4000), {}) == []
+    near = dict.fromkeys("abcd", False)
+    assert rank_by_pending_prefill(Call(KEYS[0], cost=4000), told, near) == ["c", "b", "a"]
+    assert rank_by_pending_prefill(Call(None, cost=4000), {}, {}) == []
+
+
+def test_another_host_has_to_be_so_much_better_as_it_lacks() -> None:
+    told: dict[str, dict[str, Any]] = {"near": {PENDING_TOKENS: 900}, "far": {PENDING_TOKENS: 0}}
+    far = {"near": False, "far": True}
+    for leaving_cost, first in ((0, "far"), (899, "far"), (901, "near")):
+        assert rank_by_pending_prefill(Call(KEYS[0], leaving_cost=leaving_cost), told, far)[0] == first
+
+
+def test_replicas_are_probed_on_the_host_of_the_best_and_on_others() -> None:
+    hosts = {name: name[0] for name in ("x1", "x2", "x3", "x4", "y1", "y2", "z1")}
+    assert choose_probed(["x1", "y2", "x3", "z1", "y1", "x2", "x4"], hosts) == {
+        "x1": False,
+        "x3": False,
+        "x2": False,
+        "y2": True,
+        "z1": True,
+    }
+    assert list(choose_probed(["a", "b", "c", "d"], {})) == ["a", "b", "c"], "hosts are unknown"
+    assert choose_probed([], {}) == {}

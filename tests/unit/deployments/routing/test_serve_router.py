@@ -9,7 +9,7 @@ import pytest
 from ray.serve.request_router import ReplicaID
 
 from deployments.common.replica_errors import EngineDeadError, IdentityGoneError, VersionGoneError
-from deployments.routing.affinity import Call, concatenate_prefixes
+from deployments.routing.affinity import Call
 from deployments.telemetry.metrics import Counter, Counters
 from tests.unit.deployments.routing.router_fleet import ENCODER, KEYS, Fleet, busy, run
 
@@ -74,19 +74,6 @@ def test_replicas_with_another_version_of_the_messages_get_no_calls() -> None:
         assert not waiting.done()
         new.use("abcd")
         assert (await waiting).replica_id.unique_id == "c"
-
-    run(scenario)
-
-
-def test_it_follows_what_replicas_report() -> None:
-    async def scenario() -> None:
-        fleet = Fleet("abc")
-        home = await fleet.chosen(Call(KEYS[0]))
-        fleet.end(home)
-        other = min(set("abc") - {home})
-        fleet.held[other] = concatenate_prefixes([KEYS[0]])
-        fleet.use("abc")
-        assert await fleet.chosen(Call(KEYS[0]), "another") == other
 
     run(scenario)
 
@@ -264,6 +251,22 @@ def test_a_long_prompt_goes_where_it_is_read_first_whoever_sent_the_rest() -> No
         for key in KEYS[:8]:
             fleet.end("b", key)
         assert fleet.load("abc") == [0, 0, 0]
+
+    run(scenario)
+
+
+def test_replicas_of_other_hosts_are_probed_and_chosen_if_they_make_up_for_what_they_lack() -> None:
+    async def scenario() -> None:
+        fleet = Fleet("", probe_min_cost=1000)
+        fleet.hosts = {name: "x" if name in "abcd" else "y" for name in "abcdefg"}
+        fleet.use("abcdefg")
+        near = fleet.hosts[fleet.router._affinity.rank(Call(KEYS[0]))[0]]
+        for name, host in fleet.hosts.items():
+            fleet.told[name] = busy(500 if host == near else 0)
+        chosen = await fleet.chosen(Call(KEYS[0], cost=1000, leaving_cost=600), "1")
+        assert fleet.hosts[chosen] == near
+        assert sorted(fleet.hosts[name] == near for name in fleet.asked) == [False, False, True, True, True]
+        assert fleet.hosts[await fleet.chosen(Call(KEYS[0], cost=1000, leaving_cost=400), "2")] != near
 
     run(scenario)
 
