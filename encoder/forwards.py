@@ -21,10 +21,10 @@ from encoder.checkpoint.vision_config import VisionConfig
 from encoder.device_errors import check_device
 from encoder.fp8.tower import build_fp8_tower, check_fp8
 from encoder.fp8.validation import Agreement
-from encoder.metadata.device_tables import GridTables, Layout
+from encoder.metadata.device_tables import GridTables, Layout, batch_metadata
 from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
-from encoder.metadata.segments import AttentionBackend, Segments
+from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
 from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
@@ -38,7 +38,6 @@ Run = Callable[[Tensor, TowerMetadata], Tensor]
 
 # With 8 bits, images of the start's check may have larger errors than trial images.
 _FP8_ERRORS = 2.0
-_TRIAL_ARENA_BYTES = 2**21
 
 
 @dataclass(frozen=True)
@@ -75,60 +74,13 @@ class TowerForward:
         """Whether the first call of a shape may compile, which must not happen during a capture."""
         return self.name == "compiled"
 
-    @property
-    def reads_borders(self) -> bool:
-        """Whether attention reads the segment borders on the device, as a CUDA graph requires."""
-        return self.backend is not AttentionBackend.SDPA
-
-    def metadata(
-        self,
-        arena: Tensor,
-        description: Tensor,
-        *,
-        tokens: int,
-        frames: int,
-        windows: int,
-        max_seqlen: int,
-        image_tokens: tuple[int, ...],
-    ) -> TowerMetadata:
-        """Expands a batch's description to metadata on the device; sizes are capacities. No synchronisation.
-
-        `frames`: segments of full attention, at most the description's slots.
-        """
-        config, backend = self.config, self.backend
-        expanded = self.expand(arena, description, config, tokens, windows)
-        borders = expanded.windows
-        return TowerMetadata(
-            num_patches=tokens * config.merge_unit,
-            num_tokens=tokens,
-            image_tokens=image_tokens,
-            rope_positions=expanded.rope,
-            frames=Segments(backend, description[3, : frames + 1], max_seqlen),
-            windows=None if borders is None else Segments(backend, borders, config.window_patches),
-            position_indices=expanded.taps,
-            position_weights=expanded.weights,
-            window_order=expanded.order,
-            window_inverse=expanded.inverse,
-        )
-
     def run_grids(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Computes `[num_tokens, width]` from `[num_patches, patch_dim]` and their grids, with new grid tables."""
-        tables = GridTables(self.config, self.device, _TRIAL_ARENA_BYTES)
-        layout = tables.layout(grids)
-        assert layout is not None, f"{grids} overfill {_TRIAL_ARENA_BYTES} bytes"
-        return self.run(patches, self.exact_metadata(tables, layout))
+        """Computes `[num_tokens, width]` from `[num_patches, patch_dim]` and their grids, in a new arena."""
+        return self.run(patches, batch_metadata(grids, self.config, self.device, self.backend, self.expand))
 
     def exact_metadata(self, tables: GridTables, layout: Layout) -> TowerMetadata:
         """Expands the metadata of a batch without padding."""
-        return self.metadata(
-            tables.arena,
-            layout.device_description(layout.slots, tables.device),
-            tokens=layout.num_tokens,
-            frames=layout.num_frames,
-            windows=layout.num_windows,
-            max_seqlen=layout.max_seqlen,
-            image_tokens=layout.image_tokens,
-        )
+        return tables.metadata(layout, self.backend, self.expand)
 
 
 def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None = None) -> TowerForward:

@@ -20,7 +20,6 @@ from encoder.graphs.budgets import resolve_budgets
 from encoder.graphs.capture import GraphCapturer
 from encoder.graphs.capture_policy import activation_bytes_per_token
 from encoder.graphs.captured import EncoderGraphs
-from encoder.metadata.builder import MetadataBuilder
 from encoder.metadata.device_tables import GridTables
 from encoder.metadata.geometry import Grid, check_grid
 from encoder.metadata.segments import AttentionBackend
@@ -43,16 +42,15 @@ class TowerRunner:
         forward: TowerForward,
         config: EncoderConfig,
         *,
-        tables: GridTables | None,
+        tables: GridTables,
         capturer: GraphCapturer | None,
         no_graphs_reason: Reason = Reason.SWITCHED_OFF,
         counts: RunCounts | None = None,
     ) -> None:
-        """`tables`: None if attention needs segment borders on the host. `no_graphs_reason`: why `capturer` is None."""
+        """`no_graphs_reason`: why `capturer` is None."""
         self.forward = forward
         self._config = config
         self._tables = tables
-        self._builder = MetadataBuilder(forward.config)
         self._capturer = capturer
         self._no_graphs_reason = no_graphs_reason
         self._counts = counts or RunCounts()
@@ -71,9 +69,9 @@ class TowerRunner:
         reason = _no_graphs_reason(forward, config)
         if config.cudagraph_mm_encoder is True and reason is not None:
             raise ValueError(f"cudagraph_mm_encoder is true, and CUDA graphs are not available: {reason.value}")
-        tables = GridTables(forward.config, forward.device) if forward.reads_borders else None
-        if reason is not None or tables is None:
-            return cls(forward, config, tables=tables, capturer=None, no_graphs_reason=reason or Reason.ATTENTION)
+        tables = GridTables(forward.config, forward.device)
+        if reason is not None:
+            return cls(forward, config, tables=tables, capturer=None, no_graphs_reason=reason)
         counts = RunCounts()
         graphs = EncoderGraphs(
             forward,
@@ -97,8 +95,7 @@ class TowerRunner:
 
     def warm(self, grids: Sequence[Grid]) -> None:
         """Computes the metadata of these grids, so that their first images do not wait for it."""
-        if self._tables is not None:
-            self._tables.warm(grids)
+        self._tables.warm(grids)
 
     @property
     def worthwhile_tokens(self) -> int | None:
@@ -144,7 +141,7 @@ class TowerRunner:
             return self._run(patches, grids, budget)
 
     def _run(self, patches: Tensor, grids: Sequence[Grid], budget: int | None) -> Tensor:
-        layout = self._tables.layout(grids) if self._tables is not None else None
+        layout = self._tables.layout(grids)
         tokens = sum(t * h * w for t, h, w in grids) // self.forward.config.merge_unit
         capturer = self._capturer
         if capturer is None:
@@ -162,11 +159,9 @@ class TowerRunner:
             reason = capturer.eager_reason(layout, budget)
         self._counts.add_eager_run(tokens, reason)
         self.last_run = RunRecord(None, reason, tokens, len(grids))
-        if layout is not None and self._tables is not None:
-            metadata = self.forward.exact_metadata(self._tables, layout)
-        else:
-            metadata = self._builder.build(grids, device=self.forward.device, backend=self.forward.backend)
-        return self.forward.run(patches, metadata)
+        if layout is None:
+            return self.forward.run_grids(patches, grids)
+        return self.forward.run(patches, self.forward.exact_metadata(self._tables, layout))
 
     def idle_step(self) -> bool:
         """Captures at most one graph or times the captured ones. Returns False if there was nothing to do."""
@@ -190,12 +185,11 @@ class TowerRunner:
     @property
     def counts(self) -> RunCounts:
         """Counts since start-up; a copy that other threads may read."""
-        grids = self._builder.images if self._tables is None else self._tables
         return replace(
             self._counts,
             eager_runs=dict(self._counts.eager_runs),
-            grid_hits=grids.hits,
-            grid_misses=grids.misses,
+            grid_hits=self._tables.hits,
+            grid_misses=self._tables.misses,
             fusion_fallback=self.forward.fallback,
         )
 

@@ -15,7 +15,7 @@ from encoder.fused.attention_plan import measure_backends
 from encoder.fused.forward import FusedForward
 from encoder.fused.gemm import CublasGemm, Gemm
 from encoder.fused.rope_attention import AttentionPlan
-from encoder.metadata.builder import MetadataBuilder
+from encoder.metadata.device_tables import batch_metadata
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
@@ -36,7 +36,6 @@ class FusedTower:
     def __init__(self, tower: VisionTower, plan: AttentionPlan, gemm: Gemm) -> None:
         # The tower is not referenced, so that weights repacked here are freed when its owner drops it.
         self.config, self.dtype, self.device = tower.config, tower.dtype, tower.device
-        self._metadata = MetadataBuilder(tower.config)
         self._forward = FusedForward(tower, plan, gemm)
         self.attention_plan, self.gemm = plan, gemm
 
@@ -45,7 +44,7 @@ class FusedTower:
 
         The forward follows `attention_plan`, not the backend in the metadata.
         """
-        return self._metadata.build(grid_thw, device=self.device, backend=AttentionBackend.VARLEN)
+        return batch_metadata(grid_thw, self.config, self.device, AttentionBackend.VARLEN)
 
     @torch.inference_mode()
     def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:

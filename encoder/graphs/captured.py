@@ -19,6 +19,7 @@ from encoder.graphs.buffers import GraphBuffers, GraphCapacity, GraphKey
 from encoder.graphs.trial_batches import timing_batch, trial_batch
 from encoder.metadata.device_tables import GridTables, Layout
 from encoder.metadata.geometry import Grid
+from encoder.metadata.tower_metadata import expanded_metadata
 from encoder.start_check import largest_error_on_device
 
 
@@ -268,10 +269,13 @@ class EncoderGraphs:
 
         The output goes to the static buffers, so that the next capture can reuse the pool.
         """
-        forward, budget, description = self._forward, shape.key.budget, self._buffers.description
-        laid_out = forward.metadata(
+        forward, budget = self._forward, shape.key.budget
+        laid_out = expanded_metadata(
+            forward.expand,
             self._tables.arena,
-            description,
+            self._buffers.description,
+            forward.config,
+            forward.backend,
             tokens=budget,
             frames=shape.max_images,
             windows=shape.max_windows,

@@ -8,16 +8,18 @@ device. A batch of known grids costs the host one look-up per image and one copy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.metadata.geometry import Grid
-from encoder.metadata.grid_numbers import PlacedGrid, grid_numbers
-from encoder.metadata.tower_metadata import to_device
+from encoder.metadata.expand import Expand, expand
+from encoder.metadata.geometry import Grid, check_grid, num_patches, to_device
+from encoder.metadata.grid_numbers import PlacedGrid, grid_numbers, num_columns
+from encoder.metadata.segments import AttentionBackend
+from encoder.metadata.tower_metadata import TowerMetadata, expanded_metadata
 
 ARENA_BYTES = 64 * 2**20
 """Holds about 400 grids of 4096 patches for Qwen3-VL, 1,600 for Qwen2.5-VL."""
@@ -42,6 +44,8 @@ class Layout:
     Valid until the arena is overwritten, which any call of `GridTables.layout` may do: request it right before its use.
     """
 
+    images: tuple[PlacedGrid, ...]
+    """The images' grids, in order."""
     image_tokens: tuple[int, ...]
     num_patches: int
     num_tokens: int
@@ -52,7 +56,7 @@ class Layout:
     table: tuple[tuple[int, ...], ...]
     """Per image, its offset in the arena; per image and for the end, the first patch, and the first window; then the
     frames' borders in patches."""
-    fill: ArenaFill = field(default_factory=ArenaFill, compare=False, repr=False)
+    fill: ArenaFill = field(compare=False, repr=False)
     """Generation of the arena in which the batch was laid out."""
     _on_device: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -61,9 +65,10 @@ class Layout:
         """Returns the layout of `images`, whose numbers are in generation `fill` of the arena."""
         image_tokens = tuple(image.num_tokens for image in images)
         first_patch = (0, *accumulate(tokens * config.merge_unit for tokens in image_tokens))
-        first_window = (0, *accumulate(image.num_windows for image in images))
+        first_window = (0, *accumulate(len(image.window_lengths) for image in images))
         frames = [length for image in images for length in image.frame_lengths]
         return cls(
+            images=tuple(images),
             image_tokens=image_tokens,
             num_patches=first_patch[-1],
             num_tokens=sum(image_tokens),
@@ -118,7 +123,8 @@ class GridTables:
     def __init__(self, config: VisionConfig, device: torch.device, max_bytes: int = ARENA_BYTES) -> None:
         self.config = config
         self.device = device
-        self.arena = torch.zeros(max_bytes // 4, dtype=torch.int32, device=device)
+        # Not zeroed, so that a CPU provides memory only for the part that holds grids.
+        self.arena = torch.empty(max_bytes // 4, dtype=torch.int32, device=device)
         """int32: the numbers of the grids, concatenated."""
         self.hits = 0
         self.misses = 0
@@ -146,6 +152,30 @@ class GridTables:
         self._layouts[key] = Layout.from_grids(images, self.config, self._fill)
         return self._layouts[key]
 
+    def metadata(self, layout: Layout, backend: AttentionBackend, expand: Expand = expand) -> TowerMetadata:
+        """Expands the metadata of a batch without padding. No synchronisation.
+
+        Raises `StaleLayoutError` if the arena has been overwritten.
+        """
+        found = expanded_metadata(
+            expand,
+            self.arena,
+            layout.device_description(layout.slots, self.device),
+            self.config,
+            backend,
+            tokens=layout.num_tokens,
+            frames=layout.num_frames,
+            windows=layout.num_windows,
+            max_seqlen=layout.max_seqlen,
+            image_tokens=layout.image_tokens,
+        )
+        if backend is not AttentionBackend.SDPA:
+            return found
+        frame_lengths = [length for image in layout.images for length in image.frame_lengths]
+        window_lengths = [length for image in layout.images for length in image.window_lengths]
+        windows = None if found.windows is None else found.windows.grouped(window_lengths)
+        return replace(found, frames=found.frames.grouped(frame_lengths), windows=windows)
+
     def warm(self, grid_thw: Sequence[Grid]) -> None:
         """Copies the grids to the arena without counting them as misses; stops when the arena is full."""
         for grid in grid_thw:
@@ -169,10 +199,31 @@ class GridTables:
         self._placed, self._layouts, self._end = {}, {}, 0
 
     def _place(self, grid: Grid) -> bool:
-        found = grid_numbers(grid, self.config)
-        end = self._end + found.numbers.numel()
+        numbers, placed = grid_numbers(grid, self.config, self._end)
+        end = self._end + numbers.numel()
         if end > self.arena.numel():
             return False
-        self.arena[self._end : end].copy_(to_device(found.numbers, self.device))
-        self._placed[grid], self._end = found.place_at(self._end), end
+        self.arena[self._end : end].copy_(to_device(numbers, self.device))
+        self._placed[grid], self._end = placed, end
         return True
+
+
+def batch_metadata(
+    grid_thw: Sequence[Grid],
+    config: VisionConfig,
+    device: torch.device,
+    backend: AttentionBackend,
+    expand: Expand = expand,
+) -> TowerMetadata:
+    """Returns the metadata of one batch, with an arena of its own. No synchronisation.
+
+    `grid_thw`: `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid or an empty batch.
+    """
+    for grid in grid_thw:
+        check_grid(grid, config.spatial_merge_size)
+    # Windows add two numbers per token and one per window, thus at most three per patch.
+    numbers = (num_columns(config) + 3) * sum(map(num_patches, grid_thw))
+    tables = GridTables(config, device, 4 * numbers)
+    layout = tables.layout(grid_thw)
+    assert layout is not None
+    return tables.metadata(layout, backend, expand)

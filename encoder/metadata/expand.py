@@ -18,32 +18,36 @@ from encoder.metadata.grid_numbers import num_columns
 
 @dataclass(frozen=True)
 class Expanded:
-    """Tables whose sizes are capacities. Entries past the batch are zero, their own index (`order`, `inverse`), or the
-    last border (`windows`)."""
+    """Tables of positions and orders whose sizes are capacities. Entries past the batch are zero, or their own index in
+    `window_order` and `window_inverse`."""
 
-    rope: Tensor
-    """int32 `[patches, 2]`"""
-    taps: Tensor | None
-    """int32 `[patches, 4]`; None without a position table."""
-    weights: Tensor | None
-    """float32 `[patches, 4]`; None without a position table."""
-    order: Tensor | None
-    """int32 `[tokens]`; None without windows."""
-    inverse: Tensor | None
-    """int32 `[tokens]`; None without windows."""
-    windows: Tensor | None
-    """int32 `[windows + 1]`; None without windows."""
+    rope_positions: Tensor
+    """int32 `[num_patches, 2]`: row and column, in the order in which the blocks process the patches."""
+    position_indices: Tensor | None
+    """int32 `[num_patches, 4]`; None for towers without a position table."""
+    position_weights: Tensor | None
+    """float32 `[num_patches, 4]`; None for towers without a position table."""
+    window_order: Tensor | None
+    """int32 `[num_tokens]`; None for towers without windows."""
+    window_inverse: Tensor | None
+    """int32 `[num_tokens]`; None for towers without windows."""
 
 
 class Expand(Protocol):
-    """Expands a batch description (`Layout.device_description`) and `arena` to `tokens` tokens, `windows` windows."""
+    """Expands a batch description (`Layout.device_description`) and `arena` to `tokens` tokens, `windows` windows.
+
+    Returns the tables, and the borders of the windows in patches, int32 `[windows + 1]`, or None for towers without
+    windows. Borders past the batch repeat its last one.
+    """
 
     def __call__(
         self, arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int
-    ) -> Expanded: ...
+    ) -> tuple[Expanded, Tensor | None]: ...
 
 
-def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
+def expand(
+    arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int
+) -> tuple[Expanded, Tensor | None]:
     """See `Expand`. Runs on any device, without synchronisation."""
     places, first_patch, first_window, _ = description.unbind(0)
     table, unit = bool(config.num_position_embeddings), config.merge_unit
@@ -67,7 +71,7 @@ def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int
     taps = rows[:, 2:6].contiguous() if table else None
     weights = rows[:, 6:].contiguous().view(torch.float32) if table else None
     if not config.window_size:
-        return Expanded(rope, taps, weights, None, None, None)
+        return Expanded(rope, taps, weights, None, None), None
 
     token = row[:tokens]
     first_token = first_patch // unit
@@ -82,4 +86,4 @@ def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int
     after_tokens = after_rows + 2 * (ends - first_patch) // unit
     source = after_tokens[image] + window - first_window[image]
     borders = torch.where(inside, picked(source, inside) + first_patch[image], first_patch[-1])
-    return Expanded(rope, taps, weights, order, inverse, borders)
+    return Expanded(rope, taps, weights, order, inverse), borders

@@ -88,7 +88,9 @@ def _expand_kernel(
         tl.store(windows_ptr + index, tl.where(inside, border, total), mask=index < windows + 1)
 
 
-def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int) -> Expanded:
+def expand(
+    arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int
+) -> tuple[Expanded, Tensor | None]:
     """See `encoder.metadata.expand.Expand`. No synchronisation."""
     patches = tokens * config.merge_unit
     table, windowed = bool(config.num_position_embeddings), bool(config.window_size)
@@ -118,4 +120,5 @@ def expand(arena: Tensor, description: Tensor, config: VisionConfig, tokens: int
         num_warps=4,
         **OPTIONS,
     )
-    return Expanded(rope, taps, None if weights is None else weights.view(torch.float32), order, inverse, borders)
+    weights = None if weights is None else weights.view(torch.float32)
+    return Expanded(rope, taps, weights, order, inverse), borders

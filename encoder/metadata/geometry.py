@@ -1,4 +1,4 @@
-"""Arithmetic on grids: positions, windows and segment borders, as host tensors.
+"""Arithmetic on grids: positions, windows and segment borders, as host tensors, and their copy to the device.
 
 Functions take one grid `(t, h, w)` in patches, with `h` and `w` multiples of the merge size. Patches are in merge-block
 order: frame, block row, block column, then the rows and columns inside the `merge` by `merge` block that becomes one
@@ -110,3 +110,10 @@ def frame_lengths(grid: Grid) -> tuple[int, ...]:
 def cu_seqlens(lengths: Iterable[int]) -> Tensor:
     """Returns the borders of consecutive segments, beginning with 0: int32 `[len(lengths) + 1]`."""
     return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies without synchronisation: through pinned memory, since a copy from pageable memory makes the host wait."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

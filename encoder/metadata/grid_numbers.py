@@ -21,27 +21,7 @@ class PlacedGrid:
     """Index of its first number in the arena."""
     num_tokens: int
     frame_lengths: tuple[int, ...]
-    num_windows: int
-
-
-@dataclass(frozen=True)
-class GridNumbers:
-    """Numbers of one grid on the host, with indices that begin at 0."""
-
-    numbers: Tensor
-    """int32 `[count]`: `columns(config)` numbers per patch, then, with windows, two per token and one per window."""
-    num_tokens: int
-    frame_lengths: tuple[int, ...]
     window_lengths: tuple[int, ...]
-
-    def place_at(self, start: int) -> PlacedGrid:
-        """Returns the grid with its numbers at `start` of an arena."""
-        return PlacedGrid(start, self.num_tokens, self.frame_lengths, len(self.window_lengths))
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the numbers and the lengths, in bytes."""
-        return self.numbers.nbytes + 8 * (len(self.frame_lengths) + len(self.window_lengths))
 
 
 def num_columns(config: VisionConfig) -> int:
@@ -49,8 +29,12 @@ def num_columns(config: VisionConfig) -> int:
     return 10 if config.num_position_embeddings else 2
 
 
-def grid_numbers(grid: Grid, config: VisionConfig) -> GridNumbers:
-    """Returns the numbers of `grid`. Raises `ValueError` for an invalid grid."""
+def grid_numbers(grid: Grid, config: VisionConfig, start: int) -> tuple[Tensor, PlacedGrid]:
+    """Returns the numbers of `grid` on the host, and the grid with its numbers at `start` of an arena.
+
+    The numbers are int32 `[count]`, with indices that begin at 0: `num_columns(config)` per patch, then, with windows,
+    two per token and one per window. Raises `ValueError` for an invalid grid.
+    """
     merge = config.spatial_merge_size
     geometry.check_grid(grid, merge)
     rows = [geometry.rope_positions(grid, merge).to(torch.int32)]
@@ -65,8 +49,9 @@ def grid_numbers(grid: Grid, config: VisionConfig) -> GridNumbers:
         rows[0] = rows[0].view(-1, config.merge_unit, 2)[order].flatten(0, 1)
         starts = torch.tensor((0, *accumulate(window_lengths[:-1])))
         after_rows = [torch.stack((order, geometry.inverse_permutation(order)), 1).flatten(), starts]
-    return GridNumbers(
-        numbers=torch.cat([torch.cat(rows, 1).flatten(), *(part.to(torch.int32) for part in after_rows)]),
+    numbers = torch.cat([torch.cat(rows, 1).flatten(), *(part.to(torch.int32) for part in after_rows)])
+    return numbers, PlacedGrid(
+        start,
         num_tokens=geometry.num_patches(grid) // config.merge_unit,
         frame_lengths=geometry.frame_lengths(grid),
         window_lengths=window_lengths,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 from torch import Tensor
+
+from encoder.metadata.geometry import to_device
 
 
 class AttentionBackend(StrEnum):
@@ -25,17 +27,8 @@ class AttentionBackend(StrEnum):
     FA3 = "fa3"
 
 
-@dataclass(frozen=True)
-class SegmentGroup:
-    """`count` segments of one length. Their rows are contiguous from `start`, or `rows` lists them.
-
-    `rows`: int64 `[count * length]` on the device of the queries, or None.
-    """
-
-    length: int
-    count: int
-    start: int
-    rows: Tensor | None
+SegmentGroup = tuple[int, Tensor]
+"""A length in rows, and the rows of all segments of that length in order, int64 `[count * length]` on the device."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +44,19 @@ class Segments:
     max_seqlen: int
     groups: tuple[SegmentGroup, ...] = ()
 
+    def grouped(self, lengths: Sequence[int]) -> Segments:
+        """Returns the same segments with groups. `lengths`: those of the segments, in order. No synchronisation."""
+        return replace(self, groups=group_segments(lengths, self.cu_seqlens.device))
 
-def group_segments(lengths: Sequence[int]) -> tuple[SegmentGroup, ...]:
-    """Groups segments of equal length, in order of first appearance; `rows` is on the host."""
+
+def group_segments(lengths: Sequence[int], device: torch.device) -> tuple[SegmentGroup, ...]:
+    """Groups segments of equal length, in order of first appearance. No synchronisation."""
     starts_of: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
         starts_of.setdefault(length, []).append(start)
         start += length
-    groups = []
-    for length, starts in starts_of.items():
-        neighbours = starts[-1] - starts[0] == (len(starts) - 1) * length
-        rows = None if neighbours else (torch.tensor(starts).unsqueeze(-1) + torch.arange(length)).reshape(-1)
-        groups.append(SegmentGroup(length, len(starts), starts[0], rows))
-    return tuple(groups)
+    return tuple(
+        (length, to_device((torch.tensor(starts).unsqueeze(-1) + torch.arange(length)).flatten(), device))
+        for length, starts in starts_of.items()
+    )

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from encoder.metadata.segments import Segments
+from encoder.checkpoint.vision_config import VisionConfig
+from encoder.metadata.expand import Expand, Expanded
+from encoder.metadata.segments import AttentionBackend, Segments
 
 
 @dataclass(frozen=True)
-class TowerMetadata:
+class TowerMetadata(Expanded):
     """Inputs of a tower's forward other than the patches. Tensors are on the tower's device, ints on the host.
 
-    `rope_positions`: int32 `[num_patches, 2]`, row and column, in the order in which the blocks process the patches.
     `frames`: full attention, one segment per frame; `windows`: windowed attention, None for towers without.
-    `position_indices`, `position_weights`: int32 and float32 `[num_patches, 4]`, None for towers without a table.
-    `window_order`, `window_inverse`: int32 `[num_tokens]`, None for towers without windows.
     `image_tokens`: tokens of each image, in order; they add up to `num_tokens`.
     """
 
     num_patches: int
     num_tokens: int
     image_tokens: tuple[int, ...]
-    rope_positions: Tensor
     frames: Segments
-    windows: Segments | None = None
-    position_indices: Tensor | None = None
-    position_weights: Tensor | None = None
-    window_order: Tensor | None = None
-    window_inverse: Tensor | None = None
+    windows: Segments | None
 
     def segments(self, *, windowed: bool) -> Segments:
         """Returns the segments of a block with windowed or full attention."""
@@ -44,8 +37,30 @@ class TowerMetadata:
             raise ValueError(f"patches have shape {tuple(patches.shape)}, not {(self.num_patches, patch_dim)}")
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies without synchronisation: through pinned memory, since a copy from pageable memory makes the host wait."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+def expanded_metadata(
+    expand: Expand,
+    arena: Tensor,
+    description: Tensor,
+    config: VisionConfig,
+    backend: AttentionBackend,
+    *,
+    tokens: int,
+    frames: int,
+    windows: int,
+    max_seqlen: int,
+    image_tokens: tuple[int, ...],
+) -> TowerMetadata:
+    """Expands a batch's description to metadata on the device; sizes are capacities. No synchronisation.
+
+    `frames`: segments of full attention, at most the description's slots. The segments have no groups, which the SDPA
+    backend requires.
+    """
+    expanded, borders = expand(arena, description, config, tokens, windows)
+    return TowerMetadata(
+        **vars(expanded),
+        num_patches=tokens * config.merge_unit,
+        num_tokens=tokens,
+        image_tokens=image_tokens,
+        frames=Segments(backend, description[3, : frames + 1], max_seqlen),
+        windows=None if borders is None else Segments(backend, borders, config.window_patches),
+    )

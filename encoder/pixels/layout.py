@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
 from encoder.images.size import Grid
-from encoder.metadata.byte_lru import ByteLru
+from encoder.pixels.byte_lru import ByteLru
 from encoder.pixels.resize_weights import Taps
 
 # Columns of the tables that `encoder.pixels.kernels` reads and documents.

@@ -13,7 +13,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from encoder.metadata.byte_lru import ByteLru
+from encoder.pixels.byte_lru import ByteLru
 
 _SHARPNESS = -0.5  # the bicubic kernel's parameter in antialiased resizes of Pillow and torch
 _MAX_PRECISION = 22

@@ -40,20 +40,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
 
 def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, groups: tuple[SegmentGroup, ...]) -> Tensor:
     if len(groups) == 1:
-        return _dense(q, k, v, groups[0])
+        return _dense(q, k, v, groups[0][0])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for group in groups:
-        if group.rows is None:
-            end = group.start + group.count * group.length
-            part = [tensor[group.start : end] for tensor in (q, k, v)]
-            out[group.start : end] = _dense(part[0], part[1], part[2], group)
-        else:
-            part = [tensor.index_select(0, group.rows) for tensor in (q, k, v)]
-            out.index_copy_(0, group.rows, _dense(part[0], part[1], part[2], group))
+    for length, rows in groups:
+        # Indexing with a tensor is slower than `index_select` and `index_copy_` on a CPU.
+        part = [tensor.index_select(0, rows) for tensor in (q, k, v)]
+        out.index_copy_(0, rows, _dense(part[0], part[1], part[2], length))
     return out
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, group: SegmentGroup) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     """Attention over segments of one length, rows in order, as one batch."""
-    batch = [tensor.view(group.count, group.length, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v)]
+    batch = [tensor.unflatten(0, (-1, length)).transpose(1, 2) for tensor in (q, k, v)]
     return F.scaled_dot_product_attention(batch[0], batch[1], batch[2]).transpose(1, 2).flatten(0, 1)

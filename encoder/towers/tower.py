@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.metadata.builder import MetadataBuilder
+from encoder.metadata.device_tables import batch_metadata
 from encoder.metadata.geometry import Grid
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.towers.attention import choose_backend
@@ -39,7 +39,6 @@ class VisionTower(nn.Module):
         self.deepstack_merger_list = nn.ModuleList(
             PatchMerger(config, norm_merged=True) for _ in config.deepstack_visual_indexes
         )
-        self._metadata = MetadataBuilder(config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,7 +53,7 @@ class VisionTower(nn.Module):
     def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
         """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid."""
         backend = choose_backend(self.device, self.dtype, self.config.head_dim)
-        return self._metadata.build(grid_thw, device=self.device, backend=backend)
+        return batch_metadata(grid_thw, self.config, self.device, backend)
 
     def in_float32(self) -> VisionTower:
         """Returns a float32 copy, against which errors are measured; the tower itself if it is in float32."""

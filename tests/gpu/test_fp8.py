@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ from encoder.fused.gemm import CublasGemm, Epilogue, Layer  # noqa: E402
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan  # noqa: E402
 from encoder.fused.rope_in_gemm import adjacent_pairs, pair_frequencies, rotation  # noqa: E402
 from encoder.fused.tower import FusedTower, best_gemm, fuse  # noqa: E402
-from encoder.metadata.builder import MetadataBuilder  # noqa: E402
-from encoder.metadata.geometry import Grid  # noqa: E402
 from encoder.metadata.segments import AttentionBackend  # noqa: E402
 from encoder.start_check import StartCheck  # noqa: E402
 from encoder.towers.tower import VisionTower  # noqa: E402
@@ -145,15 +142,10 @@ def test_an_image_has_the_same_embedding_alone_and_in_a_batch() -> None:
     forward = choose_forward(tower, FP8, rules)
     patches, grids = trial_batch(rules, CUDA, 9000)
     counts = [t * h * w // tower.config.merge_unit for t, h, w in grids]
-    builder = MetadataBuilder(tower.config)
-
-    def run(rows: Tensor, of: Sequence[Grid]) -> Tensor:
-        return forward.run(rows, builder.build(of, device=CUDA, backend=forward.backend))
-
     with torch.inference_mode():
-        together = run(patches, grids)
+        together = forward.run_grids(patches, grids)
         each = zip(patches.split([t * h * w for t, h, w in grids]), grids, strict=True)
-        alone = torch.cat([run(rows, [grid]) for rows, grid in each])
+        alone = torch.cat([forward.run_grids(rows, [grid]) for rows, grid in each])
     found = compare_embeddings(together, alone, counts, tower.config.out_hidden_size)
     print(found)
     assert found.lowest_token_cosine >= 0.99

@@ -225,6 +225,10 @@ def test_on_a_cpu_everything_runs_eagerly_as_packed_by_the_seeds_rule(
     patches = patches_of(tower, grids)
     assert torch.equal(runner.run(patches, grids, 2048), expected_of(tower, patches, grids))
     assert runner.counts.eager_runs == {Reason.NO_GPU: 1}
+    assert (runner.counts.grid_hits, runner.counts.grid_misses) == (0, 2)
+    runner.warm([(1, 6, 6)])
+    runner.run(patches_of(tower, [(1, 6, 6), (1, 8, 8)]), [(1, 6, 6), (1, 8, 8)], 2048)
+    assert (runner.counts.grid_hits, runner.counts.grid_misses) == (2, 2)
     assert not runner.idle_step()
     assert (runner.graph_bytes, runner.budgets) == (0, (2048, 4096, 8192, 13824))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.ladder.towers import config_of
 from configs.encoder_config import EncoderConfig
-from encoder.metadata.builder import MetadataBuilder
+from encoder.metadata.device_tables import batch_metadata
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
@@ -34,7 +34,7 @@ class Tower:
         return self
 
     def prepare(self, grids: Sequence[Grid]) -> TowerMetadata:
-        return MetadataBuilder(self.config).build(grids, device=self.device, backend=AttentionBackend.VARLEN)
+        return batch_metadata(grids, self.config, self.device, AttentionBackend.VARLEN)
 
     def __call__(self, patches: Tensor, metadata: TowerMetadata) -> Tensor:
         return patches.view(metadata.num_tokens, -1)

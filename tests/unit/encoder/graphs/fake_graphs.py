@@ -17,6 +17,7 @@ from encoder.graphs.trial_batches import timing_batch, trial_batch
 from encoder.metadata.device_tables import GridTables, Layout
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
+from encoder.metadata.tower_metadata import expanded_metadata
 from encoder.towers.tower import VisionTower
 
 BYTES_PER_TOKEN = 1000
@@ -121,9 +122,12 @@ class FakeGraphs:
         shape, buffers = self.captured[key].shape, self._buffers
         buffers.load(patches, layout, shape)
         buffers.spoil_padding(layout, shape)
-        laid_out = self._forward.metadata(
+        laid_out = expanded_metadata(
+            self._forward.expand,
             self._tables.arena,
             buffers.description,
+            self._forward.config,
+            self._forward.backend,
             tokens=key.budget,
             frames=shape.max_images,
             windows=shape.max_windows,

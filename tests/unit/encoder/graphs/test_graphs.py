@@ -27,6 +27,7 @@ from encoder.towers.weights import load_tower
 from tests.unit.encoder.graphs.cpu_graphs import POOL_BYTES, CpuGraphs, without_a_device
 from tests.unit.encoder.graphs.fake_graphs import borders_on_the_device, forward_of
 from tests.unit.encoder.interpreter import Interpreted
+from tests.unit.encoder.metadata.host_metadata import host_metadata
 from training.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -276,7 +277,7 @@ def test_layouts_are_not_used_after_the_arena_was_overwritten(tower: VisionTower
     read.clear()
     graphs.sustained_ms(keys, batches)
     for grids in batches:
-        expected = tower.prepare(grids)
+        expected = host_metadata(grids, tower.config)
         (found,) = (one for one in read if one.num_tokens == expected.num_tokens)
         assert torch.equal(found.rope_positions, expected.rope_positions)
         for name in ("position_indices", "window_order", "window_inverse"):

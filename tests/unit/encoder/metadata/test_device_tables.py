@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.forwards import TowerForward
-from encoder.metadata.builder import MetadataBuilder
-from encoder.metadata.device_tables import GridTables, Layout
+from encoder.metadata.device_tables import GridTables, Layout, batch_metadata
 from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
-from encoder.metadata.segments import AttentionBackend
-from encoder.metadata.tower_metadata import TowerMetadata
+from encoder.metadata.segments import AttentionBackend, SegmentGroup, Segments
+from encoder.metadata.tower_metadata import expanded_metadata
 from tests.unit.encoder.interpreter import Interpreted
+from tests.unit.encoder.metadata.host_metadata import check_equal, host_metadata
 
 CPU = torch.device("cpu")
 CONFIGS = {
@@ -39,40 +40,8 @@ def laid_out(tables: GridTables, grids: list[Grid]) -> Layout:
     return layout
 
 
-def never_run(patches: Tensor, metadata: TowerMetadata) -> Tensor:
-    raise AssertionError("only the metadata is built")
-
-
-def check_equal(found: TowerMetadata, expected: TowerMetadata, tokens: int) -> None:
-    """The batch's part of `found` is `expected`, and the rest is inert: zeros, places of their own, the last border."""
-    patches, total = expected.num_patches, expected.num_tokens
-    for name in ("rope_positions", "position_indices", "position_weights"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            assert ours.dtype == theirs.dtype
-            assert ours.is_contiguous()
-            assert torch.equal(ours[:patches], theirs), name
-            assert not ours[patches:].any()
-    for name in ("window_order", "window_inverse"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours[:total], theirs), name
-            assert ours[total:].tolist() == list(range(total, tokens))
-    for ours, theirs in ((found.frames, expected.frames), (found.windows, expected.windows)):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            count = len(theirs.cu_seqlens)
-            assert torch.equal(ours.cu_seqlens[:count], theirs.cu_seqlens)
-            assert set(ours.cu_seqlens[count:].tolist()) <= {patches}
-            assert ours.max_seqlen >= theirs.max_seqlen
-
-
 def check(config: VisionConfig, way: Expand, spare_tokens: int, spare_slots: int) -> None:
-    tables, builder, backend = tables_for(config), MetadataBuilder(config), AttentionBackend.VARLEN
-    forward = TowerForward("eager", never_run, config, torch.float32, CPU, backend, backend.value, way)
+    tables = tables_for(config)
     for grids in BATCHES * 2:
         layout = laid_out(tables, grids)
         slots, tokens = layout.slots + spare_slots, layout.num_tokens + spare_tokens
@@ -80,16 +49,19 @@ def check(config: VisionConfig, way: Expand, spare_tokens: int, spare_slots: int
         assert description.shape[0] == 4
         assert slots < description.shape[1] <= slots + 4
         assert description.stride(0) % 4 == 0, "rows begin on 16 bytes"
-        found = forward.metadata(
+        found = expanded_metadata(
+            way,
             tables.arena,
             description,
+            config,
+            AttentionBackend.VARLEN,
             tokens=tokens,
             frames=layout.num_frames + spare_slots,
             windows=layout.num_windows + spare_slots,
             max_seqlen=layout.max_seqlen,
             image_tokens=layout.image_tokens,
         )
-        expected = builder.build(grids, device=CPU, backend=backend)
+        expected = host_metadata(grids, config)
         assert (layout.num_patches, layout.num_tokens) == (expected.num_patches, expected.num_tokens)
         assert layout.image_tokens == expected.image_tokens
         assert layout.num_windows == (0 if expected.windows is None else expected.windows.cu_seqlens.numel() - 1)
@@ -97,7 +69,7 @@ def check(config: VisionConfig, way: Expand, spare_tokens: int, spare_slots: int
             expected.frames.cu_seqlens.numel() - 1,
             expected.frames.max_seqlen,
         )
-        check_equal(found, expected, tokens)
+        check_equal(found, expected)
 
 
 @pytest.mark.parametrize(("spare_tokens", "spare_slots"), [(0, 0), (50, 5)])
@@ -119,6 +91,33 @@ def test_the_kernel_equals_plain_torch(interpreted: Interpreted) -> None:
         "print('equal')"
     )
     assert interpreted(program) == "equal"
+
+
+@pytest.mark.parametrize("backend", [AttentionBackend.VARLEN, AttentionBackend.SDPA])
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_metadata_of_a_batch_equals_the_hosts(arch: str, backend: AttentionBackend) -> None:
+    """In an arena that holds this batch alone, and in one with other grids."""
+    config, tables = CONFIGS[arch], tables_for(CONFIGS[arch])
+    for grids in [*BATCHES, [(1, 2, 2)], [(4, 2, 2)] * 3, [(1, 64, 64)]]:
+        expected = host_metadata(grids, config)
+        for found in (batch_metadata(grids, config, CPU, backend), tables.metadata(laid_out(tables, grids), backend)):
+            check_equal(found, expected)
+            assert (found.num_patches, found.num_tokens) == (expected.num_patches, expected.num_tokens)
+            assert found.image_tokens == expected.image_tokens
+            for ours, theirs in ((found.frames, expected.frames), (found.windows, expected.windows)):
+                if ours is not None and theirs is not None:
+                    assert torch.equal(ours.cu_seqlens, theirs.cu_seqlens)
+                    assert ours.backend is backend
+                    check_groups(ours.groups, theirs if backend is AttentionBackend.SDPA else None)
+
+
+def check_groups(groups: tuple[SegmentGroup, ...], segments: Segments | None) -> None:
+    """Asserts that each segment is one row of its length's group, in order; without `segments`, no group."""
+    expected: dict[int, list[int]] = {}
+    if segments is not None:
+        for start, end in pairwise(segments.cu_seqlens.tolist()):
+            expected.setdefault(end - start, []).extend(range(start, end))
+    assert [(length, rows.tolist()) for length, rows in groups] == list(expected.items())
 
 
 def test_known_grids_cost_no_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +142,8 @@ def test_a_full_arena_begins_anew_within_its_bytes() -> None:
     for grids in ([(1, 6, 10)], [(1, 4, 8)], [(1, 6, 8), (1, 2, 2)], [(1, 6, 10), (1, 2, 2)]):
         layout = laid_out(tables, grids)
         description = layout.device_description(layout.slots, CPU)
-        found = expand(tables.arena, description, config, layout.num_tokens, 0)
-        expected = MetadataBuilder(config).build(grids, device=CPU, backend=AttentionBackend.VARLEN)
-        assert torch.equal(found.rope, expected.rope_positions)
+        found, _ = expand(tables.arena, description, config, layout.num_tokens, 0)
+        assert torch.equal(found.rope_positions, host_metadata(grids, config).rope_positions)
     assert tables.arena is arena
     assert tables.layout([(1, 10, 10), (1, 2, 2)]) is None, "more than all of it"
     laid_out(tables, [(1, 10, 10)])

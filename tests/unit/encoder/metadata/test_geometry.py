@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
 
 import pytest
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.metadata import geometry
-from encoder.metadata.builder import MetadataBuilder
+from encoder.metadata.device_tables import batch_metadata
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend, Segments, group_segments
-from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.towers.attention import attention, choose_backend
 
 MERGE = 2
@@ -114,13 +113,9 @@ lengths_lists = st.lists(st.sampled_from([1, 4, 12, 16, 64]), min_size=1, max_si
 @given(lengths_lists)
 @examples
 def test_segment_groups_hold_each_row_once(lengths: list[int]) -> None:
-    groups = group_segments(lengths)
-    assert len({group.length for group in groups}) == len(groups)
-    rows: list[int] = []
-    for group in groups:
-        many = group.count * group.length
-        rows += list(range(group.start, group.start + many)) if group.rows is None else group.rows.tolist()
-    assert sorted(rows) == list(range(sum(lengths)))
+    groups = group_segments(lengths, CPU)
+    assert len({length for length, _ in groups}) == len(groups)
+    assert sorted(row for _, rows in groups for row in rows.tolist()) == list(range(sum(lengths)))
 
 
 @given(lengths_lists)
@@ -133,7 +128,7 @@ def test_attention_stays_within_its_segment(lengths: list[int]) -> None:
     scores = torch.einsum("qhd,khd->hqk", qkv[:, 0], qkv[:, 1]) / head_dim**0.5
     weights = scores.masked_fill(segment[:, None] != segment, -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, qkv[:, 2])
-    cut = Segments(AttentionBackend.SDPA, geometry.cu_seqlens(lengths), max(lengths), group_segments(lengths))
+    cut = Segments(AttentionBackend.SDPA, geometry.cu_seqlens(lengths), max(lengths)).grouped(lengths)
     q, k, v = qkv.unbind(1)
     torch.testing.assert_close(attention(q, k, v, cut), expected, rtol=1e-10, atol=1e-10)
 
@@ -151,15 +146,12 @@ def _config(architecture: str) -> VisionConfig:
     return VisionConfig.from_dict({"model_type": architecture, "vision_config": {"hidden_size": 64, "num_heads": 4}})
 
 
-def _build(builder: MetadataBuilder, grid_thw: list[Grid]) -> TowerMetadata:
-    return builder.build(grid_thw, device=CPU, backend=AttentionBackend.SDPA)
-
-
 @pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl"])
 def test_metadata_of_a_batch_is_that_of_its_images_one_after_another(architecture: str) -> None:
-    builder = MetadataBuilder(_config(architecture))
+    config = _config(architecture)
     grid_thw: list[Grid] = [(1, 6, 20), (2, 18, 4), (1, 2, 2)]
-    batch, singles = _build(builder, grid_thw), [_build(builder, [grid]) for grid in grid_thw]
+    batch = batch_metadata(grid_thw, config, CPU, AttentionBackend.SDPA)
+    singles = [batch_metadata([grid], config, CPU, AttentionBackend.SDPA) for grid in grid_thw]
     assert batch.image_tokens == (30, 36, 1)
     assert (batch.num_tokens, batch.num_patches) == (67, 268)
     assert batch.frames.cu_seqlens.tolist() == [0, 120, 192, 264, 268]
@@ -178,31 +170,14 @@ def test_metadata_of_a_batch_is_that_of_its_images_one_after_another(architectur
     assert torch.equal(batch.window_order[batch.window_inverse.long()], torch.arange(67, dtype=torch.int32))
     # Each image's tokens keep to its own places.
     assert [sorted(part.tolist())[0] for part in batch.window_order.split([30, 36, 1])] == [0, 30, 66]
-    assert batch.windows.max_seqlen == 48
+    assert batch.windows.max_seqlen == config.window_patches == 64
     assert batch.windows.cu_seqlens.tolist() == [0, 48, 96, 120, 152, 184, 192, 224, 256, 264, 268]
 
 
-def test_the_geometry_cache_is_bounded_in_bytes_and_gives_what_is_computed_afresh() -> None:
-    config = _config("qwen2_5_vl")
-    small = MetadataBuilder(config, max_bytes=4000)
-    grid_thw: list[Grid] = [(1, 2 * n, 2 * m) for n in range(1, 6) for m in range(1, 6)]
-    for _ in range(2):
-        for grid in grid_thw:
-            remembered, fresh = _build(small, [grid]), _build(MetadataBuilder(config), [grid])
-            for field in fields(TowerMetadata):
-                found, expected = getattr(remembered, field.name), getattr(fresh, field.name)
-                assert torch.equal(found, expected) if isinstance(found, Tensor) else type(found) is type(expected)
-            assert small.images.held_bytes <= 4000
-    assert 0 < len(small.images) < len(grid_thw)
-    # Larger than the whole cache: computed every time, and nothing is thrown out for it.
-    held = len(small.images)
-    assert _build(small, [(1, 40, 40)]).num_tokens == 400
-    assert len(small.images) == held
-
-
 def test_a_batch_needs_an_image_and_every_grid_is_checked() -> None:
-    builder = MetadataBuilder(_config("qwen3_vl"))
+    config = _config("qwen3_vl")
     with pytest.raises(ValueError, match="grid_thw is empty"):
-        _build(builder, [])
-    with pytest.raises(ValueError, match=r"grid \(1, 4, 5\)"):
-        _build(builder, [(1, 4, 4), (1, 4, 5)])
+        batch_metadata([], config, CPU, AttentionBackend.SDPA)
+    for grid in ((1, 4, 5), (1, -8, 8), (0, 4, 4)):
+        with pytest.raises(ValueError, match=re.escape(f"grid {grid}")):
+            batch_metadata([(1, 4, 4), grid], config, CPU, AttentionBackend.SDPA)
