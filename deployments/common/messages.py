@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # processes that only forward these values do not load torch
     import torch
     from ray import ObjectRef
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of what encoders and language models are called with and return, and of the transfer of embeddings. Each
 change raises it: in a rolling update, an ingress calls only those of its own version."""
 KEY_PREFIX = "vitray:"

@@ -24,6 +24,8 @@ from deployments.common.replica_errors import IdentityGoneError
 from deployments.ingress import attempt
 from deployments.ingress.http.chat_request import ChatRequest
 from deployments.ingress.http.image_parts import BodyFormat, image_parts
+from deployments.routing.affinity import Call
+from deployments.routing.prefill_load import EARLIER_IMAGE_COST
 from encoder.images.generic_identity import GenericIdentity
 from encoder.images.size import read_header
 from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
@@ -101,6 +103,13 @@ def test_twenty_turns_of_screenshots_pass_the_shipped_configuration() -> None:
     assert len({job.digest for job in stand_ins.jobs}) == len(stand_ins.jobs) == 20
     assert sent(stand_ins) == [[Deferred] * number + [Pieces] for number in range(20)]
     assert all(job.tokens_before == 0 for job in stand_ins.jobs), "nothing of its request is before it in the queue"
+
+
+def test_a_prompt_states_what_it_costs_to_leave_the_host_of_its_earlier_images() -> None:
+    stand_ins = Encodes()
+    assert statuses(stand_ins, turn(1), turn(3)) == [200] * 2
+    calls = [Call.from_session_id(label) for label in stand_ins.labels["handle"]]
+    assert [call.leaving_cost for call in calls] == [0, EARLIER_IMAGE_COST * 2 * TOKENS]
 
 
 def test_what_an_engine_asks_for_is_encoded_and_nothing_else() -> None:
