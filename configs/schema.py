@@ -116,11 +116,12 @@ class LLMConfig(Options):
     replica with the fewest requests in flight from the same ingress replica is chosen."""
     affinity_load_factor: LoadFactor = 1.25
     """Bounded loads: a replica's requests in flight may be at most this many times the mean, or two over the mean; a
-    conversation whose replica has more moves to another, and stays there."""
+    conversation whose replica has more moves to another, and stays there for the same ingress replica."""
     load_probe_min_tokens: PositiveInt | None = 2048
-    """Prompts of at least this many tokens are routed by load: three candidate replicas of the conversation's host and
-    two of others report their pending prefill tokens, and the one expected to finish prefill first is chosen, counting
-    prefix-cache hits and, on another host, images of earlier turns. `null`: all prompts are routed by affinity."""
+    """Prompts of at least this many tokens are routed by load: up to three candidate replicas of the conversation's
+    host and two of others report their pending prefill tokens, and the one expected to finish prefill first is chosen,
+    counting prefix-cache hits and, on another host, images of earlier turns. `null`: all prompts are routed by
+    affinity."""
     early_prefill_min_tokens: PositiveInt | None = 1024
     """Early prefill: vLLM gets a request while its images are still being encoded, and prefills up to the first missing
     image as soon as that is at least this many tokens. `null`: vLLM gets a request once all embeddings have arrived."""

@@ -37,6 +37,7 @@ from deployments.ingress.failures import (
     ReplicaLostError,
 )
 from deployments.ingress.http.deadline import Deadline
+from deployments.ingress.http.routes import COUNTING
 from deployments.ingress.image_jobs import EngineRequest
 from deployments.ingress.replica_client import Answer, Encoding, Replicas
 from deployments.routing.affinity import Call
@@ -112,7 +113,8 @@ class Attempt:
             if lost.attempts:
                 await asyncio.sleep(FIRST_RETRY_DELAY_S * 2 ** (lost.attempts - 1))
             await self.visit.requeue()
-            earlier_tokens = sum(request.jobs[number].num_tokens for number in request.deferred)
+            earlier = () if request.http.path in COUNTING else request.deferred  # which defers new images too
+            earlier_tokens = sum(request.jobs[number].num_tokens for number in earlier)
             self._call = Call(
                 request.conversation,
                 1,

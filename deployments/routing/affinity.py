@@ -40,7 +40,7 @@ class Work(IntEnum):
 
     COMPUTE = 0
     SERVE_CACHED = 1
-    """The replica has cached the result, or is computing it."""
+    """The replica probably has the result or is computing it: this router sent the key there last."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Call:
     attempt: int = 0
     """Over 0 for a retry: the replica of the failed attempt is ranked last."""
     cost: int = 0
-    """Cost of the call at a replica that does not cache the key, in the unit of the work that replicas report. For an
+    """Cost of the call at a replica that does not cache the key, in the unit of the work in answers to probes. For an
     image: its visual tokens and those of the images before it in its request."""
     identity: str = ""
     """Identity that a replica must have to take the call; empty accepts all."""
@@ -80,8 +80,8 @@ class Call:
     sticky: bool = False
     """Whether the call goes where the last call of its key went, whatever the load there, and is computed there."""
     leaving_cost: int = 0
-    """Cost in addition to `cost` on another host than that of the best replica for the key, which holds what the call
-    needs. For a prompt: of its images of earlier turns, which are encoded again there."""
+    """Cost in addition to `cost` on another host than that of the best replica for the key, which has what the call
+    needs. For a prompt: of its images of earlier turns, which would be encoded again."""
 
     def to_session_id(self) -> str:
         numbers = f"{self.weight}:{self.attempt}:{self.cost}:{self.leaving_cost}"

@@ -50,7 +50,7 @@ class PrefillLoad:
         """`has_prefix_cache`: whether the engine has a prefix cache."""
         self.tokens = 0
         """Pending prefill tokens, plus RUNNING_TOKENS for each prompt in flight whose prefill is complete."""
-        self._prefilled: LRUCache[str, None] = LRUCache(MAX_CONVERSATIONS if has_prefix_cache else 0)
+        self._prefilled: LRUCache[str, bytes] = LRUCache(MAX_CONVERSATIONS if has_prefix_cache else 0)
 
     @contextmanager
     def track(self, call: Call) -> Iterator[ActivePrompt]:
@@ -72,12 +72,11 @@ class PrefillLoad:
             self.tokens += RUNNING_TOKENS - prompt.call.cost
             if prompt.call.key is not None and self._prefilled.maxsize:
                 self._prefilled.pop(prompt.call.key, None)
-                self._prefilled[prompt.call.key] = None
+                self._prefilled[prompt.call.key] = bytes.fromhex(prompt.call.key[: 2 * PREFIX_BYTES])
 
     def routing_stats(self) -> dict[str, Any]:
         """Returns the answer to a router's probe."""
-        conversations = b"".join(bytes.fromhex(key[: 2 * PREFIX_BYTES]) for key in self._prefilled)
-        return {CONVERSATIONS: conversations, PENDING_TOKENS: self.tokens}
+        return {CONVERSATIONS: b"".join(self._prefilled.values()), PENDING_TOKENS: self.tokens}
 
 
 def choose_probed(ranked: Sequence[str], hosts: Mapping[str, str]) -> dict[str, bool]:
@@ -95,8 +94,8 @@ def choose_probed(ranked: Sequence[str], hosts: Mapping[str, str]) -> dict[str, 
 def rank_by_pending_prefill(call: Call, stats: Mapping[str, Mapping[str, Any]], far: Mapping[str, bool]) -> list[str]:
     """Returns the replicas that reported, by ascending pending tokens with the prompt; equal ones keep their order.
 
-    A replica that caches the conversation's prefix gets the prompt at no cost, one on another host at
-    `call.leaving_cost` in addition.
+    A replica that prefilled the conversation last gets the prompt at no cost, also on another host, where its images
+    are cached then. Others get it at `call.cost`, on another host at `call.leaving_cost` in addition.
 
     Args:
         stats: result of `PrefillLoad.routing_stats` by replica; one without PENDING_TOKENS is omitted.
@@ -106,6 +105,7 @@ def rank_by_pending_prefill(call: Call, stats: Mapping[str, Mapping[str, Any]], 
     def tokens(name: str) -> int:
         held = np.frombuffer(stats[name].get(CONVERSATIONS, b""), ">u4")
         holds = call.key is not None and int(call.key[: 2 * PREFIX_BYTES], 16) in held
-        return int(stats[name][PENDING_TOKENS]) + (0 if holds else call.cost) + far[name] * call.leaving_cost
+        missing = 0 if holds else call.cost + far[name] * call.leaving_cost
+        return int(stats[name][PENDING_TOKENS]) + missing
 
     return sorted((name for name, report in stats.items() if PENDING_TOKENS in report), key=tokens)

@@ -7,7 +7,7 @@
 
 A caller passes `handle.options(session_id=Call(digest, tokens).to_session_id())`; a call without a session id goes to
 the replica with the least load. Before an expensive call, the router probes some replicas for their present load, since
-other routers send to them too. Nothing that changes with the load passes through Serve's controller.
+other routers send to them too. Serve's controller sends routers nothing that changes with the load.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Counter(Definition):
     SHED_TOKENS = "Visual tokens of requests that the ingress shed. `reason` says why."
     SHED_REQUESTS = "Requests that the ingress shed before any work was done on them. `reason` says why."
     AFFINITY_SPILLS = (
-        "Calls routed away from the replica that caches their image or conversation because it was overloaded. "
+        "Calls routed away from the best replica for their image or conversation because it was overloaded. "
         "`target`: the deployment that was called."
     )
     ENCODER_REFUSALS = (

@@ -1,4 +1,4 @@
-"""Arithmetic on grids: positions, windows and segment borders, as host tensors, and their copy to the device.
+"""Arithmetic on grids: positions and windows, as host tensors, and their copy to the device.
 
 Functions take one grid `(t, h, w)` in patches, with `h` and `w` multiples of the merge size. Patches are in merge-block
 order: frame, block row, block column, then the rows and columns inside the `merge` by `merge` block that becomes one
@@ -6,9 +6,6 @@ token.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -105,11 +102,6 @@ def frame_lengths(grid: Grid) -> tuple[int, ...]:
     """Returns the patches of each frame. Without windows, attention is within a frame."""
     t, h, w = grid
     return (h * w,) * t
-
-
-def cu_seqlens(lengths: Iterable[int]) -> Tensor:
-    """Returns the borders of consecutive segments, beginning with 0: int32 `[len(lengths) + 1]`."""
-    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

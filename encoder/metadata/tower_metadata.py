@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from encoder.checkpoint.vision_config import VisionConfig
-from encoder.metadata.expand import Expand, Expanded
+from encoder.metadata.expand import Expand
 from encoder.metadata.segments import AttentionBackend, Segments
 
 
 @dataclass(frozen=True)
-class TowerMetadata(Expanded):
+class TowerMetadata:
     """Inputs of a tower's forward other than the patches. Tensors are on the tower's device, ints on the host.
 
+    The first five are those of `Expanded`.
     `frames`: full attention, one segment per frame; `windows`: windowed attention, None for towers without.
     `image_tokens`: tokens of each image, in order; they add up to `num_tokens`.
     """
 
+    rope_positions: Tensor
+    position_indices: Tensor | None
+    position_weights: Tensor | None
+    window_order: Tensor | None
+    window_inverse: Tensor | None
     num_patches: int
     num_tokens: int
     image_tokens: tuple[int, ...]

@@ -31,6 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     Rows outside all segments are undefined. Raises `BackendUnavailableError` if the backend's package is missing.
     """
     if segments.backend is AttentionBackend.SDPA:
+        assert segments.groups
         return _grouped_sdpa(q, k, v, segments.groups)
     # Imported here: only CUDA devices need it.
     from encoder.towers.backends import load

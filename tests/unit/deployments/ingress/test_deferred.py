@@ -112,6 +112,14 @@ def test_a_prompt_states_what_it_costs_to_leave_the_host_of_its_earlier_images()
     assert [call.leaving_cost for call in calls] == [0, EARLIER_IMAGE_COST * 2 * TOKENS]
 
 
+def test_a_count_costs_the_same_anywhere() -> None:
+    """All its images are deferred, new ones too."""
+    stand_ins = Encodes()
+    assert asked(stand_ins, "POST", "/tokenize", json={"messages": turn(3)}).status_code == 200
+    (label,) = stand_ins.labels["handle"]
+    assert Call.from_session_id(label).leaving_cost == 0
+
+
 def test_what_an_engine_asks_for_is_encoded_and_nothing_else() -> None:
     """The image that is being encoded goes on."""
     stand_ins = Encodes(Pieces(NotEncoded((0, 2))), Pieces(NotEncoded((1,))))

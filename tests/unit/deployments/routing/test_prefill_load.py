@@ -69,6 +69,11 @@ def test_another_host_has_to_be_so_much_better_as_it_lacks() -> None:
     far = {"near": False, "far": True}
     for leaving_cost, first in ((0, "far"), (899, "far"), (901, "near")):
         assert rank_by_pending_prefill(Call(KEYS[0], leaving_cost=leaving_cost), told, far)[0] == first
+    told["far"][CONVERSATIONS] = bytes.fromhex(KEYS[0])[:PREFIX_BYTES]
+    call = Call(KEYS[0], cost=6000, leaving_cost=10_000)
+    assert rank_by_pending_prefill(call, told, far)[0] == "far", (
+        "it has read the turns before, so its host has the images"
+    )
 
 
 def test_replicas_are_probed_on_the_host_of_the_best_and_on_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,8 +51,13 @@ def host_metadata(grid_thw: Sequence[Grid], config: VisionConfig) -> TowerMetada
     )
 
 
+def cu_seqlens(lengths: Sequence[int]) -> Tensor:
+    """Returns the borders of consecutive segments, beginning with 0: int32 `[len(lengths) + 1]`."""
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+
+
 def _segments(lengths: Sequence[int]) -> Segments:
-    return Segments(AttentionBackend.VARLEN, geometry.cu_seqlens(lengths), max(lengths))
+    return Segments(AttentionBackend.VARLEN, cu_seqlens(lengths), max(lengths))
 
 
 def check_equal(found: TowerMetadata, expected: TowerMetadata) -> None:

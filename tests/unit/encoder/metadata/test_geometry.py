@@ -17,6 +17,7 @@ from encoder.metadata.device_tables import batch_metadata
 from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend, Segments, group_segments
 from encoder.towers.attention import attention, choose_backend
+from tests.unit.encoder.metadata.host_metadata import cu_seqlens
 
 MERGE = 2
 CPU = torch.device("cpu")
@@ -95,10 +96,8 @@ def test_window_order_lists_the_tokens_of_each_window_in_turn(grid: Grid, window
     assert torch.equal(order[geometry.inverse_permutation(order)], torch.arange(len(order)))
 
 
-def test_cu_seqlens() -> None:
-    found = geometry.cu_seqlens([*geometry.frame_lengths((2, 4, 6)), *geometry.frame_lengths((1, 2, 2))])
-    assert found.dtype == torch.int32
-    assert found.tolist() == [0, 24, 48, 52]
+def test_each_frame_is_a_segment() -> None:
+    assert geometry.frame_lengths((2, 4, 6)) == (24, 24)
 
 
 @pytest.mark.parametrize("grid", [(0, 4, 4), (1, 0, 4), (1, 4, 3), (1, 3, 4), (1, -2, 4), (1, 1, 2)])
@@ -128,7 +127,7 @@ def test_attention_stays_within_its_segment(lengths: list[int]) -> None:
     scores = torch.einsum("qhd,khd->hqk", qkv[:, 0], qkv[:, 1]) / head_dim**0.5
     weights = scores.masked_fill(segment[:, None] != segment, -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, qkv[:, 2])
-    cut = Segments(AttentionBackend.SDPA, geometry.cu_seqlens(lengths), max(lengths)).grouped(lengths)
+    cut = Segments(AttentionBackend.SDPA, cu_seqlens(lengths), max(lengths)).grouped(lengths)
     q, k, v = qkv.unbind(1)
     torch.testing.assert_close(attention(q, k, v, cut), expected, rtol=1e-10, atol=1e-10)
 
