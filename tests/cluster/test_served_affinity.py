@@ -237,7 +237,8 @@ def test_small_images_are_sent_elsewhere_than_a_large_one(pair: ServedApp) -> No
 def test_the_controller_sends_nothing_that_changes_with_the_load(pair: ServedApp) -> None:
     """It sends the routing stats that it polls to every router whenever they change."""
     ask(pair, chat(MANY[0]))
-    for handle in (pair._encoder, pair._llm):
+    for handle in (pair._encoder.options(method_name="state"), pair._llm.options(method_name="state")):
+        until(partial(lambda one: len(running_replicas(one)) == 2, handle), "the replicas")
         assert [replica.routing_stats for replica in running_replicas(handle)] == [{}, {}]
 
 
