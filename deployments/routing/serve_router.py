@@ -58,6 +58,7 @@ class AffinityRouter(ReplicaRouter):
         self._affinity = Affinity(load_factor=load_factor, separate_cache_hits=separate_cache_hits)
         self._choices = Choices(self._affinity)
         self._names: dict[str, RunningReplica] = {}
+        self._hosts: dict[str, str] = {}
         # By replica and request. Calls of one request share its id, so `on_request_completed` may end them in another
         # order; the loads are right once all have ended.
         self._active: defaultdict[tuple[ReplicaID, str], list[ActiveCall]] = defaultdict(list)
@@ -65,8 +66,9 @@ class AffinityRouter(ReplicaRouter):
     def _set_routable(self, replicas: list[RunningReplica]) -> None:
         super()._set_routable(replicas)
         self._names = {replica.replica_id.unique_id: replica for replica in replicas}
-        identities, hosts = ({n: published(one, key) for n, one in self._names.items()} for key in (IDENTITY, HOST))
-        self._affinity.set_replicas(self._names, identities, hosts)
+        identities = {name: published(one, IDENTITY) for name, one in self._names.items()}
+        self._hosts = {name: published(one, HOST) for name, one in self._names.items()}
+        self._affinity.set_replicas(self._names, identities, self._hosts)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -120,7 +122,7 @@ class AffinityRouter(ReplicaRouter):
     async def _probe(self, call: Call) -> list[str]:
         """Probes replicas. Returns all replicas, those that answered first, by load; empty if none answered."""
         ranked = self._affinity.rank(call)
-        names = choose_probed(ranked, {name: published(one, HOST) for name, one in self._names.items()})
+        names = choose_probed(ranked, self._hosts)
         probes = {name: asyncio.ensure_future(routing_stats(self._names[name])) for name in names}
         try:
             await asyncio.wait(probes.values(), timeout=PROBE_TIMEOUT_S)

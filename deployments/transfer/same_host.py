@@ -68,16 +68,25 @@ class EmbeddingUnavailableError(RuntimeError):
     """The embedding is not available at its stated location; calling the encoder again may help."""
 
 
-class ShmServer(Listener):
+class ShmServer:
     """Serves the embeddings of a store to clients on this host, on its own threads, until `close`."""
 
     def __init__(self, store: EmbeddingStore, *, on_direct_read: Callable[[str], None] = lambda digest: None) -> None:
         """`on_direct_read` receives, on one of the server's threads, the digest of each embedding that was acquired
         without a call of the encoder."""
         self.store, self._on_direct_read = store, on_direct_read
-        super().__init__(self._serve_client, name="shm-server")
+        self._listener = Listener(self._serve, name="shm-server")
+        self.address = self._listener.address
 
-    def _serve_client(self, connection: socket.socket) -> None:
+    @property
+    def is_alive(self) -> bool:
+        """False if the thread that accepts clients died; True after `close`."""
+        return self._listener.is_alive
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket) -> None:
         leased: dict[int, EncodedImage] = {}
         unix_socket.send(connection, self._hello(), self.store.arena.file)
         unix_socket.handle_messages(connection, REQUEST, lambda request, _: self._handle(request, connection, leased))

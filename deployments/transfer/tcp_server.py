@@ -30,7 +30,7 @@ MAX_UNAUTHENTICATED = 64
 BACKLOG = 128
 
 
-class TcpServer(Listener):
+class TcpServer:
     """Serves the embeddings of a store to authenticated clients, on its own threads, until `close`.
 
     While an embedding is sent, the server holds it: its memory is not reused.
@@ -46,17 +46,27 @@ class TcpServer(Listener):
         on_tcp_error: Callable[[TcpError], None] = lambda _: None,
     ) -> None:
         """`on_direct_read`: as of `same_host.ShmServer`. `on_tcp_error` receives failed connections and transfers, on
-        one of the server's threads. `address` is `HOST:PORT` for `TcpClient`.
+        one of the server's threads.
 
         Raises OSError if no port of `config` is free, or its address is not one of this host.
         """
         self._store, self._secret = store, secret
         self._on_direct_read, self._on_tcp_error = on_direct_read, on_tcp_error
         self._unauthenticated = threading.Semaphore(MAX_UNAUTHENTICATED)
-        super().__init__(self._serve_client, name="tcp-server", listening=listen(config))
+        self._listener = Listener(self._serve, name="tcp-server", listening=listen(config))
+        self.address = self._listener.address
+        """`HOST:PORT` for `TcpClient`."""
 
-    def _serve_client(self, connection: socket.socket) -> None:
-        if self.num_connections > MAX_CONNECTIONS or not self._unauthenticated.acquire(blocking=False):
+    @property
+    def is_alive(self) -> bool:
+        """False if the thread that accepts clients died; True after `close`."""
+        return self._listener.is_alive
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        if self._listener.num_connections > MAX_CONNECTIONS or not self._unauthenticated.acquire(blocking=False):
             self._on_tcp_error(TcpError.LIMIT)
             return
         try:

@@ -201,7 +201,7 @@ def test_a_file_without_times_is_named(small: Path, tmp_path: Path, text: str) -
 
 @pytest.mark.parametrize("tower", plan_command._MEASURED)
 def test_every_tower_that_can_be_named_has_rules_and_times(pages: Path, tmp_path: Path, tower: str) -> None:
-    """Of a model, the size of its tower decides, whoever gives the times."""
+    """Of a model, the size of its tower decides, also with times of one's own."""
     assert set(plan_command._MEASURED) == set(traces.RULES)
     named = encoding_s(plan_for(pages, MODEL, "--arch", tower))
     if tower != "qwen2_5_vl":
@@ -233,7 +233,7 @@ def test_what_cannot_be_kept_is_said(small: Path) -> None:
 
 
 def test_a_tower_that_nobody_measured_is_refused(small: Path) -> None:
-    """The small model that is shipped has one. Whoever gives times gives none of it either."""
+    """The small model that is shipped has one. A file of one's own has no times of it either."""
     for costs in ((), ("--costs", str(LADDER))):
         result = plan_for(small, SCENES, *costs)
         assert (result.exit_code, result.stdout) == (1, "")

@@ -223,7 +223,7 @@ def test_a_dead_lending_thread_is_told_by_the_health_check(monkeypatch: pytest.M
 
     monkeypatch.setattr(unix_socket, "accept", die)
     with closing(Replica()) as replica:
-        replica.server._thread.join(PATIENCE_S)
+        replica.server._listener._thread.join(PATIENCE_S)
         with pytest.raises(RuntimeError, match="serves embeddings to this host has died"):
             asyncio.run(replica.check_health())
 
@@ -236,7 +236,7 @@ def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: 
     monkeypatch.setattr(socket.socket, "accept", die)
     monkeypatch.setattr(unix_socket, "accept", lambda _: time.sleep(PATIENCE_S))
     with closing(Replica()) as replica:
-        replica.tcp._thread.join(PATIENCE_S)
+        replica.tcp._listener._thread.join(PATIENCE_S)
         with pytest.raises(RuntimeError, match="serves embeddings to other hosts has died"):
             asyncio.run(replica.check_health())
 
@@ -244,7 +244,7 @@ def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: 
 def test_a_server_that_was_closed_passes_the_health_check(replica: Replica) -> None:
     asyncio.run(replica.check_health())
     replica.server.close()
-    replica.server._thread.join(PATIENCE_S)
+    replica.server._listener._thread.join(PATIENCE_S)
     asyncio.run(replica.check_health())
 
 

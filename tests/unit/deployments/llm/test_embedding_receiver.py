@@ -251,7 +251,7 @@ def test_a_bad_message_of_an_encoder_is_logged_and_ends_nothing(caplog: pytest.L
     async def scenario() -> None:
         async with setting() as given:
             await received_by(given.receiver, *at_once(given.offered(1)))
-            (connection,) = given.server._connections
+            (connection,) = given.server._listener._connections
             unix_socket.send(connection, {"lease": 999, "start": 0})
             arrived = await received_by(given.receiver, *at_once(given.offered(2)))
             assert [slot.lease is not None for slot in arrived.slots] == [True]

@@ -128,7 +128,7 @@ class Holds(RuleBasedStateMachine):
         """A language model goes, and another one comes."""
         self.readers[reader].close()
         self.reading = [reading for reading in self.reading if reading.reader != reader]
-        eventually(lambda: len(self.server._connections) == len(self.readers) - 1)
+        eventually(lambda: len(self.server._listener._connections) == len(self.readers) - 1)
         self.readers[reader] = ShmClient(self.server.address)
         barrier(self.readers[reader])
 

@@ -226,7 +226,7 @@ def test_a_client_goes_on_after_an_error(
     image = encoded(store)
     store.offer(image)
     with closing(ShmClient(server.address)) as client:
-        (connection,) = server._connections
+        (connection,) = server._listener._connections
         unix_socket.send(connection, {"lease": 1_000_000, "start": 0})
         hold(client, image)
         assert caplog.messages == ["the handling of a message failed"]

@@ -347,7 +347,7 @@ def test_a_server_that_restarted_at_its_address_is_connected_anew(
         with pytest.raises(EmbeddingUnavailableError, match="refused"):
             fetched(client, image, direct_read=True)
         assert errors == {TcpError.CONNECTION: 1}
-        eventually(lambda: first.num_connections == 0)
+        eventually(lambda: first._listener.num_connections == 0)
         with closing(TcpServer(store, SECRET, TcpConfig(listen_on="127.0.0.1", ports=(port, port)))):
             fetched(client, image, direct_read=True)
     assert errors == {TcpError.CONNECTION: 1}
@@ -359,9 +359,9 @@ def test_a_connection_that_the_server_ended_meanwhile_costs_nothing(
     image = encoded(store)
     store.publish(image)
     fetched(client, image, direct_read=True)
-    for connection in list(server._connections):
+    for connection in list(server._listener._connections):
         shut_down(connection)
-    eventually(lambda: server.num_connections == 0)
+    eventually(lambda: server._listener.num_connections == 0)
     fetched(client, image, direct_read=True)
     assert not errors
 
@@ -435,7 +435,7 @@ def test_clients_without_transfers_are_closed(
     monkeypatch.setattr(tcp_client, "UNUSED_S", -1.0)
     clients.close_unused()
     assert len(clients._clients) == 0
-    eventually(lambda: server.num_connections == 0)
+    eventually(lambda: server._listener.num_connections == 0)
     with pytest.raises(EmbeddingUnavailableError, match="no TCP address"):
         clients.fetch("", Header.of(image))
 
@@ -509,7 +509,7 @@ def test_a_dead_accepting_thread_is_noticed(store: EmbeddingStore, monkeypatch: 
 
     monkeypatch.setattr(socket.socket, "accept", die)
     with closing(TcpServer(store, SECRET, LOCAL)) as server:
-        server._thread.join(PATIENCE_S)
+        server._listener._thread.join(PATIENCE_S)
         assert not server.is_alive
     assert server.is_alive, "it was closed"
 

@@ -119,7 +119,7 @@ def test_connections_are_bounded(store: EmbeddingStore, monkeypatch: pytest.Monk
             assert third.recv(1) == b""
         eventually(lambda: seen == {TcpError.LIMIT: 1})
         held.pop().close()
-        eventually(lambda: server.num_connections == 1)
+        eventually(lambda: server._listener.num_connections == 1)
         connected(server).close()
         held.pop().close()
 
@@ -133,7 +133,7 @@ def test_those_that_do_not_authenticate_keep_out_no_more_than_their_bound(
             tcp.receive(silent, 44, time.monotonic() + PATIENCE_S)
             with connected(server, None) as second:
                 assert second.recv(1) == b""
-        eventually(lambda: server.num_connections == 0)
+        eventually(lambda: server._listener.num_connections == 0)
         connected(server).close()
 
 
