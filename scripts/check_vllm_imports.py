@@ -22,6 +22,7 @@ COMPAT = DEPLOYMENTS / "vllm" / "compat.py"
 CALLED_WITH = {"build_app": 3, "init_app_state": 4, "make_arg_parser": 1}
 # Members of these classes that are used: methods, and fields that are set.
 MEMBERS = {
+    "UsageContext": ("OPENAI_API_SERVER",),
     "AsyncLLM": ("from_engine_args", "generate", "get_supported_tasks", "check_health", "renderer", "shutdown"),
     "AsyncEngineArgs": (
         *(

@@ -18,14 +18,14 @@ LADDER = "ladder_h200.json"
 TWO_GPUS = "goodput_x2_again_h200.json"
 ONE_GPU = "goodput_shared_threads_h200.json"
 EQUAL = "goodput_4b_threads_h200.json"
-EQUAL_TWO_GPUS = "goodput_4b_x2_threads_h200.json"
+EQUAL_TWO_GPUS = "goodput_4b_x2_steps_h100.json"
 FOUR_IMAGES = "serving_transfer_h200.json"
 LOGS = {
     LADDER: "2026-11-25-fair-ladder-three-towers.md",
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
     ONE_GPU: "2026-11-27-equal-requests-haproxy.md",
     EQUAL: "2026-11-27-equal-requests-haproxy.md",
-    EQUAL_TWO_GPUS: "2026-11-27-equal-requests-one-thread.md",
+    EQUAL_TWO_GPUS: "2026-11-28-steps-of-the-engine.md",
     FOUR_IMAGES: "2026-11-21-serving-one-gpu.md",
 }
 """The log entry that describes the run, by result file."""
@@ -39,7 +39,7 @@ def markdown(folder: Path) -> str:
     lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
     lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
     lines += _equal_rows(folder, EQUAL, "one GPU, shared with the encoder")
-    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two GPUs, an encoder on each")
+    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two H100s, an encoder on each")
     lines += _tower_rows(folder)
     lines.append(_repeated_row(folder))
     lines.append(_four_images_row(folder))
@@ -96,12 +96,14 @@ def _equal_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
         peers = [server for kind, server in row["servers"].items() if kind != _OURS]
         pair = row["servers"][_OURS], min(peers, key=lambda server: server["ttft_ms"]["mean"])
         ours, theirs = (f"{one['ttft_ms']['mean']:.0f}, {one['tpot_ms']['mean']:.1f} ms" for one in pair)
+        lag_ms = max(one["client"][lag]["p99"] for one in pair for lag in ("send_lag_ms", "loop_lag_ms"))
+        late = "" if all(one["client"]["valid"] for one in pair) else f", client up to {lag_ms:.0f} ms late (p99)"
         yield table_row(
             [
                 f"TTFT, TPOT, mean: {images} × {side}² and {prompt_tokens} tokens at {_rate(row):.3g}/s",
                 ours,
                 theirs,
-                f"Qwen3-VL-4B, {layout}, {result['date'][:10]} ({_log(name)})",
+                f"Qwen3-VL-4B, {layout}{late}, {result['date'][:10]} ({_log(name)})",
             ]
         )
 

@@ -39,10 +39,10 @@ class Cluster:
 def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
     """The first true value of `condition`, asked again and again; fails naming `what` when there is none for long."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+    while (asked := time.monotonic()) < deadline:
         if found := condition():
             return found
-        time.sleep(0.05)
+        time.sleep(max(0.05, 2 * (time.monotonic() - asked)))  # leaves the cores to what is waited for
     raise AssertionError(f"waited in vain: {what}")
 
 

@@ -22,6 +22,8 @@ TIMEOUT_S = 300.0
 CONCURRENT = 8
 SETTLED_S = 10.0
 """More than two of the intervals in which replicas report metrics, four seconds."""
+SETTLED_PAUSE_S = 2.0
+"""Between two looks: Ray's agent takes up to half a second of a core to show all metrics of a cluster."""
 KEY, OTHER_KEY = "the-key-that-all-tests-share", "the-key-of-another-client"
 OTHER_ROUTES = {**TEXT_REQUESTS, **IMAGE_REQUESTS}
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
@@ -89,10 +91,11 @@ def metric(base_url: str, name: str) -> float:
 
 def until(condition: Callable[[], bool]) -> None:
     """Waits for what the engine's metrics tell; they lag behind what it does."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = (asked := time.monotonic()) + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+        time.sleep(max(0.02, 2 * (time.monotonic() - asked)))  # leaves the cores to what is waited for
+        asked = time.monotonic()
 
 
 def reaches(value: Callable[[], float], expected: float) -> None:
@@ -113,7 +116,7 @@ def settled_together(*values: Callable[[], float]) -> list[float]:
     """The same of several metrics, in the time of one."""
     seen, since = [value() for value in values], time.monotonic()
     while time.monotonic() < since + SETTLED_S:
-        time.sleep(0.5)
+        time.sleep(SETTLED_PAUSE_S)
         if (now := [value() for value in values]) != seen:
             seen, since = now, time.monotonic()
     return seen

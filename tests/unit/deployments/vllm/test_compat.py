@@ -107,13 +107,15 @@ def test_an_engine_with_its_own_tower_may_have_a_processor_cache_and_gets_no_con
     compat.check_args(given, {}, own_tower=True)
     started, disabled = [], []
 
-    def start(arguments: object, **_: object) -> None:
+    def start(arguments: object, *, usage_context: str, **_: object) -> None:
+        assert usage_context == "server"
         started.append(arguments)
         disabled.append(os.environ.get("TORCHDYNAMO_DISABLE"))
 
     fakes = {
         "AsyncEngineArgs": lambda **arguments: arguments,
         "AsyncLLM": type("FakeLLM", (), {"from_engine_args": start}),
+        "UsageContext": SimpleNamespace(OPENAI_API_SERVER="server"),
     }
     monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
     monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
@@ -162,7 +164,9 @@ def test_arguments_are_refused(engine_args: dict[str, Any], server_args: dict[st
 
 def test_the_installed_vllm_tells_what_its_engine_has_to_do() -> None:
     """Through vLLM's own adapter and with its own numbers; the keyword is what `start_engine` passes."""
-    assert "stat_loggers" in inspect.signature(compat.lookup("AsyncLLM").from_engine_args).parameters
+    assert {"stat_loggers", "usage_context"} <= inspect.signature(
+        compat.lookup("AsyncLLM").from_engine_args
+    ).parameters.keys()
     loggers = importlib.import_module("vllm.v1.metrics.loggers")
     scheduler = importlib.import_module("vllm.v1.metrics.stats").SchedulerStats
     stats = EngineStats()
@@ -178,6 +182,14 @@ def test_the_installed_vllm_tells_what_its_engine_has_to_do() -> None:
     assert stats.load(num_excluded=2) == EngineLoad(5, 1, 0.5)
     assert stats.load(num_excluded=4) == EngineLoad(4, 0, 0.5), "one of them is being read"
     assert stats.load(num_excluded=9) == EngineLoad(0, 0, 0.5)
+
+
+def test_the_installed_vllm_has_defaults_of_its_server_for_what_start_engine_passes() -> None:
+    """On an H100 8,192 tokens a step and 1,024 sequences; an engine of no server gets 2,048 and 128."""
+    contexts = compat.lookup("UsageContext")
+    for defaults in compat.lookup("AsyncEngineArgs").get_batch_defaults(1):
+        assert contexts.OPENAI_API_SERVER in defaults
+        assert contexts.ENGINE_CONTEXT not in defaults
 
 
 def test_the_installed_source_tree_passes_the_static_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +237,7 @@ SOURCES = {
         "    def save_caches(self, cache, mm_hash): ...\n    def shutdown(self): ...\n"
     ),
     "vllm/v1/core/sched/scheduler.py": "class Scheduler:\n    def _try_schedule_encoder_inputs(self): ...\n",
+    "vllm/usage/usage_lib.py": "class UsageContext:\n    OPENAI_API_SERVER = 'OPENAI_API_SERVER'\n",
     "vllm/v1/base.py": "class Base:\n    def shutdown(self): ...\n",
     "vllm/multimodal/media/__init__.py": "from .connector import MEDIA_CONNECTOR_REGISTRY\n",
     "vllm/multimodal/media/connector.py": "MEDIA_CONNECTOR_REGISTRY = object()\n",
@@ -338,7 +351,12 @@ def test_an_engine_gets_the_salt_and_a_name_of_the_request(
         ) -> AsyncIterator[tuple[Any, str]]:
             yield prompt["cache_salt"], request_id
 
-    fakes = {"AsyncLLM": FakeLLM, "AsyncEngineArgs": SimpleNamespace, "ECTransferConfig": SimpleNamespace}
+    fakes = {
+        "AsyncLLM": FakeLLM,
+        "AsyncEngineArgs": SimpleNamespace,
+        "ECTransferConfig": SimpleNamespace,
+        "UsageContext": SimpleNamespace(OPENAI_API_SERVER="server"),
+    }
     monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
     monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
     monkeypatch.setattr(compat, "default_server_args", Namespace)
