@@ -57,6 +57,7 @@ from deployments.telemetry.log_buffers import preserve_log_buffers
 from deployments.telemetry.metrics import (
     Counter,
     Counters,
+    ErrorLogCounter,
     Gauge,
     Histogram,
     Histograms,
@@ -100,6 +101,7 @@ class EncoderReplica:
         self._video_bounds = VideoBounds.of(config.ingress.video)
         self._videos: VideoRules | None = None
         self._counts = Counters()
+        ErrorLogCounter.install(self._counts)
         count_lost = partial(self._counts.add, Counter.DECODERS_LOST)
         prepare_pool = None if uses_own_tower(config) else PreparePool(path, config, count_lost)
         if prepare_pool is not None:

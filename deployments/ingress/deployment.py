@@ -57,7 +57,7 @@ from deployments.ingress.replica_client import Replicas
 from deployments.ingress.responses.client import StoredResponses
 from deployments.routing.replica_identity import version_metadata, wait_for_rollout_turn
 from deployments.telemetry import tracing
-from deployments.telemetry.metrics import AdmissionMetrics, Histogram, Histograms
+from deployments.telemetry.metrics import AdmissionMetrics, Counters, ErrorLogCounter, Histogram, Histograms
 from deployments.telemetry.server_timing import format_metric
 from deployments.telemetry.tracing import Stage
 
@@ -83,6 +83,7 @@ class Ingress:
         self._sampling = default_sampling(config)
         self._llm = llm
         self._access = AccessControl(self._limits, host=serve_host())
+        ErrorLogCounter.install(Counters())
         self._admission_metrics = AdmissionMetrics()
         self._histograms = Histograms()
         self._admission = Admission(self._limits, self._admission_metrics)

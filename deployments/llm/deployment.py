@@ -44,7 +44,7 @@ from deployments.routing.prefill_load import PrefillLoad
 from deployments.routing.replica_identity import encoder_metadata, llm_metadata
 from deployments.scaling.llm_scaler import KV_CACHE_USE, RUNNING_REQUESTS, WAITING_REQUESTS, EngineLoad
 from deployments.telemetry.log_buffers import preserve_log_buffers
-from deployments.telemetry.metrics import Counter, Counters, Histograms
+from deployments.telemetry.metrics import Counter, Counters, ErrorLogCounter, Histograms
 from deployments.transfer.rdma_process import RdmaProcess
 from deployments.transfer.receive_buffer import ReceiveBuffer
 from deployments.transfer.remote_reader import RemoteReader
@@ -76,6 +76,7 @@ class LLM:
         if unsupported_reason:
             raise EngineLoadError(f"vLLM's engine cannot load embeddings: {unsupported_reason}")
         counts = Counters()
+        ErrorLogCounter.install(counts)
         receive_buffer, remote_reader = ReceiveBuffer(config.llm.receive_buffer_bytes), None
         if config.transfer == "nixl":
             rdma = RdmaProcess(on_restarted=lambda: counts.add(Counter.RDMA_RESTARTS))

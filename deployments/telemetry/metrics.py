@@ -5,6 +5,7 @@ Inside a replica, Serve adds the labels `application`, `deployment` and `replica
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from enum import Enum
@@ -12,6 +13,7 @@ from enum import Enum
 from ray.serve import metrics
 
 from deployments.common.api_error import Shed
+from deployments.telemetry.log_buffers import SERVE_LOGGER
 from encoder.packing.run_counts import RunCounts
 
 
@@ -135,6 +137,10 @@ class Counter(Definition):
         "Responses no longer stored. `reason`: bytes (the store was full), expired, too_large (for the store), "
         "no_previous (the response that it continues was gone)."
     )
+    ERRORS_LOGGED = (
+        "Errors in a replica's log, among them those that a listening thread survived. `source`: the module that "
+        "logged the error, for instance unix_socket."
+    )
     RESPONSE_STORE_FAILURES = "Calls to the response store that failed or timed out; nothing was stored, or a 503 sent."
 
 
@@ -200,6 +206,25 @@ class Counters:
         """Adds `number`; 0 or less adds nothing. A counter in LABELS needs its label: `reason="timeout"`."""
         if number > 0:  # Ray raises ValueError otherwise
             self._counters[counter].inc(number, labels)
+
+
+class ErrorLogCounter(logging.Handler):
+    """Counts the errors that a replica logs, from `install` on."""
+
+    def __init__(self, counts: Counters) -> None:
+        super().__init__(logging.ERROR)
+        self._counts = counts
+
+    @classmethod
+    def install(cls, counts: Counters) -> None:
+        """Must be called once in each replica. A second call takes the place of the first."""
+        logger = logging.getLogger(SERVE_LOGGER)
+        for handler in [handler for handler in logger.handlers if isinstance(handler, cls)]:
+            logger.removeHandler(handler)
+        logger.addHandler(cls(counts))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._counts.add(Counter.ERRORS_LOGGED, source=record.module)
 
 
 class Histograms:

@@ -264,7 +264,7 @@ class Listener:
                 self._report_accept_error(error)
 
     def _report_accept_error(self, error: Exception) -> None:
-        logger.warning("a connection of another process could not be accepted: %s", error)
+        logger.error("a connection of another process could not be accepted: %s", error)
         self._closed.wait(ACCEPT_RETRY_S)
 
     def _run(self, connection: socket.socket) -> None:

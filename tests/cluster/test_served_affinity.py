@@ -375,7 +375,8 @@ def test_a_replica_whose_gpu_fails_is_replaced_and_noticed_by_nobody(pair: Serve
     """It cannot encode, and a replica that fails at once has least to do: it drew all calls and failed them."""
     files = [png(64, 96, (4, number, 251)) for number in range(12)]
     before = set(encoded(pair))
-    exported = pair.exported("Encoder").get("vitray_gpu_failures_total", 0)
+    names = ("vitray_gpu_failures_total", "vitray_errors_logged_total")
+    failures, errors = (pair.exported("Encoder").get(name, 0) for name in names)
     pair.encoder("break_device", told="CUDA error: an illegal memory access was encountered")
     answers = ask_all(pair, [chat(file) for file in files])
     found = [norms(answer) for answer in answers]
@@ -384,4 +385,5 @@ def test_a_replica_whose_gpu_fails_is_replaced_and_noticed_by_nobody(pair: Serve
     assert [norms(answer) for answer in ask_all(pair, [chat(file) for file in files])] == [
         pytest.approx(norm, rel=1e-4) for norm in found
     ]
-    until(lambda: pair.exported("Encoder").get("vitray_gpu_failures_total", 0) == exported + 1, "the metrics")
+    until(lambda: pair.exported("Encoder").get(names[0], 0) == failures + 1, "the failure in the metrics")
+    until(lambda: pair.exported("Encoder").get(names[1], 0) >= errors + 1, "its error in the metrics")

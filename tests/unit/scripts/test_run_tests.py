@@ -58,7 +58,8 @@ def test_clusters_go_before_the_others_and_what_computes_comes_last(capfd: pytes
     program = [sys.executable, "-c", "import os; print(os.nice(0), os.environ['RAY_worker_niceness'], flush=True)"]
     assert run_tests.run(program, background=[program, program]) == 0
     own, worker, other, _, computing, _ = map(int, capfd.readouterr().out.split())
-    assert own < own + worker < other < computing
+    assert own < own + worker < other <= computing, "no niceness is over 19"
+    assert list(run_tests.BACKGROUND_NICENESS) == sorted({*run_tests.BACKGROUND_NICENESS})
 
 
 def saying(text: str, status: int = 0) -> list[str]:

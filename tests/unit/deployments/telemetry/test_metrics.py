@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import logging
 
 import pytest
 
-from deployments.telemetry.metrics import LABELS, Counter, Counters, RunMetrics
+from deployments.telemetry.log_buffers import SERVE_LOGGER
+from deployments.telemetry.metrics import LABELS, Counter, Counters, ErrorLogCounter, RunMetrics
 from encoder.packing.run_counts import Fallback, Reason, RunCounts
 
 
@@ -26,6 +28,20 @@ class Added(Counters):
 def test_a_number_that_is_not_over_0_adds_nothing(number: int) -> None:
     """Ray's counters raise ValueError, which ended the thread that counted."""
     Counters().add(Counter.BATCHES_RETRIED, number)
+
+
+def test_logged_errors_are_counted_by_their_module_and_once() -> None:
+    first, counts = Added(), Added()
+    ErrorLogCounter.install(first)
+    ErrorLogCounter.install(counts)
+    logger = logging.getLogger(SERVE_LOGGER)
+    try:
+        logger.warning("nothing to count")
+        logger.error("of this module")
+        logger.exception("of this module as well")
+    finally:
+        logger.removeHandler(logger.handlers[-1])
+    assert (first.added, counts.added) == ({}, {(Counter.ERRORS_LOGGED, "test_metrics"): 2})
 
 
 def test_only_what_is_new_is_added() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import threading
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 from msgspec.json import Decoder
 
+from deployments.telemetry.log_buffers import SERVE_LOGGER
+from deployments.telemetry.metrics import Counter, ErrorLogCounter
 from deployments.transfer import unix_socket
 from deployments.transfer.unix_socket import Listener, Sender
+from tests.unit.deployments.telemetry.test_metrics import Added
 from tests.unit.deployments.transfer.stored_embeddings import eventually
 
 PATIENCE_S = 60.0
@@ -199,7 +203,19 @@ def test_without_a_thread_to_send_the_backlog_the_connection_ends(pair: Pair, mo
     assert unix_socket.receive(pair[0], ANY) is None
 
 
-def test_a_bad_message_does_not_end_the_listening(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def counts() -> Iterator[Added]:
+    """What a replica would count of its log."""
+    added = Added()
+    ErrorLogCounter.install(added)
+    yield added
+    logger = logging.getLogger(SERVE_LOGGER)
+    logger.removeHandler(logger.handlers[-1])
+
+
+def test_a_bad_message_is_counted_and_does_not_end_the_listening(
+    pair: Pair, counts: Added, caplog: pytest.LogCaptureFixture
+) -> None:
     """One exception ended the thread, and with it all that its process could be told."""
     handled = SimpleQueue[int]()
 
@@ -212,6 +228,7 @@ def test_a_bad_message_does_not_end_the_listening(pair: Pair, caplog: pytest.Log
         pair[0].send(written)
     assert handled.get(timeout=PATIENCE_S) == 2
     assert sorted(caplog.messages) == 2 * ["a message could not be read"] + 3 * ["the handling of a message failed"]
+    assert counts.added == {(Counter.ERRORS_LOGGED, "unix_socket"): 5}
     unix_socket.shut_down(pair[0])
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
