@@ -1,10 +1,9 @@
-"""`make test`: runs all tests in four processes, three at a time.
+"""`make test`: runs all tests in three processes, two at a time.
 
 Tests that start clusters and language models take longest and often wait, for a process to start or to be replaced:
-they run one after the other, and beside them the other tests, which use the cores that this leaves idle. Those that
-only compute have the lowest priority. With options, which narrow the tests, they run in one process: `python
-scripts/run_tests.py tests/unit -k packing`. Python's bytecode cache is always on, because every replica and every
-program of a test imports the same sources.
+they run one after the other, and beside them the other tests, which use the cores that this leaves idle. With options,
+which narrow the tests, they run in one process: `python scripts/run_tests.py tests/unit -k packing`. Python's bytecode
+cache is always on, because every replica and every program of a test imports the same sources.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ SERVERS, CLUSTERS = (
     for folder in ("tests/serve", "tests/cluster")
 )
 """pytest arguments that select tests that start language models, and clusters."""
-COMPUTING = ("tests/models", "tests/parity", "tests/unit/encoder", "tests/unit/training")
-"""Tests that compute in their own process, and wait for none."""
 OTHERS = (
     *sorted(
         f"tests/{path.name}"
@@ -41,11 +38,10 @@ OTHERS = (
         if path.name not in ("serve", "cluster", "gpu", "__pycache__") and (path.is_dir() or path.match("test_*.py"))
     ),
     *APART,
-    *(f"--ignore={folder}" for folder in COMPUTING),
 )
 """pytest arguments that select, together with those above, all tests but tests/gpu."""
 STOP_GRACE_S = 10.0
-BACKGROUND_NICENESS = (10, 19)
+BACKGROUND_NICENESS = 10
 WORKER_NICENESS = 5
 """Niceness of Ray's workers, between Ray's own processes and the other tests. Ray's default, 15, starves replicas."""
 
@@ -56,11 +52,10 @@ QUEUE_LENGTH_DEADLINE_S = 5.0
 """Time in which a replica reports its queue to Serve's router before that chooses another one."""
 
 
-def run(*commands: Sequence[str], background: Sequence[Sequence[str]]) -> int:
-    """Runs the commands one after the other to their end, beside them those of `background`, at most two, each with a
-    lower priority than the one before.
+def run(*commands: Sequence[str], background: Sequence[str]) -> int:
+    """Runs the commands one after the other to their end, beside them one in the background with a lower priority.
 
-    Shows the output of the commands immediately, then that of the others.
+    Shows the output of the commands immediately, then that of the other.
 
     Returns the exit status of the first command that failed, else 0.
     """
@@ -69,26 +64,22 @@ def run(*commands: Sequence[str], background: Sequence[Sequence[str]]) -> int:
     given["REPORTER_UPDATE_INTERVAL_MS"] = str(REPORT_INTERVAL_MS)
     given["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = str(QUEUE_LENGTH_DEADLINE_S)
     with ExitStack() as stack:
-        others = []
-        for niceness, command in zip(BACKGROUND_NICENESS, background, strict=False):
-            output = stack.enter_context(tempfile.TemporaryFile())
-            other = subprocess.Popen(
-                ["nice", "-n", str(niceness), *command],
-                cwd=ROOT,
-                env=given,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(_end, other)
-            others.append((other, output))
+        output = stack.enter_context(tempfile.TemporaryFile())
+        other = subprocess.Popen(
+            ["nice", "-n", str(BACKGROUND_NICENESS), *background],
+            cwd=ROOT,
+            env=given,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        stack.callback(_end, other)
         statuses = [subprocess.run(command, cwd=ROOT, env=given, check=False).returncode for command in commands]
-        for other, output in others:
-            statuses.append(other.wait())
-            output.seek(0)
-            sys.stdout.flush()
-            shutil.copyfileobj(output, sys.stdout.buffer)
-            sys.stdout.flush()
+        statuses.append(other.wait())
+        output.seek(0)
+        sys.stdout.flush()
+        shutil.copyfileobj(output, sys.stdout.buffer)
+        sys.stdout.flush()
     return next((status for status in statuses if status != 0), 0)
 
 
@@ -107,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if arguments:
         return subprocess.run([*pytest, *arguments], cwd=ROOT, check=False).returncode
-    return run([*pytest, *SERVERS], [*pytest, *CLUSTERS], background=([*pytest, *OTHERS], [*pytest, *COMPUTING]))
+    return run([*pytest, *SERVERS], [*pytest, *CLUSTERS], background=[*pytest, *OTHERS])
 
 
 if __name__ == "__main__":
