@@ -224,7 +224,10 @@ class ErrorLogCounter(logging.Handler):
         logger.addHandler(cls(counts))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._counts.add(Counter.ERRORS_LOGGED, source=record.module)
+        try:
+            self._counts.add(Counter.ERRORS_LOGGED, source=record.module)
+        except Exception:  # as in every handler: who logs must not fail
+            self.handleError(record)
 
 
 class Histograms:

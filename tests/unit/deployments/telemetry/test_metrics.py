@@ -44,6 +44,16 @@ def test_logged_errors_are_counted_by_their_module_and_once() -> None:
     assert (first.added, counts.added) == ({}, {(Counter.ERRORS_LOGGED, "test_metrics"): 2})
 
 
+def test_who_logs_an_error_does_not_fail_if_it_cannot_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(Added):
+        def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
+            raise RuntimeError("Ray is shutting down")
+
+    handler = ErrorLogCounter(Failing())
+    handler.handle(logging.LogRecord(SERVE_LOGGER, logging.ERROR, __file__, 1, "failed", None, None))
+    assert "Ray is shutting down" in capsys.readouterr().err
+
+
 def test_only_what_is_new_is_added() -> None:
     counts = Added()
     tell = RunMetrics(counts)
