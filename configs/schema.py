@@ -103,7 +103,8 @@ class LLMConfig(Options):
     accelerator_type: str | None = None
     """Ray's name of a GPU type, such as "A100" or "H100"."""
     engine_args: dict[str, JsonValue] = {}
-    """Fields of vLLM's AsyncEngineArgs, for instance max_model_len. The others are as in `vllm serve`."""
+    """Fields of vLLM's AsyncEngineArgs, for instance max_model_len. Limits of batches that are not given are those of
+    `vllm serve`."""
     server_args: dict[str, JsonValue] = {}
     """Options of `vllm serve` other than the engine's, for instance tool_call_parser or chat_template."""
     receive_buffer_bytes: PositiveInt = 2 * GIB

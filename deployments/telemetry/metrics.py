@@ -5,16 +5,20 @@ Inside a replica, Serve adds the labels `application`, `deployment` and `replica
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 from ray.serve import metrics
 
 from deployments.common.api_error import Shed
 from deployments.telemetry.log_buffers import SERVE_LOGGER
 from encoder.packing.run_counts import RunCounts
+
+_DEPLOYMENTS = str(Path(__file__).parents[1])
 
 
 class Definition(Enum):
@@ -138,8 +142,8 @@ class Counter(Definition):
         "no_previous (the response that it continues was gone)."
     )
     ERRORS_LOGGED = (
-        "Errors in a replica's log, among them those that a listening thread survived. `source`: the module that "
-        "logged the error, for instance unix_socket."
+        "Errors that a replica's own modules log, among them those that a listening thread survived; those of child "
+        "processes and of vLLM are in the log only. `source`: the module, for instance unix_socket."
     )
     RESPONSE_STORE_FAILURES = "Calls to the response store that failed or timed out; nothing was stored, or a 503 sent."
 
@@ -208,26 +212,30 @@ class Counters:
             self._counters[counter].inc(number, labels)
 
 
-class ErrorLogCounter(logging.Handler):
-    """Counts the errors that a replica logs, from `install` on."""
+class ErrorLogCounter(logging.Filter):
+    """Counts the errors that the application's modules log in a replica, from `install` on; lets every record pass.
+
+    Not a handler: Serve removes those when it sets up logging again. Serve's own record of an exception that leaves a
+    method is not counted: full queues are among them.
+    """
 
     def __init__(self, counts: Counters) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._counts = counts
 
     @classmethod
     def install(cls, counts: Counters) -> None:
         """Must be called once in each replica. A second call takes the place of the first."""
         logger = logging.getLogger(SERVE_LOGGER)
-        for handler in [handler for handler in logger.handlers if isinstance(handler, cls)]:
-            logger.removeHandler(handler)
-        logger.addHandler(cls(counts))
+        for one in [one for one in logger.filters if isinstance(one, cls)]:
+            logger.removeFilter(one)
+        logger.addFilter(cls(counts))
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._counts.add(Counter.ERRORS_LOGGED, source=record.module)
-        except Exception:  # as in every handler: who logs must not fail
-            self.handleError(record)
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR and record.pathname.startswith(_DEPLOYMENTS):
+            with contextlib.suppress(Exception):  # who logs must not fail
+                self._counts.add(Counter.ERRORS_LOGGED, source=record.module)
+        return True
 
 
 class Histograms:

@@ -230,7 +230,7 @@ def start_engine(
     early_prefill_min_tokens: int | None = None,
 ) -> tuple[Engine, Namespace]:
     """Starts vLLM and loads the model, which takes from 30 s to minutes. Returns the AsyncLLM and the arguments of its
-    application. Arguments that are not given have the defaults of `vllm serve`.
+    application. Limits of batches that are not given are those of `vllm serve`.
 
     `cpu_kv_cache_gib`: size of the KV cache of vLLM's CPU backend, None on a GPU. `stats` receives the engine's load,
     whether or not vLLM logs it. `link`: address for the engine's connectors; None for an engine that runs its own tower

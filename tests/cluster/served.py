@@ -16,6 +16,7 @@ from tests.cluster.span_receiver import SpanReceiver
 MAX_QUEUED_TOKENS = 200
 RETRY_AFTER_S = 3
 START_S = 120
+MAX_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> 
     while (asked := time.monotonic()) < deadline:
         if found := condition():
             return found
-        time.sleep(max(0.05, 2 * (time.monotonic() - asked)))  # leaves the cores to what is waited for
+        time.sleep(min(max(0.05, 2 * (time.monotonic() - asked)), MAX_PAUSE_S))  # the cores are for what it waits for
     raise AssertionError(f"waited in vain: {what}")
 
 

@@ -94,7 +94,7 @@ def until(condition: Callable[[], bool]) -> None:
     deadline = (asked := time.monotonic()) + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(max(0.02, 2 * (time.monotonic() - asked)))  # leaves the cores to what is waited for
+        time.sleep(min(max(0.02, 2 * (time.monotonic() - asked)), SETTLED_PAUSE_S))  # the cores are for the others
         asked = time.monotonic()
 
 

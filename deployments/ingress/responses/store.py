@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deployments.telemetry.metrics import Counter, Counters, Gauge, gauge_setter
+from deployments.telemetry.metrics import Counter, Counters, ErrorLogCounter, Gauge, gauge_setter
 
 RESPONSE_OVERHEAD_BYTES = 1024
 ITEM_OVERHEAD_BYTES = 384
@@ -61,6 +61,7 @@ class ResponseStore:
         self._responses: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # the least recently used first
         self._items: dict[tuple[str, bytes], Item] = {}
         self._counts = Counters()
+        ErrorLogCounter.install(self._counts)
         self._set_gauge = gauge_setter(Gauge.RESPONSE_STORE_BYTES)
         self.num_bytes = 0
 

@@ -206,11 +206,11 @@ def test_without_a_thread_to_send_the_backlog_the_connection_ends(pair: Pair, mo
 @pytest.fixture
 def counts() -> Iterator[Added]:
     """What a replica would count of its log."""
-    added = Added()
+    added, logger = Added(), logging.getLogger(SERVE_LOGGER)
+    before = logger.filters[:]
     ErrorLogCounter.install(added)
     yield added
-    logger = logging.getLogger(SERVE_LOGGER)
-    logger.removeHandler(logger.handlers[-1])
+    logger.filters[:] = before
 
 
 def test_a_bad_message_is_counted_and_does_not_end_the_listening(
