@@ -40,8 +40,10 @@ SLOW, TOO_SLOW = slow_bitmap(300_000), slow_bitmap(10_000_000)
 
 
 def decoders() -> set[psutil.Process]:
-    """The worker processes; the resource tracker, which Python starts beside them, is none."""
-    return {child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())}
+    """The worker processes; the resource tracker, which Python starts beside them, is none. A process that has just
+    been started has no command line for a moment."""
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return {child for child in alive if "resource_tracker" not in " ".join(child.cmdline())}
 
 
 def decoded(pool: DecodePool, data: bytes, bounds: PixelBounds | None = None) -> Coroutine[Any, Any, Pixels | Decoded]:
