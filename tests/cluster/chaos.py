@@ -26,9 +26,10 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from tests.cluster.chaos_load import SEED, Load, pictures_and_embeddings, under
-from tests.cluster.served import START_S, Cluster, ServedApp, deploy, until
+from tests.cluster.served import START_S, Cluster, ServedApp, deploy
 from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port
+from tests.waiting import until
 
 NAME = "chaos"
 ENCODERS, OTHERS = 3, 2

@@ -26,9 +26,10 @@ from encoder.video.bounds import VideoBounds
 from encoder.video.decode import decode
 from encoder.video.header import read_header
 from encoder.video.plan import VideoPlan
-from tests.cluster.served import START_S, until
+from tests.cluster.served import START_S
 from tests.hostile.files import chunk
 from tests.video_files import Clip
+from tests.waiting import until
 
 SEED = 4
 CLIENTS = 8

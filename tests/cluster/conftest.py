@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from deployments.http_proxy import limits as proxy_bounds
-from tests.cluster.served import Cluster, ServedApp, deploy, until
+from tests.cluster.served import Cluster, ServedApp, deploy
 from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port, start_ray
+from tests.waiting import until
 
 REPORT_INTERVAL_MS = 4000
 """Interval at which processes report what they have counted since the last time. Ray drops a report that takes half of

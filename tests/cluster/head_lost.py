@@ -46,7 +46,7 @@ REPLACE = """
 import os, signal, sys
 import ray
 from ray.serve.context import _get_global_client
-from tests.cluster.served import until
+from tests.waiting import until
 
 def encoders():
     found = _get_global_client().get_serve_details()["applications"]["lost"]["deployments"]["Encoder"]["replicas"]

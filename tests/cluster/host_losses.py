@@ -21,9 +21,10 @@ from ray.exceptions import RayActorError
 
 from benchmarks.transfer import namespaces
 from tests.cluster.chaos_load import Load, Seen, pictures_and_embeddings, under
-from tests.cluster.served import START_S, Cluster, ServedApp, deploy, until
+from tests.cluster.served import START_S, Cluster, ServedApp, deploy
 from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port
+from tests.waiting import until
 
 HEAD, FAR = range(2)
 NEAR = "near"

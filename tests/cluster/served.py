@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from tests.cluster.span_receiver import SpanReceiver
 MAX_QUEUED_TOKENS = 200
 RETRY_AFTER_S = 3
 START_S = 120
-MAX_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,6 @@ class Cluster:
             return httpx.get(self.metrics_url, timeout=START_S).is_success
         except httpx.TransportError:
             return False
-
-
-def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
-    """The first true value of `condition`, asked again and again; fails naming `what` when there is none for long."""
-    deadline = time.monotonic() + limit_s
-    while (asked := time.monotonic()) < deadline:
-        if found := condition():
-            return found
-        time.sleep(min(max(0.05, 2 * (time.monotonic() - asked)), MAX_PAUSE_S))  # the cores are for what it waits for
-    raise AssertionError(f"waited in vain: {what}")
 
 
 class ServedApp:

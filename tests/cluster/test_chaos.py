@@ -26,7 +26,8 @@ import pytest
 
 from deployments.http_proxy import haproxy
 from tests.cluster.chaos_load import CLIENTS, Load, pictures_and_embeddings, under
-from tests.cluster.served import Cluster, ServedApp, deploy, until
+from tests.cluster.served import Cluster, ServedApp, deploy
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("Ingress", "LLM", "Encoder")

@@ -16,7 +16,8 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayTaskError
 
 from deployments.common import ray_private
 from deployments.common.ray_private import ResultReference
-from tests.cluster.served import Cluster, until
+from tests.cluster.served import Cluster
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -30,10 +30,11 @@ from deployments.routing.replica_identity import IDENTITY, published
 from deployments.scaling.encoder_scaler import BACKLOG_TOKENS, TOKENS_PER_S
 from deployments.telemetry.metrics import Counter, Counters
 from encoder.encoder import Encoder
-from tests.cluster.served import START_S, Cluster, ServedApp, deploy, until
+from tests.cluster.served import START_S, Cluster, ServedApp, deploy
 from tests.cluster.test_served_images import REQUEST_S, added, ask, ask_all, chat
 from tests.serve.asking import settled
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.cluster.served import ServedApp, until
+from tests.cluster.served import ServedApp
 from tests.cluster.test_served_images import REQUEST_S, chat, told
 from tests.serve.asking import settled
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 LIMIT_S = 8
 

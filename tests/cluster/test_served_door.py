@@ -13,10 +13,11 @@ import pytest
 from playwright.sync_api import expect
 
 from configs.schema import AppConfig
-from tests.cluster.served import Cluster, until
+from tests.cluster.served import Cluster
 from tests.hostile import files
 from tests.serve import browser as browsers
 from tests.serve.soak import sampled
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,11 @@ from encoder import forwards
 from encoder.packing.run_counts import Fallback
 from encoder.start_check import FusionError
 from tests.cluster.controlled import ControlledEncoder
-from tests.cluster.served import Cluster, ServedApp, until
+from tests.cluster.served import Cluster, ServedApp
 from tests.cluster.stand_in_llm import StandInLLM
 from tests.cluster.watched import WatchedIngress
 from tests.serve import browser as browsers
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,10 @@ import yaml
 
 from deployments.common.messages import PROTOCOL_VERSION
 from tests.cluster import fake_fleet
-from tests.cluster.served import START_S, Cluster, until
+from tests.cluster.served import START_S, Cluster
 from tests.cluster.test_served_images import chat
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 

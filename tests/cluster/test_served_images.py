@@ -22,9 +22,10 @@ from ray.exceptions import RayActorError
 
 from configs.schema import AppConfig
 from deployments.encoder_replica.own_tower import load_own_encoder
-from tests.cluster.served import RETRY_AFTER_S, START_S, ServedApp, until
+from tests.cluster.served import RETRY_AFTER_S, START_S, ServedApp
 from tests.serve.asking import reaches, settled
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 REQUEST_S = 60
 

@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from configs.schema import AppConfig
-from tests.cluster.served import Cluster, ServedApp, until
+from tests.cluster.served import Cluster, ServedApp
 from tests.cluster.stand_in_llm import StandInLLM
 from tests.cluster.test_served_images import chat
 from tests.hostile.sockets import Address, head, statuses
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

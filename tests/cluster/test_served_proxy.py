@@ -8,8 +8,9 @@ import json
 import httpx
 import pytest
 
-from tests.cluster.served import ServedApp, until
+from tests.cluster.served import ServedApp
 from tests.hostile.sockets import ATTACKS, Address, head, replies, statuses
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.served import START_S, Cluster, ServedApp, until
+from tests.cluster.served import START_S, Cluster, ServedApp
 from tests.cluster.test_served_images import chat
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 

@@ -22,7 +22,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.cluster.served import Cluster, ServedApp, deploy, until
+from tests.cluster.served import Cluster, ServedApp, deploy
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,11 @@ import secrets
 import httpx
 import pytest
 
-from tests.cluster.served import Cluster, ServedApp, until
+from tests.cluster.served import Cluster, ServedApp
 from tests.cluster.span_receiver import Span
 from tests.cluster.test_served_images import REQUEST_S, chat
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 

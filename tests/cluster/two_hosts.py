@@ -18,10 +18,11 @@ from typing import Any
 import httpx
 from ray.exceptions import RayActorError
 
-from tests.cluster.served import START_S, ServedApp, deploy, until
+from tests.cluster.served import START_S, ServedApp, deploy
 from tests.cluster.test_served_images import chat
 from tests.cluster.two_nodes import OTHERS, two_nodes
 from tests.unit.deployments.samples import png
+from tests.waiting import until
 
 REQUESTS = 2000
 CONCURRENT = 16

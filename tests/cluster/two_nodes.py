@@ -23,9 +23,10 @@ from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import RayActorError
 
 from tests.cluster.chaos_load import Load, pictures_and_embeddings, under
-from tests.cluster.served import START_S, Cluster, ServedApp, deploy, until
+from tests.cluster.served import START_S, Cluster, ServedApp, deploy
 from tests.cluster.span_receiver import SpanReceiver
 from tests.programs import free_port, start_ray
+from tests.waiting import until
 
 OTHERS = "head"
 HAPROXY = "haproxy"

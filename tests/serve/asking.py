@@ -89,15 +89,6 @@ def metric(base_url: str, name: str) -> float:
     return sum(values)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what the engine's metrics tell; they lag behind what it does."""
-    deadline = (asked := time.monotonic()) + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(min(max(0.02, 2 * (time.monotonic() - asked)), SETTLED_PAUSE_S))  # the cores are for the others
-        asked = time.monotonic()
-
-
 def reaches(value: Callable[[], float], expected: float) -> None:
     """Waits until a metric has this value; fails with the one that it has instead."""
     deadline = time.monotonic() + TIMEOUT_S

@@ -10,12 +10,13 @@ import pytest
 
 from deployments.telemetry.metrics import Counter
 from tests.serve.application import ServedApplication
-from tests.serve.asking import Json, ask, post, settled_together, until
+from tests.serve.asking import Json, ask, post, settled_together
 from tests.serve.comparison import difference
 from tests.serve.conversations import AGENT, AGENT_TURNS, Body, chat, screenshots
 from tests.serve.test_embedding_cache import CHAT, timing
 from tests.serve.test_parity import TOLERANCE
 from tests.serve.vllm_alone import MAX_MODEL_LEN, NUM_BLOCKS, Reference
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

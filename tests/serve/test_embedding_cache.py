@@ -11,9 +11,10 @@ import pytest
 from deployments.telemetry.metrics import Counter
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import Json, ask, post, settled, streaming, until
+from tests.serve.asking import Json, ask, post, settled, streaming
 from tests.serve.comparison import difference
 from tests.serve.conversations import SEVERAL_BLOCKS, Body, about, chat, image, text, user
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

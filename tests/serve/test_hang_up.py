@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from tests.serve import pictures
-from tests.serve.asking import ask, chunks, metric, streaming, until
+from tests.serve.asking import ask, chunks, metric, streaming
 from tests.serve.conversations import Body, about, chat
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

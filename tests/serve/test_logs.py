@@ -11,9 +11,10 @@ import pytest
 
 from tests.hostile.files import chunk, png_with
 from tests.serve.application import ServedApplication
-from tests.serve.asking import TIMEOUT_S, until
+from tests.serve.asking import TIMEOUT_S
 from tests.serve.conversations import MODEL, Body, about, chat, image, text, user
 from tests.serve.pictures import data_url, url
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

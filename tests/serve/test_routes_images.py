@@ -14,7 +14,7 @@ import pytest
 from deployments.telemetry.metrics import Counter
 from tests.serve import pictures
 from tests.serve.application import ServedApplication
-from tests.serve.asking import KEY, ask, post, settled, until
+from tests.serve.asking import KEY, ask, post, settled
 from tests.serve.comparison import difference
 from tests.serve.conversations import (
     MODEL,
@@ -30,6 +30,7 @@ from tests.serve.conversations import (
 from tests.serve.errors import error_of
 from tests.serve.loopback import LoopbackServer
 from tests.serve.pictures import encoded, picture
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

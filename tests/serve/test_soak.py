@@ -15,11 +15,12 @@ import httpx
 import pytest
 
 from tests.serve.application import ServedApplication, configuration
-from tests.serve.asking import TIMEOUT_S, ask, metric, until
+from tests.serve.asking import TIMEOUT_S, ask, metric
 from tests.serve.conversations import chat
 from tests.serve.loopback import LoopbackServer
 from tests.serve.pictures import encoded, picture
 from tests.serve.soak import KNOWN, Sample, Traffic, growth, known_body, sampled, series
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

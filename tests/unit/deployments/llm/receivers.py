@@ -25,7 +25,7 @@ from deployments.vllm.connector.link import Loaded
 from deployments.vllm.connector.scheduler_link import SchedulerLink
 from deployments.vllm.connector.worker_link import WorkerLink
 from deployments.vllm.connector.worker_memory import WorkerMemory
-from tests.unit.deployments.telemetry.test_metrics import Added
+from tests.unit.deployments.telemetry.added import Added
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory
 from tests.unit.deployments.transfer.stored_embeddings import WIDTH, encoded
 

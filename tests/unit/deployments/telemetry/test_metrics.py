@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 
 import pytest
 from ray import serve
 
 from deployments.telemetry.log_buffers import SERVE_LOGGER
-from deployments.telemetry.metrics import LABELS, Counter, Counters, ErrorLogCounter, RunMetrics
+from deployments.telemetry.metrics import Counter, Counters, ErrorLogCounter, RunMetrics
 from deployments.transfer import unix_socket
 from encoder.packing.run_counts import Fallback, Reason, RunCounts
-
-
-class Added(Counters):
-    """Without Ray."""
-
-    def __init__(self) -> None:
-        self.added: collections.Counter[tuple[Counter, str | None]] = collections.Counter()
-
-    def add(self, counter: Counter, number: int = 1, **labels: str) -> None:
-        assert list(labels) == ([LABELS[counter]] if counter in LABELS else [])
-        if number > 0:
-            self.added[counter, next(iter(labels.values()), None)] += number
+from tests.unit.deployments.telemetry.added import Added
 
 
 @pytest.mark.parametrize("number", [0, -1])

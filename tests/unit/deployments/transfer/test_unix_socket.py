@@ -20,7 +20,7 @@ from deployments.telemetry.log_buffers import SERVE_LOGGER
 from deployments.telemetry.metrics import Counter, ErrorLogCounter
 from deployments.transfer import unix_socket
 from deployments.transfer.unix_socket import Listener, Sender
-from tests.unit.deployments.telemetry.test_metrics import Added
+from tests.unit.deployments.telemetry.added import Added
 from tests.unit.deployments.transfer.stored_embeddings import eventually
 
 PATIENCE_S = 60.0
