@@ -233,8 +233,12 @@ def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: 
     def die(_: object) -> None:
         raise SystemExit
 
+    def wait(_: object) -> None:
+        time.sleep(PATIENCE_S)
+        raise OSError
+
     monkeypatch.setattr(socket.socket, "accept", die)
-    monkeypatch.setattr(unix_socket, "accept", lambda _: time.sleep(PATIENCE_S))
+    monkeypatch.setattr(unix_socket, "accept", wait)
     with closing(Replica()) as replica:
         replica.tcp._listener._thread.join(PATIENCE_S)
         with pytest.raises(RuntimeError, match="serves embeddings to other hosts has died"):
