@@ -142,6 +142,8 @@ class FetchConfig(Options):
     """Seconds for a whole fetch with its redirects."""
     max_redirects: Annotated[int, Field(ge=0)] = 3
     """Redirects of one fetch; each one's address is checked again."""
+    max_bytes_per_request: PositiveInt = 320 * MIB
+    """Bytes of all files that are fetched for a request, those of earlier turns too; more are rejected with 413."""
     max_concurrent: PositiveInt = 64
     """Concurrent fetches in one ingress replica."""
     max_concurrent_per_client: PositiveInt = 16
@@ -246,8 +248,8 @@ class IngressConfig(Options):
     rejected with 400."""
     embedding_directory_entries: Annotated[int, Field(ge=0)] = 65_536
     """Images that an ingress replica remembers, about 1 KB each, 2 KB with vLLM's encoder: size and location of the
-    embedding in an encoder's memory, so that the next request with the same image needs no encoder. 0: every image goes
-    to an encoder."""
+    embedding in an encoder's memory, so that the next request with the same image needs no encoder. A video whose
+    prompt is long counts as several. 0: every image goes to an encoder."""
     llm_transport: Literal["grpc", "ray"] = "grpc"
     """How requests are sent to language models. "grpc": by Serve's gRPC, which takes half the time of a Ray call,
     except requests over 2 MiB. It listens on ports that the operating system chooses. "ray": always by Ray, for nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from cachetools import LRUCache
@@ -33,12 +34,15 @@ class EmbeddingCache(Generic[V]):
             with self._lock:
                 self._entries[key] = (value, num_bytes)
 
-    def evict_oldest(self) -> bool:
-        """Evicts the least recently used entry to free its memory. Returns False if the cache is empty."""
+    def evict_oldest(self, may_evict: Callable[[str, V], bool]) -> bool:
+        """Evicts the least recently used entry that `may_evict`, to free its memory. Older entries count as used from
+        now on. Returns False, with the order unchanged, if there is none."""
         with self._lock:
-            if self._entries:
-                self._entries.popitem()
-                return True
+            for _ in range(len(self._entries)):
+                key, entry = self._entries.popitem()
+                if may_evict(key, entry[0]):
+                    return True
+                self._entries[key] = entry
             return False
 
     @property

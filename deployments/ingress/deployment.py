@@ -89,7 +89,10 @@ class Ingress:
         self._admission = Admission(self._limits, self._admission_metrics)
         self._replicas = Replicas(encoder or llm, llm, self._limits, self._admission.retry_after_s)
         self._held_bytes = HeldBytes(
-            self._limits.max_bytes_held, self._admission_metrics, retry_after_s=self._admission.retry_after_s
+            self._limits.max_bytes_held,
+            self._admission_metrics,
+            max_fetched_bytes=self._limits.fetch.max_bytes_per_request,
+            retry_after_s=self._admission.retry_after_s,
         )
         self._off_loop = OffLoop()
         self._responses = StoredResponses(store, self._limits, self._off_loop)
@@ -210,7 +213,7 @@ class Ingress:
         for _ in range(MAX_ATTEMPTS):
             identity = await self._replicas.identity.get()
             chat.images = await fetch_images(
-                chat.images, self._fetcher, self._limits, client=client.name, count=held.add
+                chat.images, self._fetcher, self._limits, client=client.name, count=held.add_fetched
             )
             prepare = partial(build_engine_request, chat, inner, identity, self._limits, client.salt, self._measure)
             request = await self._off_loop.run(held.num_bytes, prepare)

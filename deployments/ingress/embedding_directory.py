@@ -7,6 +7,7 @@ An entry may be stale: the language model detects it, and the ingress then calls
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -15,14 +16,18 @@ from cachetools import LRUCache
 
 from deployments.common.messages import SharedEmbedding
 from deployments.transfer.unix_socket import host_of
+from encoder.item_header import MAX_IMAGE_HEADER_BYTES, ItemHeader
 
 
 class EmbeddingDirectory:
-    """LRU directory of an ingress replica with at most `max_entries`; 0 disables it. Used from one event loop."""
+    """LRU directory of an ingress replica with at most `max_entries`; 0 disables it. Used from one event loop.
+
+    An entry with a large header, such as a video's, counts as several.
+    """
 
     def __init__(self, max_entries: int, *, clock: Callable[[], float] = time.time) -> None:
         """`clock` returns seconds since the epoch, as in EncodeTimings."""
-        self._locations: LRUCache[tuple[str, str], SharedEmbedding] = LRUCache(max_entries)
+        self._locations: LRUCache[tuple[str, str], SharedEmbedding] = LRUCache(max_entries, getsizeof=_num_entries)
         self._clock = clock
 
     def __len__(self) -> int:
@@ -36,7 +41,8 @@ class EmbeddingDirectory:
         return dataclasses.replace(location, timings=timings)
 
     def put(self, location: SharedEmbedding) -> None:
-        if self._locations.maxsize:  # each location arrives with its own copies of strings that all of them share
+        if _num_entries(location) <= self._locations.maxsize:
+            # Each location arrives with its own copies of strings that all of them share.
             timings = dataclasses.replace(location.timings, replica=sys.intern(location.timings.replica))
             server = sys.intern(location.server)
             host = sys.intern(host_of(server))
@@ -44,3 +50,10 @@ class EmbeddingDirectory:
 
     def discard(self, location: SharedEmbedding) -> None:
         self._locations.pop((host_of(location.server), location.digest), None)
+
+
+def _num_entries(location: SharedEmbedding) -> int:
+    """Returns the size of the location in entries of MAX_IMAGE_HEADER_BYTES."""
+    if not isinstance(location.header, ItemHeader) or location.header.modality == "image":
+        return 1
+    return 1 + len(pickle.dumps(location.header)) // MAX_IMAGE_HEADER_BYTES

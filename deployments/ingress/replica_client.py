@@ -147,7 +147,11 @@ class Replicas:
                 ref = await self._store_file(file)
                 # In a list: Ray fetches an argument itself before the replica can accept the call.
                 answer = to.remote(dataclasses.replace(job, data=b""), [ref])
-                plan: PlannedVideo | ImageRefused = await self._translate_errors(answer)
+                try:
+                    plan: PlannedVideo | ImageRefused = await self._translate_errors(answer)
+                except BaseException:  # the client has left, or another video failed: the slot is free again
+                    _cancel(answer)
+                    raise
         except EncoderLostError:
             if attempt + 1 == MAX_ATTEMPTS:
                 raise
@@ -264,8 +268,7 @@ class Replicas:
         unshared = [call for call in _encoder_calls(encodings) if self._encodings.release(call, share=not failed)]
         started += [call.response for call in unshared]
         for response in started:
-            with contextlib.suppress(Exception):  # Serve raises the call's error here, which was reported already
-                response.cancel()
+            _cancel(response)
 
     def drain(self, answer: Answer) -> None:
         """Waits in a task for the end of a complete answer, until which Serve counts the call."""
@@ -288,6 +291,11 @@ class Replicas:
 
     def count_retry(self) -> None:
         self._counts.add(Counter.REQUEST_RETRIES)
+
+
+def _cancel(call: Answer | DeploymentResponse[Any]) -> None:
+    with contextlib.suppress(Exception):  # Serve raises the call's error here, which was reported already
+        call.cancel()
 
 
 async def _drain(answer: Answer) -> None:

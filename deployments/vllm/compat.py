@@ -204,8 +204,15 @@ class FirstTokenClock:
     first_token_at_s: float | None = None
     first_token_event: asyncio.Event = field(default_factory=asyncio.Event)
     token: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Part of the engine's identifiers of the request. The rest is vLLM's, made from the client's `X-Request-Id`, which
-    several requests may have."""
+    """Part of the engine's identifiers of the request. No part of them is the client's: its `X-Request-Id` may be that
+    of other requests, and of any length."""
+    num_prompts: int = 0
+    """Prompts of the request that the engine was given."""
+
+    def name_prompt(self) -> str:
+        """Returns an identifier for the next prompt of the request."""
+        self.num_prompts += 1
+        return f"{self.token}-{self.num_prompts}"
 
     def tick(self) -> None:
         if self.first_token_at_s is None:
@@ -251,7 +258,7 @@ def start_engine(
             if salt is not None and isinstance(prompt, dict):
                 prompt = {**prompt, "cache_salt": salt}
             if clock is not None:
-                request_id = f"{request_id}-{clock.token}"
+                request_id = clock.name_prompt()
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 if clock is not None:
                     clock.tick()

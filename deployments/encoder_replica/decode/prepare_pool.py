@@ -28,6 +28,7 @@ from deployments.vllm.preparer import (
     sample,
 )
 from encoder.images.size import ImageError
+from encoder.item_header import MAX_HEADER_BYTES
 
 logger = logging.getLogger("ray.serve")
 
@@ -82,7 +83,8 @@ class PreparePool:
         bounds = (ingress.max_image_pixels, ingress.audio, ingress.video, self._memory_bytes)
         settings = (path, generic_engine_args(config), *bounds)
         workers = range(limits.decode_workers)
-        decoders = [Decoder(serve_items, *settings, start_timeout_s=START_TIMEOUT_S) for _ in workers]
+        start = partial(Decoder, start_timeout_s=START_TIMEOUT_S, max_answer_bytes=2 * MAX_HEADER_BYTES)  # as JSON
+        decoders = [start(serve_items, *settings) for _ in workers]
         self._workers = Workers(decoders, on_lost)
 
     async def prepare(self, item: ItemFile, digest: str, place: float = 0.0) -> VllmInputs:

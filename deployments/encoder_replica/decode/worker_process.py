@@ -170,9 +170,17 @@ class DecoderLostError(ImageError):
 class Decoder:
     """Handle on one worker process, which is restarted when it is lost. For one thread at a time."""
 
-    def __init__(self, serve: Callable[..., None], *settings: object, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        """`serve` runs in the process with its end of the pipe and `settings`."""
+    def __init__(
+        self,
+        serve: Callable[..., None],
+        *settings: object,
+        start_timeout_s: float = START_TIMEOUT_S,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        """`serve` runs in the process with its end of the pipe and `settings`. `max_answer_bytes`: limit of the JSON
+        part of an answer; the process is killed for a longer one."""
         self._serve, self._settings, self._start_timeout_s = serve, settings, start_timeout_s
+        self._max_answer_bytes = max_answer_bytes
         self._stopped = threading.Event()
         self._deadline_s = math.inf
         self._ready = False
@@ -195,7 +203,7 @@ class Decoder:
         self._send_task(task, stateless)
         try:
             with self._limit(timeout_s):
-                answer = self._connection.recv_bytes(MAX_ANSWER_BYTES)
+                answer = self._connection.recv_bytes(self._max_answer_bytes)
                 message = json.loads(answer).get("error")
                 if message is None:
                     return parse(answer, self._connection.recv_bytes)

@@ -119,10 +119,13 @@ class ApiKeys:
     def _read(self) -> dict[str, str]:
         assert self._file is not None
         try:
-            return parse_keys(self._file.read_text(encoding="utf-8"), self._file.name)
+            text = self._file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise KeysError(f"{self._file}: cannot be read: {reason}") from error
+        if not text:  # as while it is written
+            raise KeysError(f"{self._file.name}: the file is empty; without keys, it has a comment")
+        return parse_keys(text, self._file.name)
 
 
 def _hash(key: str) -> str:

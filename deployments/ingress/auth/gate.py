@@ -25,6 +25,7 @@ from deployments.common.api_error import ApiError
 from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.auth.api_keys import ApiKeys
 from deployments.ingress.auth.bind_address import bind_refusal, is_loopback
+from deployments.ingress.http.request_body import MAX_REQUEST_ID_CHARACTERS
 from deployments.ingress.http.routes import CLUSTER, PAGE_FILES
 
 logger = logging.getLogger("ray.serve")
@@ -124,6 +125,10 @@ class AccessControl:
         if num_bytes > limit or len(headers) > MAX_HEADERS:
             found = f"the request has {len(headers)} headers of {num_bytes} bytes"
             raise ApiError(431, f"{found}, the limits are {MAX_HEADERS} and {limit}", code="headers_too_large")
+        length, limit = max(map(len, request.headers.getlist("x-request-id")), default=0), MAX_REQUEST_ID_CHARACTERS
+        if length > limit:
+            too_long = f"X-Request-Id has {length} characters, the limit is {limit}"
+            raise ApiError(431, too_long, code="headers_too_large")
 
     def _key_name(self, request: Request, path: str) -> str | None:
         if self._keys is None:

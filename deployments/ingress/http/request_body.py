@@ -53,6 +53,8 @@ MAX_ITEMS: Mapping[str, int] = {
     "documents": 256,
     "tools": 128,
 }
+MAX_REQUEST_ID_CHARACTERS = 256
+"""Length of a request's id, which vLLM sends with every chunk of the answer."""
 MAX_NUMBER = 2**63
 """Larger numbers count as this one: Python refuses to print an integer of more than 4300 digits."""
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config")
@@ -191,6 +193,9 @@ def check_limits(body: Mapping[str, Any], *, max_answers: int) -> None:
     num_answers = _positive(body.get("n")) * _num_prompts(body.get("prompt"))
     if num_answers > max_answers:
         raise _refused("n", f"{num_answers} answers are asked for, the limit is {max_answers} a request")
+    request_id, limit = body.get("request_id"), MAX_REQUEST_ID_CHARACTERS
+    if isinstance(request_id, str) and len(request_id) > limit:
+        raise _refused("request_id", f"request_id has {len(request_id)} characters, the limit is {limit}")
     for name, limit in MAX_ITEMS.items():
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > limit:

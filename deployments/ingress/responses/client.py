@@ -170,9 +170,10 @@ class StoredResponses:
         """Stores a response that has ended, and returns it as JSON."""
         response[PREVIOUS] = turn.previous_id
         made = json.dumps(response).encode()
-        if await asyncio.shield(put):  # `_discard` waits for it even if this is cancelled
-            output = [json.dumps(item).encode() for item in response["output"]]
-            await self._try_call("complete", turn.tenant, turn.id, made, output)
+        output = [json.dumps(item).encode() for item in response["output"]]
+        is_put = await asyncio.shield(put)  # `_discard` waits for it even if this is cancelled
+        if not (is_put and await self._try_call("complete", turn.tenant, turn.id, made, output)):
+            self._discard(turn, put)
         return made
 
     async def answer(self, request: Request, path: str, tenant: str | None) -> Response:

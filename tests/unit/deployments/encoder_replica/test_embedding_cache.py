@@ -44,10 +44,14 @@ def test_what_was_used_least_recently_can_be_dropped_for_somebody_else() -> None
     cache.put("a", 1, 30)
     cache.put("b", 2, 30)
     cache.get("a")
-    assert cache.evict_oldest()
+    assert not cache.evict_oldest(lambda *_: False)
+    assert cache.evict_oldest(lambda *_: True)
     assert ("a" in cache, "b" in cache) == (True, False)
-    assert cache.evict_oldest()
-    assert not cache.evict_oldest()
+    cache.put("c", 3, 30)
+    assert cache.evict_oldest(lambda key, value: (key, value) == ("c", 3))
+    assert ("a" in cache, "c" in cache) == (True, False)
+    assert cache.evict_oldest(lambda *_: True)
+    assert not cache.evict_oldest(lambda *_: True)
     assert cache.num_bytes == 0
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from configs.schema import AppConfig
-from deployments.common.messages import NOT_STORED, ChunkOfVideo, ImageJob, SharedEmbedding, StoredFile
+from deployments.common.messages import NOT_STORED, ChunkOfVideo, EncodedImage, ImageJob, SharedEmbedding, StoredFile
 from deployments.common.replica_errors import OtherIdentityError, QueueFullError
 from deployments.common.throughput import InFlightTokens
 from deployments.encoder_replica.deployment import EncoderReplica
@@ -41,6 +41,7 @@ from tests.unit.deployments.samples import IDENTITY, png
 from tests.unit.deployments.transfer.fake_remote_memory import FakeMemory, FakeNetwork
 from tests.unit.deployments.transfer.stored_embeddings import (
     PATIENCE_S,
+    TIMINGS,
     WIDTH,
     barrier,
     digest,
@@ -182,9 +183,13 @@ def test_an_embedding_larger_than_shared_memory_displaces_nothing() -> None:
         assert replica.store.is_offered(digest(1))
         largest = (pages - HEADER_BYTES) // (4 * WIDTH)
         assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is None, "the first one is offered"
-        assert digest(1) not in replica._cache
+        assert digest(1) in replica._cache
+        private = EncodedImage.pack(torch.zeros(6, WIDTH), digest(2), TIMINGS)
+        replica._cache.put(digest(2), private, private.num_bytes)
+        assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is None
         replica.store.acquire(digest(1))
         assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is not None
+        assert (digest(1) in replica._cache, digest(2) in replica._cache) == (False, True), "it takes no room there"
 
 
 def test_every_answer_says_where_any_reader_finds_it(replica: Replica) -> None:

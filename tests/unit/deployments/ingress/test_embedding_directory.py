@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ from deployments.routing.affinity import Call
 from deployments.telemetry.metrics import Counter
 from deployments.transfer.same_host import EmbeddingUnavailableError, ShmClient, ShmServer
 from deployments.transfer.shared_store import EmbeddingStore
+from encoder.item_header import MAX_IMAGE_HEADER_BYTES, ItemHeader, PromptUpdate
 from tests.unit.deployments.llm.receivers import eventually, received_by, run, setting
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import HOST, IMAGE, JSON_HEAD, Accepting, Pieces, StandIns, ingress_of
@@ -47,6 +49,21 @@ def test_the_last_used_are_remembered_and_count_as_cached_now() -> None:
     where.discard(seen("a"))
     where.discard(seen("never there"))
     assert (where.get(HOST, "a"), len(where)) == (None, 1)
+
+
+def test_a_large_header_counts_as_several_entries() -> None:
+    """An entry with the header of a long video of vLLM's encoder takes a hundred times the memory of an image's."""
+    where = EmbeddingDirectory(4)
+    for name in ("a", "b"):
+        where.put(seen(name))
+    update = PromptUpdate.of_tokens("insert", "start", [(0, True)] * 6)
+    headers = [ItemHeader("v", "video", 6, (update,), bytes(size)) for size in (2 * MAX_IMAGE_HEADER_BYTES, 20_000)]
+    small, large = (dataclasses.replace(seen(name), header=one) for name, one in zip("vw", headers, strict=True))
+    where.put(small)
+    assert [where.get(HOST, name) is not None for name in "abv"] == [False, True, True]
+    where.put(large)
+    assert where.get(HOST, "w") is None
+    assert len(where) == 2
 
 
 def test_each_host_has_its_own() -> None:

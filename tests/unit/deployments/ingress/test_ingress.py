@@ -103,6 +103,21 @@ def test_credentials_and_cookies_stay_here() -> None:
     assert names <= {b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate"}
 
 
+@pytest.mark.parametrize(("length", "status"), [(256, 200), (257, 400)])
+def test_a_requests_id_is_bounded(length: int, status: int) -> None:
+    """vLLM sends it with every token, and one of 65,536 characters ended its engine."""
+    stand_ins = StandIns(*(Pieces(JSON_HEAD, b"{}") for _ in range(2)))
+    for headers, more in (({"x-request-id": "x" * length}, {}), ({}, {"request_id": "x" * length})):
+        for path in ("/v1/chat/completions", "/v1/responses"):
+            body = {"messages": [{"role": "user", "content": "x"}], "input": "x", **more}
+            answer = asked(stand_ins, "POST", path, json=body, headers=headers)
+            if status == 200:
+                assert answer.status_code == status
+            else:
+                refused = told(answer, 431 if headers else 400)["message"]
+                assert "has 257 characters, the limit is 256" in refused
+
+
 def test_images_become_keys_that_differ_every_time() -> None:
     stand_ins = StandIns()
     response = chat(stand_ins, {"type": "text", "text": "x"}, IMAGE, IMAGE)

@@ -284,16 +284,19 @@ def test_headers_are_not_read_on_where_one_failed() -> None:
         def _plan(self, job: object, file: object) -> Pieces:
             answer = super()._plan(job, file)
             if len(self.planned) == 1:
-                return Pieces(IdentityGoneError("another model has taken over"))
-            self.second = asyncio.Event()
-            return Pieces(self.second, *answer._pieces)
+                self.both = asyncio.Event()
+                return Pieces(self.both, IdentityGoneError("another model has taken over"))
+            self.both.set()
+            self.second = Pieces(asyncio.Event(), *answer._pieces)
+            return self.second
 
     async def scenario() -> None:
-        replicas = ingress_of(Failing())._replicas
+        stand_ins = Failing()
         with pytest.raises(IdentityGoneError):
-            await replicas.plan_videos([job_of(1), job_of(2)])
+            await ingress_of(stand_ins)._replicas.plan_videos([job_of(1), job_of(2)])
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert stand_ins.second.cancelled, "its encoder would read on"
 
     asyncio.run(scenario())
 

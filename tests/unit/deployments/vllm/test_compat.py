@@ -362,12 +362,13 @@ def test_an_engine_gets_the_salt_and_a_name_of_the_request(
     monkeypatch.setattr(compat, "default_server_args", Namespace)
     engine: Any = compat.start_engine("m", {}, {}, cpu_kv_cache_gib=None, stats=EngineStats(), link="x")[0]
 
-    async def generated(clock: compat.FirstTokenClock | None) -> list[object]:
+    async def generated(clock: compat.FirstTokenClock | None) -> list[tuple[str, str]]:
         compat.cache_salt.set(salt)
         compat.first_token_clock.set(clock)
-        return [one async for one in engine.generate({"cache_salt": "theirs"}, None, request_id="r")]
+        return [one async for one in engine.generate({"cache_salt": "theirs"}, None, request_id="r" * 66_000)]
 
-    assert asyncio.run(generated(None)) == [(expected, "r")]
+    assert asyncio.run(generated(None)) == [(expected, "r" * 66_000)]
     one, other = compat.FirstTokenClock(), compat.FirstTokenClock()
-    assert asyncio.run(generated(one)) == [(expected, f"r-{one.token}")]
-    assert len({one.token, other.token, ""}) == 3
+    names = [name for _ in range(2) for _, name in asyncio.run(generated(one))]
+    assert [(name.startswith(one.token), "r" in name) for name in names] == [(True, False)] * 2
+    assert len({*names, one.token, other.token, ""}) == 5

@@ -82,7 +82,7 @@ def test_a_link_to_another_file_is_a_change(tmp_path: Path) -> None:
     assert keys.name_of(KEY) == "bobby"
 
 
-@pytest.mark.parametrize("damage", ["alice\n", None, "\udcff"])
+@pytest.mark.parametrize("damage", ["alice\n", None, "\udcff", ""])
 def test_a_damaged_file_leaves_the_keys_as_they_were(
     damage: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,7 +63,7 @@ class Recorded(AdmissionMetrics):
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["add", "become", "leave"]), st.integers(0, 60))))
 def test_what_is_counted_is_what_requests_hold(steps: list[tuple[int, str, int]]) -> None:
     events = Recorded()
-    all_held = HeldBytes(100, events, retry_after_s=lambda: 3)
+    all_held = HeldBytes(100, events, max_fetched_bytes=100, retry_after_s=lambda: 3)
     expected = dict.fromkeys(range(4), 0)
     refused = 0
     with ExitStack() as stack:
@@ -203,6 +203,11 @@ def test_files_count_while_they_are_fetched_and_once() -> None:
             narrow = AtWork(0, fetch=fetch, max_bytes_held=len(FILE), max_body_bytes=1000)
             assert "would pass" in told(await narrow.asked(body), 503)["message"]
             assert narrow.ingress._held_bytes.num_bytes == 0
+            one = AtWork(0, fetch={**fetch, "max_bytes_per_request": len(FILE)})
+            body["messages"] *= 2  # five hundred of earlier turns could fill the memory of all requests
+            error = told(await one.asked(body), 413)
+            assert f"over the limit of {len(FILE)} fetched bytes" in error["message"]
+            assert one.ingress._held_bytes.num_bytes == 0
 
     asyncio.run(scenario())
 

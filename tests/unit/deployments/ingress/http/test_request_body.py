@@ -45,6 +45,7 @@ def test_what_passes(body: dict[str, Any]) -> None:
         ({"text": {"format": {"schema": ["x"] * MAX_GRAMMAR_CHARACTERS}}}, "the limit is 65536"),
         *(({name: ["x"] * (most + 1)}, f"{most + 1} entries, the limit is {most}") for name, most in MAX_ITEMS.items()),
         ({"logit_bias": dict.fromkeys(map(str, range(5000)), 1)}, "logit_bias has 5000 entries"),
+        ({"request_id": "x" * 257}, "request_id has 257 characters, the limit is 256"),
     ],
 )  # fmt: skip
 def test_what_does_not(body: dict[str, Any], told: str) -> None:

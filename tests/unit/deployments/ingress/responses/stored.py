@@ -107,6 +107,7 @@ def conversed(
             for each in requests:
                 method, path, options = each(answers) if callable(each) else each
                 answers.append(await client.request(method, path, **options))
+        await asyncio.gather(*ingress._responses._discarding)
         return answers
 
     return asyncio.run(ask())

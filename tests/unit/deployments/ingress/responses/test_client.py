@@ -369,10 +369,30 @@ def test_a_lost_store_fails_only_requests_that_name_a_response(stream: bool, mon
     assert "A cat." in answers[0].text
     assert {told(answer, 503)["code"] for answer in answers[1:]} == {"unavailable"}
     assert all(int(answer.headers["retry-after"]) > 0 for answer in answers[1:])
-    assert counted.count(Counter.RESPONSE_STORE_FAILURES) == 3
+    assert counted.count(Counter.RESPONSE_STORE_FAILURES) == 4, "what was put is discarded, since it may come late"
     handle.lost = False
     (forgotten,) = conversed(handle, Responding(), create("z", previous_response_id=id_of(answers[0])))
     told(forgotten, 404)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("late", ["put", "complete"])
+def test_a_call_that_reaches_the_store_too_late_leaves_no_half_of_a_response(late: str, stream: bool) -> None:
+    """The input of a response without an end was kept for a day, and nobody could read it."""
+
+    class Late(StoreHandle):
+        async def _call(self, method: str, *given: object, **options: object) -> object:
+            if method == "complete" == late:
+                raise RayActorError
+            found = await super()._call(method, *given, **options)
+            if method == late:
+                raise RayActorError
+            return found
+
+    handle = Late()
+    (answer,) = conversed(handle, Responding(), create("x", stream=stream))
+    assert "A cat." in answer.text
+    assert handle.store.num_bytes == 0
 
 
 def test_an_answer_is_given_though_the_response_that_it_continues_was_evicted_meanwhile() -> None:

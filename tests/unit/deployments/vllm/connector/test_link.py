@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from deployments.transfer.header import Header
+from deployments.vllm.compat import FirstTokenClock
 from deployments.vllm.connector.lease_table import EndedLease, EngineLease
-from deployments.vllm.connector.link import LeasesEnded, Loaded, Map, Role
+from deployments.vllm.connector.link import MAX_DIGESTS, LeasesEnded, Loaded, Map, Role
 from deployments.vllm.connector.replica_link import ReplicaLink
 from deployments.vllm.connector.scheduler_link import SchedulerLink
 from deployments.vllm.connector.worker_link import WorkerLink
@@ -210,6 +211,14 @@ def test_a_listening_thread_of_the_engine_that_ends_ends_its_connection(
 def test_an_accepting_thread_that_ends_fails_the_health_check(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.link._listener._thread, "is_alive", lambda: False)
     assert "accepts" in (engine.link.lost() or "")
+
+
+def test_as_many_missing_embeddings_as_fit_a_message_are_reported(engine: Engine) -> None:
+    """A report that fits no packet would end vLLM's scheduler, in which it is made."""
+    name = f"127_chatcmpl-{FirstTokenClock().name_prompt()}-01234567"  # as vLLM extends it
+    digests = [digest(1, number) for number in range(MAX_DIGESTS + 1)]
+    assert engine.scheduler.reserve(name, digests) == 0
+    eventually(lambda: engine.told.missing == digests)
 
 
 def test_nothing_is_mapped_where_a_worker_is_missing(engine: Engine) -> None:
