@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class Answers:
     other_routes: dict[str, Future[Json]]
 
 
-def post(base_url: str, path: str, body: Body) -> httpx.Response:
-    return httpx.post(base_url + path, json=body, headers=WITH_KEY, timeout=TIMEOUT_S)
+def post(base_url: str, path: str, body: Body, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    return httpx.post(base_url + path, json=body, headers={**WITH_KEY, **(headers or {})}, timeout=TIMEOUT_S)
 
 
 def ask(base_url: str, body: Body, path: str = "/v1/chat/completions") -> Json:

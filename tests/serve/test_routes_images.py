@@ -255,3 +255,15 @@ def test_a_uuid_names_nothing(qwen3: str) -> None:
         difference(with_uuid, without, tolerance=1e-3)
     with pytest.raises(AssertionError):
         difference(named[0], named[1], tolerance=1e-3)
+
+
+def test_the_id_of_a_request_is_bounded_and_is_its_answers(qwen3: str) -> None:
+    """One of 65,536 characters, with an image that was not encoded yet, ended the engine."""
+    longest = '"' * 256
+    answer = post(qwen3, "/v1/chat/completions", about(pictures.url(328, 97, 61), n=2), {"x-request-id": longest})
+    assert (answer.status_code, answer.json()["id"]) == (200, f"chatcmpl-{longest}")
+    response = {"input": [user(input_image(pictures.url(329, 97, 61)))], "request_id": longest, "store": False}
+    answer = post(qwen3, "/v1/responses", {"model": MODEL, **response})
+    assert (answer.status_code, answer.json()["id"]) == (200, longest)
+    too_long = error_of(post(qwen3, "/v1/responses", {"model": MODEL, **response, "request_id": longest * 258}), 400)
+    assert "request_id has 66048 characters, the limit is 256" in too_long["message"]
