@@ -29,6 +29,8 @@ COPY training training
 COPY benchmarks benchmarks
 COPY models models
 EXPOSE 8000
+# At SIGTERM Ray aborts without shutting down.
+STOPSIGNAL SIGINT
 CMD ["vitray", "serve"]
 
 FROM base AS gpu

@@ -95,7 +95,9 @@ def best(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
     """Returns a server's highest goodput, and the highest request rate of which a share GOOD_SHARE was good."""
     mine = [row["servers"][label] for row in rows]
     kept = [
-        one["sent"] / row["due_s"] for one, row in zip(mine, rows, strict=True) if one["goodput_share"] >= GOOD_SHARE
+        one["sent"] / row["due_s"]
+        for one, row in zip(mine, rows, strict=True)
+        if one["goodput_share"] >= GOOD_SHARE and row["due_s"]  # one request has no rate
     ]
     return {"goodput_per_s": max(one["goodput_per_s"] for one in mine), "kept_per_s": max(kept, default=None)}
 

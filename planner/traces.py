@@ -43,7 +43,7 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
     """Returns `make(line)` for the JSON of each line.
 
     Raises:
-        TraceError: a line is not JSON, or `make` raised ValueError, KeyError or TypeError.
+        TraceError: a line is not JSON, or `make` raised an error of a value.
     """
     found: list[T] = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -51,7 +51,7 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
             found.append(make(json.loads(line)))
         except TraceError as error:
             raise TraceError(f"{path.name}, line {number}: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise TraceError(f"{path.name}, line {number}: {error!r}") from error
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,29 +76,32 @@ def _lines(path: Path, cluster: bool) -> list[Line]:
     """Lines for the configuration file, then for this machine; a file with mistakes is replaced by the defaults."""
     from configs.schema import AppConfig
     from deployments.cli import facts
-    from deployments.cli.readiness import Line, lines
+    from deployments.cli.readiness import Line, cpus, lines
 
-    configs, mistakes = _read(path)
+    configs, reserved_cpus, mistakes = _read(path)
     found = [Line("configuration", "problem", mistake, "correct the file") for mistake in mistakes]
     found = found or [Line("configuration", "ok", str(path))]
     for config in configs or [AppConfig()]:
         found += [line for line in lines(facts.gather(config), config, cluster=cluster) if line not in found]
+    if configs:
+        found.append(cpus(reserved_cpus, os.cpu_count() or 1, cluster=cluster))
     return found
 
 
-def _read(path: Path) -> tuple[list[AppConfig], list[str]]:
-    """Returns the settings of the file's applications, and the mistakes in the file."""
+def _read(path: Path) -> tuple[list[AppConfig], float, list[str]]:
+    """Returns the settings of the file's applications, the CPUs that their replicas reserve, and the mistakes in the
+    file."""
     from configs.schema import AppConfig
 
     try:
         from deployments.cli import config_check
     except ImportError as error:
-        return [], [f"cannot be checked: {error}"]  # Ray is missing, which another line reports
+        return [], 0.0, [f"cannot be checked: {error}"]  # Ray is missing, which another line reports
     try:
         read = config_check.read_config(path)
     except config_check.ConfigFileError as error:
-        return [], [str(error)]
+        return [], 0.0, [str(error)]
     if mistakes := config_check.all_problems(read):
-        return [], mistakes
+        return [], 0.0, mistakes
     applications = [application.get("args") or {} for _, application in config_check.our_applications(read)]
-    return [AppConfig.model_validate(args) for args in applications], []
+    return [AppConfig.model_validate(args) for args in applications], config_check.reserved_cpus(read), []

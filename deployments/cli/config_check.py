@@ -6,6 +6,8 @@ location. Our own `args` are checked against configs/schema.py.
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
 from deployments.vllm import compat
 
-SERVES_OWN_HOST = "0.0.0.0"  # Serve's default
+SERVES_OWN_HOST, SERVES_OWN_PORT = "0.0.0.0", 8000  # Serve's defaults
 VISUAL_TOKEN_POLICY = "deployments.scaling:VisualTokenPolicy"
 ENGINE_LOAD_POLICY = "deployments.scaling:EngineLoadPolicy"
 POLICY_OF = {VISUAL_TOKEN_POLICY: names.ENCODER, ENGINE_LOAD_POLICY: names.LLM}
@@ -102,6 +104,52 @@ def args_problems(args: object, place: str) -> list[str]:
         except ValueError as error:
             found[f"{place}: {error}"] = None
     return list(found)
+
+
+def start_problems(config: dict[str, Any], num_cpus: int) -> list[str]:
+    """Returns reasons why a Ray that starts on this machine, which has `num_cpus`, cannot run the applications."""
+    found = []
+    http = {"host": SERVES_OWN_HOST, "port": SERVES_OWN_PORT, **(config.get("http_options") or {})}
+    if not _can_listen(str(http["host"]), int(http["port"])):
+        found.append(f"http_options.port: another process listens on port {http['port']}; end it, or set another port")
+    if (reserved := reserved_cpus(config)) > num_cpus:
+        found.append(
+            f"the replicas reserve {reserved:g} CPUs, and this machine has {num_cpus}: some would wait for ever; lower "
+            "num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress"
+        )
+    return found
+
+
+def reserved_cpus(config: dict[str, Any]) -> float:
+    """Returns the CPUs that Ray reserves for the replicas with which our applications start."""
+    total = 0.0
+    for _, application in our_applications(config):
+        args = AppConfig.model_validate(application.get("args") or {})
+        reserved = {names.LLM: args.llm.num_cpus, names.INGRESS: args.ingress.num_cpus}
+        if args.encoder.implementation != "none":
+            reserved[names.ENCODER] = args.encoder_replica.num_cpus
+        entries = {entry["name"]: entry for entry in application.get("deployments") or ()}
+        for name, default in reserved.items():
+            entry = entries.get(name, {})
+            total += (entry.get("ray_actor_options") or {}).get("num_cpus", default) * _num_replicas_at_start(entry)
+    return total
+
+
+def _num_replicas_at_start(deployment: dict[str, Any]) -> int:
+    if scaled := deployment.get("autoscaling_config"):
+        return int(scaled.get("initial_replicas") or scaled.get("min_replicas", 1))
+    number = deployment.get("num_replicas")
+    return number if isinstance(number, int) else 1  # "auto" starts with one
+
+
+def _can_listen(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 def all_problems(config: dict[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def serve(config: Path, app_dir: str, address: str | None, check: bool, haproxy:
     if haproxy is None:
         haproxy = starts_ray and proxy.is_installed()
     if check:
-        _check(config)
+        _check(config, starts_ray=starts_ray)
     program = Path(sys.executable).with_name("serve")
     if not program.exists():
         raise click.ClickException(f"Ray Serve's command is not at {program}: pip install 'ray[serve]'")
@@ -129,7 +129,7 @@ def new_key(name: str) -> None:
         key, line = api_keys.new_key(name)
     except api_keys.KeysError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(f"key:  {key}\nline: {line}")
+    click.echo(f"the key, for its owner:\n{key}\nthe line for the file of keys:\n{line}")
 
 
 @main.command()
@@ -183,8 +183,9 @@ def settings() -> None:
         click.echo(f"    {setting.values}{'. ' + setting.meaning if setting.meaning else ''}")
 
 
-def _check(path: Path) -> None:
-    """Prints the mistakes in the file and exits with 1 if there are any."""
+def _check(path: Path, *, starts_ray: bool = False) -> None:
+    """Prints the mistakes in the file and exits with 1 if there are any. `starts_ray`: also why a Ray that starts on
+    this machine cannot run it."""
     from deployments.cli import config_check
     from deployments.vllm import compat
 
@@ -193,6 +194,8 @@ def _check(path: Path) -> None:
     except config_check.ConfigFileError as error:
         raise click.ClickException(str(error)) from error
     found = config_check.all_problems(config)
+    if not found and starts_ray:
+        found = config_check.start_problems(config, os.cpu_count() or 1)
     if not found and config_check.vllm_args(config) and not compat.is_installed():
         click.echo("vLLM is not installed here: llm.engine_args and llm.server_args were not checked", err=True)
     if found:

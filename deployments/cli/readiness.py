@@ -209,6 +209,13 @@ def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:
     return Line("GPUs asked for", "problem", told, fix, needed=not cluster)
 
 
+def cpus(reserved: float, there: int, *, cluster: bool) -> Line:
+    """Compares the CPUs that Ray reserves for the replicas of the file with those of this machine."""
+    told = f"the replicas reserve {reserved:g}; this machine has {there}"
+    fix = "lower num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress"
+    return Line("CPUs asked for", *_within(reserved <= there, told, fix), needed=not cluster)
+
+
 def _memory(facts: Facts, resolved: AppConfig) -> Iterator[Line]:
     """Compares memory limits of one encoder replica, and one language model without a GPU, with available memory."""
     replica, encoder = resolved.encoder_replica, resolved.encoder

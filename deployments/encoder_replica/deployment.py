@@ -185,8 +185,8 @@ class EncoderReplica:
         )
 
     async def check_health(self) -> None:
-        """Raises RuntimeError if the GPU failed, or if the GPU thread, the batching task or a thread that serves
-        embeddings died. Serve then replaces the replica.
+        """Raises RuntimeError if the GPU failed, if the GPU thread, the batching task or a thread that serves
+        embeddings died, or if no process can be started that decodes. Serve then replaces the replica.
         """
         if self._worker.fault is not None:
             raise RuntimeError(f"the GPU has failed: {self._worker.fault.value}")
@@ -194,6 +194,8 @@ class EncoderReplica:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._has_batching_task and not await is_batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
+        if not self._decoders.can_start:
+            raise RuntimeError("no process can be started that decodes files")
         if not self._server.is_alive:
             raise RuntimeError("the thread that serves embeddings to this host has died")
         self._server.store.expire_offers()

@@ -18,25 +18,26 @@ MAX_COMPRESSED_TEXTS = 16
 MAX_JPEG_SCANS = 100
 """Maximum number of scans of a JPEG; progressive files have about ten."""
 MAX_EXIF_ENTRIES = 1000
-"""Maximum number of entries per EXIF or TIFF directory; the standards define a few hundred."""
+"""Maximum number of entries of an EXIF or TIFF directory and its sub-directories; the standards define a few
+hundred."""
 MAX_EXIF_TEXT_BYTES = 2**17
 """Maximum size of EXIF stored as hexadecimal text in a PNG."""
 BYTES_A_PIECE = 256
 """Minimum average bytes per PNG or WebP chunk, pixel chunks included; encoders write thousands."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_TIFF = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")
+"""Signatures that Pillow accepts, those of the wrong byte order among them."""
 _SIGNATURES = (
     (_PNG, "PNG"),
     (b"\xff\xd8\xff", "JPEG"),
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),
     (b"BM", "BMP"),
-    (b"II*\0", "TIFF"),
-    (b"MM\0*", "TIFF"),
+    *((start, "TIFF") for start in _TIFF),
 )
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
 """A marker with a length, or the end of the image, among entropy-coded data."""
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _SUB_DIRECTORIES = (0x8769, 0x8825, 0xA005)  # EXIF, GPS, interoperability: Pillow reads them unasked
 _PNG_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
 
@@ -184,6 +185,12 @@ def _check_exif_text(kind: bytes, chunk: bytes) -> None:
             return  # Pillow cannot read it either
     if len(text) > MAX_EXIF_TEXT_BYTES:
         raise ImageError(f"image has over {MAX_EXIF_TEXT_BYTES} bytes of EXIF as text, the limit")
+    digits = "".join(text.decode("latin-1").split("\n")[3:])  # after a line end, a name and a length
+    try:
+        block = bytes.fromhex(digits)
+    except ValueError:
+        return  # Pillow cannot read it either
+    _check_directories(block)
 
 
 def _check_directories(block: bytes) -> None:
@@ -193,28 +200,31 @@ def _check_directories(block: bytes) -> None:
     if block[:4] not in _TIFF:
         return
     order = "<" if block.startswith(b"I") else ">"
-    big = block[:4] in _TIFF[2:]
-    place, number, entry, entry_bytes = ("Q", "Q", "HHQQ", 20) if big else ("I", "H", "HHII", 12)
+    if b"+" in block[:4]:
+        _check_entries(block, order, "Q", "Q", "HHQQ")
+    if block[2] != ord("+"):  # Pillow reads MM\0+ as a file with addresses of 32 bits
+        _check_entries(block, order, "I", "H", "HHII")
 
-    def directory(offset: int) -> int:
+
+def _check_entries(block: bytes, order: str, place: str, number: str, entry: str) -> None:
+    """`place`, `number` and `entry`: formats of an address, a number of entries and an entry."""
+    number_bytes, entry_bytes = struct.calcsize(order + number), struct.calcsize(order + entry)
+
+    def num_entries(offset: int) -> int:
         """Returns the directory's number of entries, at most as many as fit the block, where parsers stop."""
-        room = len(block) - offset - struct.calcsize(order + number)
-        if room < 0:
-            return 0
-        found = min(int(struct.unpack_from(order + number, block, offset)[0]), room // entry_bytes)
-        if found > MAX_EXIF_ENTRIES:
-            raise _too_many("metadata entries", MAX_EXIF_ENTRIES)
-        return found
+        room = len(block) - offset - number_bytes
+        return 0 if room < 0 else min(struct.unpack_from(order + number, block, offset)[0], room // entry_bytes)
 
-    first_at = 8 if big else 4
-    if len(block) < first_at + struct.calcsize(order + place):
+    first_at = struct.calcsize(order + place)
+    if len(block) < 2 * first_at:
         return
     (first,) = struct.unpack_from(order + place, block, first_at)
-    start = first + struct.calcsize(order + number)
-    for index in range(directory(first)):
-        tag, _, _, value = struct.unpack_from(order + entry, block, start + index * entry_bytes)
-        if tag in _SUB_DIRECTORIES:
-            directory(value)
+    total = num_in_first = num_entries(first)
+    for index in range(min(num_in_first, MAX_EXIF_ENTRIES)):
+        tag, _, _, value = struct.unpack_from(order + entry, block, first + number_bytes + index * entry_bytes)
+        total += num_entries(value) if tag in _SUB_DIRECTORIES else 0
+    if total > MAX_EXIF_ENTRIES:
+        raise _too_many("metadata entries", MAX_EXIF_ENTRIES)
 
 
 def _too_many(what: str, limit: int) -> ImageError:

@@ -133,6 +133,8 @@ def open_video(data: bytes, kind: Format, bounds: VideoBounds) -> Iterator[OpenV
         seconds = (container.duration or 0) / 1e6
         if seconds < 2.5e-5 and stream.duration and stream.time_base:
             seconds = float(stream.duration * stream.time_base)
+        if seconds < 0:
+            raise VideoError(CORRUPT)
         bounds.check_seconds(seconds)
         stored = tuple(_stored_frames(container, stream))
         if not stored or len({frame.pts for frame in stored}) < len(stored) or len(stored) < stream.frames:

@@ -20,6 +20,7 @@ import msgspec
 
 from deployments.common.fair_queue import FairQueue
 from deployments.common.messages import ChunkOfVideo, StoredFile, VideoSampling
+from deployments.common.replica_errors import WorkerEndedError
 from deployments.encoder_replica.decode.video_task import ChunkTask, HeaderTask
 from deployments.encoder_replica.decode.worker_process import (
     DECODER_FAILED,
@@ -40,6 +41,9 @@ from encoder.video.header import VideoHeader
 from encoder.video.plan import VideoPlan
 
 T = TypeVar("T")
+
+MAX_NOT_STARTED = 3
+"""Tasks in a row without a process, after which a replica is replaced: its caches attract images that it refuses."""
 
 
 def ignore() -> None: ...
@@ -90,6 +94,7 @@ class Workers:
         self.threads = ThreadPoolExecutor(len(decoders), thread_name_prefix="decode")
         # Further jobs wait in the fair queue, where cancelling is free. The extra job keeps the workers busy.
         self._permits = FairSemaphore(len(decoders) + 1)
+        self._num_not_started = 0
 
     async def run(self, job: Callable[[], T], place: float) -> T:
         """Runs a job, which calls `run_task`, in a thread.
@@ -139,10 +144,20 @@ class Workers:
         decoder = taken.pop() if taken[-1].video == video else taken.pop(0)
         for other in taken:
             self._idle.put(other)
+        cannot_start = False
         try:
             yield decoder
+        except WorkerEndedError:
+            cannot_start = True
+            raise
         finally:
+            self._num_not_started = self._num_not_started + 1 if cannot_start else 0
             self._idle.put(decoder)
+
+    @property
+    def can_start(self) -> bool:
+        """False if no process could be started for the last MAX_NOT_STARTED tasks."""
+        return self._num_not_started < MAX_NOT_STARTED
 
     def stop(self) -> None:
         """Ends the worker processes. Jobs in flight never complete, so no caller may be waiting."""
@@ -259,6 +274,11 @@ class DecodePool:
             return Pixels(values, of.part.grid_thw)
 
         return self._workers.retry_once(run)
+
+    @property
+    def can_start(self) -> bool:
+        """As `Workers.can_start`."""
+        return self._workers.can_start
 
     def stop(self) -> None:
         """As `Workers.stop`."""

@@ -108,6 +108,11 @@ class PreparePool:
         prepared = self._workers.run_task(item, parse, timeout_s or self._timeout_s)
         return replace(prepared, header=replace(prepared.header, digest=digest))  # a worker could name another one
 
+    @property
+    def can_start(self) -> bool:
+        """As `Workers.can_start`."""
+        return self._workers.can_start
+
     def stop(self) -> None:
         """As `Workers.stop`."""
         self._workers.stop()

@@ -23,24 +23,16 @@ from deployments.ingress.http.request_body import Body
 DETAILS = ("auto", "low", "high", "original")
 IMAGE_PARTS = ("image_url", "input_image")
 TOOL_RESULT = "tool_result"
-UNSUPPORTED_MEDIA = {
-    "video_url": "video",
-    "video": "video",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "file": "files",
-    "input_file": "files",
-    "document": "documents",
-    "container_upload": "files",
-}
+CHAT_PARTS = {"audio_url": "audio", "input_audio": "audio", "video_url": "video"}
+"""Modality by type of the parts that only chats have."""
+UNSUPPORTED_MEDIA = (*CHAT_PARTS, "video", "file", "input_file", "document", "container_upload")
+"""Types of parts that no format has here, or only chats."""
 # Keys that vLLM reads as media, whatever the part's type.
 MEDIA_KEYS = frozenset(
     {"image_url", "input_image", "image_pil", "image_embeds", "video_url", "video_embeds", "audio_url"}
     | {"input_audio", "audio_embeds", "prompt_embeds", "image", "video", "audio"}
 )
 MEDIA_TYPES = frozenset({*IMAGE_PARTS, *UNSUPPORTED_MEDIA, "image_embeds"})
-CHAT_PARTS = {"audio_url": "audio", "input_audio": "audio", "video_url": "video"}
-"""Modality by type of the parts that only chats have."""
 FRAME_LIST = b"/9j/"
 """Beginning of a JPEG file in base64. A list of frames, `video/jpeg`, is such files with commas between them."""
 PLURALS = {"image": "images", "audio": "sounds", "video": "videos"}
@@ -229,12 +221,12 @@ def _walk_parts(
 def _check_part(part: Body, where: str, types: PartTypes) -> str:
     """Returns the type of a part. Raises ApiError 400 as `image_parts` does."""
     kind = part.get("type")
-    known = f"known types: text, {types.images[0]}"
+    known = "known types: " + ", ".join(("text", types.images[0], *types.others))
     if not isinstance(kind, str):
         raise _refused(where, f".type is missing; {known}")
     if kind in UNSUPPORTED_MEDIA and kind not in types.others:
-        remedy = "send it to /v1/chat/completions" if kind in CHAT_PARTS else "send text and images"
-        raise _refused(where, f": {UNSUPPORTED_MEDIA[kind]} is not supported here; {remedy}", "unsupported_media")
+        remedy = "send it to /v1/chat/completions" if kind in CHAT_PARTS else known
+        raise _refused(where, f": a part of type {kind!r} is not supported here; {remedy}", "unsupported_media")
     if kind not in types.text and kind not in types.images and kind not in types.others:
         raise _refused(where, f": unknown part type {kind!r}; {known}")
     own = () if kind in types.text else (kind,) if kind in types.others else ("image_url", kind)

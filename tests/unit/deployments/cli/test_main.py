@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +27,7 @@ from deployments.http_proxy import haproxy
 from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.http import routes
 from deployments.vllm import compat
+from tests.programs import free_port
 
 ROOT = Path(__file__).parents[4]
 VISUAL_TOKEN_POLICY = {"policy_function": config_check.VISUAL_TOKEN_POLICY}
@@ -256,7 +260,7 @@ def test_serve_becomes_serve_run(
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     monkeypatch.setattr(os, "execve", lambda program, arguments, _: started.append([str(program), *arguments[1:]]))
-    path = str(write_config(tmp_path / "config.yaml"))
+    path = str(write_config(tmp_path / "config.yaml", top__http_options__port=free_port()))
     program = str(Path(sys.executable).with_name("serve"))
     assert vitray("serve", "--config", path, *option, "--no-haproxy").exit_code == 0
     assert started == [[program, "run", "--app-dir", str(ROOT), "--address", address, path]]
@@ -264,7 +268,7 @@ def test_serve_becomes_serve_run(
 
 def test_serve_starts_haproxy_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
-    path = str(write_config(tmp_path / "config.yaml"))
+    path = str(write_config(tmp_path / "config.yaml", top__http_options__port=free_port()))
 
     def starts_with_haproxy(*arguments: str, **variables: str) -> bool:
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -304,6 +308,61 @@ def test_serve_starts_nothing_with_a_mistake_in_the_configuration(
     assert started == []
     assert vitray("serve", "--config", path, "--no-haproxy", "--no-check").exit_code == 0
     assert len(started) == 1
+
+
+def test_serve_starts_nothing_on_a_port_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HAProxy's error stood in the middle of 173 lines, and requests went to the other server."""
+    started: list[object] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        path = str(write_config(tmp_path / "config.yaml", top__http_options={"host": "127.0.0.1", "port": port}))
+        refused = vitray("serve", "--config", path, "--no-haproxy")
+        assert refused.exit_code == 1
+        assert f"another process listens on port {port}" in refused.output
+        assert started == []
+        assert vitray("check-config", path).exit_code == 0, "it may be for another machine"
+        assert vitray("serve", "--config", path, "--address", "10.0.0.1:6379").exit_code == 0
+
+
+ENCODERS, LLMS = ({"name": name, "num_replicas": 2} for name in ("Encoder", "LLM"))
+SCALED: dict[str, Any] = {"name": "Encoder", "autoscaling_config": {"min_replicas": 0, "max_replicas": 8}}
+FROM_THREE = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 8}
+
+
+@pytest.mark.parametrize(
+    ("deployments", "args", "num_cpus"),
+    [
+        ([], {}, 1.6),
+        ([ENCODERS], {}, 2.1),
+        ([ENCODERS, LLMS], {}, 3.1),
+        ([SCALED], {}, 1.1),
+        ([{**SCALED, "autoscaling_config": FROM_THREE}], {}, 2.6),
+        ([{**ENCODERS, "ray_actor_options": {"num_cpus": 4}}], {}, 9.1),
+        ([LLMS], {"encoder": {"implementation": "none"}, "llm": {"num_cpus": 0.75}}, 1.6),
+    ],
+)
+def test_serve_starts_nothing_whose_cpus_are_not_there(
+    deployments: list[object], args: dict[str, object], num_cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two encoders on two cores: the ingress waited for a tenth of a core, and the server answered nothing."""
+    settings = {"model": "auto", **args}
+    changes: dict[str, object] = {"deployments": deployments, "args": settings, "top__http_options__port": free_port()}
+    path = write_config(tmp_path / "config.yaml", **changes)
+    read = config_check.read_config(path)
+    assert config_check.reserved_cpus(read) == pytest.approx(num_cpus)
+    there = math.ceil(num_cpus)
+    assert config_check.start_problems(read, there) == []
+    [told] = config_check.start_problems(read, there - 1)
+    assert f"reserve {num_cpus:g} CPUs, and this machine has {there - 1}" in told
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: there - 1)
+    assert vitray("serve", "--config", str(path), "--no-haproxy").exit_code == 1
+    checked = vitray("check", "--config", str(path), "--json")
+    [line] = [line for line in json.loads(checked.output)["lines"] if line["name"] == "CPUs asked for"]
+    assert line["failed"]
 
 
 def test_default_configuration_is_the_working_directorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

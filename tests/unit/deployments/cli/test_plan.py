@@ -315,6 +315,9 @@ def test_a_video_that_serving_would_refuse_is_named(tmp_path: Path, change: dict
         ({"t": 1e999}, "t is inf"),
         ({"output_tokens": 0}, "output_tokens 0"),
         ({"images": 3}, "line 1"),
+        ({"images": [[300, 200]]}, "line 1"),
+        ({"images": [{"w": 0, "h": 200}]}, "line 1"),
+        ({"images": [{"w": float("inf"), "h": 200}]}, "line 1"),
         ({}, "two|2 with different times"),
     ],
 )

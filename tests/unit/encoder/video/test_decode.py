@@ -154,3 +154,14 @@ def test_a_long_video_is_decoded_where_it_is_sampled() -> None:
     clip = Clip(400, Fraction(10), 32, 32, options={"g": "10"})
     data = clip.encode()
     assert np.array_equal(decode(data, [5, 395])[1], decode(data, range(400))[395])
+
+
+@pytest.mark.parametrize("seconds", [-5.0, -0.001, -1e9])
+def test_a_duration_below_nothing_is_a_damaged_file(seconds: float) -> None:
+    """FFmpeg passes on what a WebM file states; frames were to be chosen among -49."""
+    data = FILES["webm"]
+    at = data.index(b"\x44\x89\x88") + 3
+    assert struct.unpack(">d", data[at : at + 8])[0] == pytest.approx(1600)
+    stating = data[:at] + struct.pack(">d", seconds * 1000) + data[at + 8 :]
+    with pytest.raises(VideoError):
+        read_header(stating)

@@ -193,10 +193,14 @@ def test_a_decoder_that_cannot_be_started_is_no_fault_of_the_image(
         with monkeypatch.context() as patch:
             patch.setattr("multiprocessing.context.SpawnProcess.start", refused)
             worker.kill()
-            for _ in range(2):
+            could_start = [pool.can_start]
+            for _ in range(3):
                 with pytest.raises(WorkerEndedError):
                     await decoded(pool, GOOD)
+                could_start.append(pool.can_start)
+        assert could_start == [True, True, True, False]
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1
+        assert pool.can_start
         assert len(decoders()) == 1
 
     runner.run(scenario())

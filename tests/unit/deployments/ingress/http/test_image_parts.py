@@ -104,18 +104,11 @@ def test_text_has_no_images(content: object) -> None:
     assert image_parts({"messages": [{"role": "user", "content": content}]}) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("video", "video"),
-        ("file", "files"),
-        ("input_file", "files"),
-        ("document", "documents"),
-    ],
-)
-def test_media_that_are_not_supported_are_named(kind: str, named: str) -> None:
+@pytest.mark.parametrize("kind", ["video", "file", "input_file", "document"])
+def test_media_that_are_not_supported_are_named(kind: str) -> None:
     error = refusal(chat({"type": "text", "text": "x"}, {"type": kind, kind: {"url": URL}}))
-    assert error.message.startswith(f"messages[0].content[1]: {named} ")
+    known = "known types: text, image_url, audio_url, input_audio, video_url"
+    assert error.message == f"messages[0].content[1]: a part of type {kind!r} is not supported here; {known}"
     assert error.code == "unsupported_media"
 
 
@@ -319,9 +312,9 @@ def test_base64_that_was_cut_out_keeps_its_name() -> None:
     [
         (response("x", {"role": "user", "content": [{**INPUT_IMAGE, "file_id": "f"}]}), "input[1].content[0]: a part"),
         (response({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}), "cannot hold 'file_id'"),
-        (response({"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}), "files is not supported"),
+        (response({"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}), "'input_file' is not"),
         (response({"role": "user", "content": [{"type": "input_text", "file_url": "x"}]}), "cannot hold 'file_url'"),
-        (response({"role": "user", "content": [{"type": "input_audio"}]}), "input[0].content[0]: audio is not"),
+        (response({"role": "user", "content": [{"type": "input_audio"}]}), "'input_audio' is not supported here"),
         (response({"role": "assistant", "content": [INPUT_IMAGE]}), "content of 'assistant' takes no images"),
         (response({"type": "reasoning", "content": [INPUT_IMAGE]}), "content of 'reasoning' takes no images"),
         (response({"role": "user", "output": [INPUT_IMAGE]}), "output of 'user' takes no images"),
@@ -340,8 +333,14 @@ def test_what_a_response_does_not_take(body: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (anthropic({"type": "document", "source": {}}), "messages[0].content[0]: documents is not supported"),
-        (anthropic(tool_result({"type": "document"})), "messages[0].content[0].content[0]: documents is not"),
+        (
+            anthropic({"type": "document", "source": {}}),
+            "content[0]: a part of type 'document' is not",
+        ),
+        (
+            anthropic(tool_result({"type": "document"})),
+            "content[0].content[0]: a part of type 'document'",
+        ),
         (anthropic(tool_result({"type": "search_result"})), "content[0].content[0]: unknown part type 'search_result'"),
         (anthropic(tool_result(tool_result(BASE64))), "unknown part type 'tool_result'"),
         (anthropic(IMAGE), "unknown part type 'image_url'; known types: text, image"),
