@@ -118,7 +118,13 @@ def test_errors_on_messages_have_anthropics_format(path: str) -> None:
     head = ResponseHead(404, [(b"content-type", b"text/plain"), (b"content-length", b"1"), (b"x-request-id", b"7")])
     of_vllm = json.dumps({"error": {"message": "no model", "type": "NotFoundError", "param": "model", "code": 404}})
     for stand_ins, body, status, kind, message in (
-        (StandIns(), unknown, 400, "invalid_request_error", "messages[0].content[0]: documents is not supported"),
+        (
+            StandIns(),
+            unknown,
+            400,
+            "invalid_request_error",
+            "messages[0].content[0]: a part of type 'document' is not supported",
+        ),
         (StandIns(Pieces(head, of_vllm.encode())), {}, 404, "not_found_error", "no model"),
         (StandIns(Pieces(head, b"Not found")), {}, 404, "not_found_error", "the server failed to answer"),
     ):
