@@ -30,7 +30,7 @@ from encoder.runner import TowerRunner
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds, StagingCounts
 from encoder.staging.streams import lanes_for
-from encoder.towers.weights import TOWER_DTYPES, load_tower, weights_identity
+from encoder.towers.weights import load_tower, weights_identity
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,6 @@ class Encoder:
         vision, rules = VisionConfig.from_checkpoint(path), ImageRules.from_checkpoint(path)
         _check_agreement(vision, rules)
         dtype_name = vision.dtype if config.dtype == "auto" else config.dtype
-        if getattr(torch, dtype_name) not in TOWER_DTYPES:
-            raise ValueError(f"the checkpoint's dtype is {dtype_name}: set encoder.dtype to bfloat16 or float32")
         tower = load_tower(path, dtype=getattr(torch, dtype_name), device=resolved)
         forward = choose_forward(tower, config, rules)
         del tower  # frees the weights that the forward has repacked

@@ -17,4 +17,4 @@ def until(condition: Callable[[], Any], what: str = "it did not happen", limit_s
         if found := condition():
             return found
         time.sleep(min(max(0.05, 2 * (time.monotonic() - asked)), MAX_PAUSE_S))  # the cores are for what it waits for
-    raise AssertionError(f"waited in vain: {what}")
+    raise AssertionError(f"not within {limit_s:g} s: {what}")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from configs.renamed import describe_former_key
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, unknown_key_message
+from deployments.cli.readiness import FEWER_CPUS
 from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
 from deployments.vllm import compat
@@ -114,8 +115,8 @@ def start_problems(config: dict[str, Any], num_cpus: int) -> list[str]:
         found.append(f"http_options.port: another process listens on port {http['port']}; end it, or set another port")
     if (reserved := reserved_cpus(config)) > num_cpus:
         found.append(
-            f"the replicas reserve {reserved:g} CPUs, and this machine has {num_cpus}: some would wait for ever; lower "
-            "num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress"
+            f"the replicas reserve {reserved:g} CPUs, and this machine has {num_cpus}: some would wait for ever; "
+            f"{FEWER_CPUS}"
         )
     return found
 

@@ -19,6 +19,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "Ray": ("2.60", "2.61"),
     "vLLM": ("0.26", "0.34"),
 }
+FEWER_CPUS = "lower num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress"
 _INSTALL = "in an environment of its own, `make setup`, or pip install --editable '.[gpu]' (without a GPU '.[cpu]')"
 _DRIVER = "update the NVIDIA driver; torch's CUDA must not be newer than the driver's"
 
@@ -212,8 +213,7 @@ def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:
 def cpus(reserved: float, there: int, *, cluster: bool) -> Line:
     """Compares the CPUs that Ray reserves for the replicas of the file with those of this machine."""
     told = f"the replicas reserve {reserved:g}; this machine has {there}"
-    fix = "lower num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress"
-    return Line("CPUs asked for", *_within(reserved <= there, told, fix), needed=not cluster)
+    return Line("CPUs asked for", *_within(reserved <= there, told, FEWER_CPUS), needed=not cluster)
 
 
 def _memory(facts: Facts, resolved: AppConfig) -> Iterator[Line]:

@@ -49,7 +49,7 @@ def load_tower(path: Path, *, dtype: torch.dtype, device: torch.device) -> Visio
     with its expected and its found shape.
     """
     if dtype not in TOWER_DTYPES:
-        raise ValueError(f"dtype {dtype} is not supported: {', '.join(map(str, TOWER_DTYPES))} are")
+        raise ValueError(f"dtype {dtype} is not supported: {', '.join(map(str, TOWER_DTYPES))} are; set encoder.dtype")
     tower = build_tower(VisionConfig.from_checkpoint(path))
     stored = _stored_tensors(path)
     _check(tower, stored, path)

@@ -64,8 +64,6 @@ def sample(header: VideoHeader, rules: VideoRules, fps: float | None = None, num
         taken = header.num_frames if num_frames < 0 else min(num_frames, header.num_frames)
         return SampledFrames(tuple(range(taken)), taken, stated, taken / stated if stated > 0 else 0.0)
     total, stated = header.num_frames, header.fps
-    if total < 1:
-        raise VideoError(f"video has no frame to sample; its header states {total}")
     wanted = min(2.0 if fps is None else fps, _MAX_FPS)
     if rules.loader == "qwen2_vl":
         chosen = _qwen2_vl(total, stated, wanted)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -13,6 +11,7 @@ from tests.serve import pictures
 from tests.serve.application import ServedApplication
 from tests.serve.asking import TIMEOUT_S, ask, ask_streamed
 from tests.serve.conversations import TEXT_REQUESTS, Body, about, chat
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +27,9 @@ def test_text_on_every_route_leaves_the_encoder_alone(application: ServedApplica
         _post(qwen3 + path, body, f"text-only-{number}")
     _post(qwen3 + "/v1/chat/completions", about(pictures.url(200)), "with-an-image")
     wanted = [f"text-only-{number}" for number in range(len(requests))]
-    _until(lambda: all(_called(application, "LLM", name) for name in [*wanted, "with-an-image"]))
-    _until(lambda: _called(application, "Encoder", "with-an-image"))
+    calls = "the replicas' log has the calls"
+    until(lambda: all(_called(application, "LLM", name) for name in [*wanted, "with-an-image"]), calls, LOG_TIMEOUT_S)
+    until(lambda: _called(application, "Encoder", "with-an-image"), calls, LOG_TIMEOUT_S)
     assert not any(_called(application, "Encoder", name) for name in wanted)
 
 
@@ -56,10 +56,3 @@ def _post(url: str, body: Body, request_id: str) -> None:
 def _called(application: ServedApplication, deployment: str, request_id: str) -> bool:
     pattern = rf"qwen3_{deployment} \S+ {re.escape(request_id)} -- CALL"
     return re.search(pattern, application.log()) is not None
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LOG_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the replicas' log does not show what was waited for"
-        time.sleep(0.1)

@@ -1,5 +1,8 @@
 """Stored responses through the ingress: what vLLM is sent of a continued conversation, tenants, and a store that is
-lost."""
+lost.
+
+One file, since every test asks the same ingress (`stored.py`) and looks at what its store and vLLM were sent.
+"""
 
 from __future__ import annotations
 
