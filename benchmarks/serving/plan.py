@@ -60,6 +60,8 @@ class Served:
     """For vLLM alone: `cudagraph_mm_encoder`."""
     processes: int = 1
     """For vLLM alone: the number of API server processes."""
+    threads: int = 0
+    """For vLLM alone: CPU threads of torch in each process; 0: torch's own choice."""
     embedding_directory: bool = True
     """For an application: whether an ingress remembers locations of embeddings, and then calls no encoder for them."""
 
@@ -90,6 +92,8 @@ def list_servers(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tup
         made.append(Served("vllm", "vLLM alone, encoder launched", None))
         if gpu:
             made.append(Served("vllm-graphs", "vLLM alone, encoder graphs", None, encoder_graphs=True))
+            one_thread = "vLLM alone, encoder graphs, one CPU thread"
+            made.append(Served("vllm-1thread", one_thread, None, encoder_graphs=True, threads=1))
             made.append(Served("vllm-4api", "vLLM alone, four API processes", None, processes=4))
     return made, skipped
 
@@ -199,4 +203,5 @@ def api_server(checkpoint: Path, port: int, args: Mapping[str, Any], *, processe
 
 def vllm_environment(served: Served) -> dict[str, str]:
     """Returns variables for vLLM alone. Its newer model runner, the default, has no encoder graphs."""
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if served.encoder_graphs else {}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if served.encoder_graphs else {}
+    return runner | ({"OMP_NUM_THREADS": str(served.threads)} if served.threads else {})

@@ -74,9 +74,10 @@ def test_every_rung_that_the_encoder_has_is_served_and_vllm_beside_it(monkeypatc
         "fusion-asking",
         "vllm",
         "vllm-graphs",
+        "vllm-1thread",
         "vllm-4api",
     ]
-    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True]
+    assert [one.llm_graphs for one in served] == [True, True, False, True, True, True, True, True]
     assert len({one.label for one in served}) == len(served)
     assert skipped == [{"name": "compile", "reason": "the encoder has no switch warp_drive"}]
     without, _ = list_servers(("eager",), gpu=False, peers=False)
@@ -137,6 +138,7 @@ def test_vllm_alone_is_started_by_its_module_with_its_own_names(tmp_path: Path) 
     assert "--enforce-eager" in on_cpu
     assert "True" not in on_cpu
     assert vllm_environment(served["vllm-graphs"]) == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert vllm_environment(served["vllm-1thread"]) == {"VLLM_USE_V2_MODEL_RUNNER": "0", "OMP_NUM_THREADS": "1"}
     assert vllm_environment(served["vllm"]) == {}
     several = vllm_command(served["vllm-4api"], tmp_path, gpu=True, port=8200)
     assert several[1:6] == ["-m", "benchmarks.peers.vllm_serve", "serve", "--api-server-count", "4"]
