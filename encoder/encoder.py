@@ -118,10 +118,11 @@ class Encoder:
         return decoded if self.resizes_on_device else resize(decoded, self.identity.rules)
 
     def warm_up(self) -> None:
-        """Encodes a blank image: the first run loads kernels, which takes seconds on a GPU."""
+        """Encodes a blank image that is resized in both directions: the first run compiles and loads kernels, which
+        takes seconds on a GPU."""
         side = WARM_UP_TOKENS_PER_SIDE * self.identity.rules.factor
         patches = side // self.identity.rules.patch_size
-        for _ in self.encode_batches([Pixels(np.zeros((3, side, side), np.uint8), (1, patches, patches))]):
+        for _ in self.encode_batches([Decoded(np.zeros((side - 1, side - 1, 3), np.uint8), (1, patches, patches))]):
             pass
 
     def encode_batches(self, pixels: Sequence[Pixels | Decoded]) -> Iterator[tuple[Batch, list[torch.Tensor]]]:

@@ -80,8 +80,7 @@ def _patches_kernel(
     row_stride, column_stride = tl.load(entry + 3), tl.load(entry + 4)
     first_ptr, weights_ptr = taps_ptr + tl.load(entry + 6), taps_ptr + tl.load(entry + 7)
     taps, precision, num_in = tl.load(entry + 8), tl.load(entry + 9).to(tl.int32), tl.load(entry + 10)
-    start, stride = tl.load(entry + 11), tl.load(entry + 12)
-    first_slot, last_slot = tl.load(entry + 13), tl.load(entry + 14)
+    start, first_slot, last_slot = tl.load(entry + 11), tl.load(entry + 12), tl.load(entry + 13)
     block = tl.program_id(0).to(tl.int64) * PATCHES
     if block < count:
         patch = block + tl.arange(0, PATCHES)[:, None]
@@ -103,7 +102,7 @@ def _patches_kernel(
             total += value.to(tl.int32) * weight
         byte = tl.minimum(tl.maximum(total >> precision, 0), 255).to(tl.float32)
         normalised = tl.div_rn(byte - tl.load(mean_ptr + channel), tl.load(std_ptr + channel) + byte * 0.0)
-        target_ptr = out_ptr + (start + patch) * stride + channel * (FRAMES * PATCH * PATCH) + place
+        target_ptr = out_ptr + ((start + patch) * 3 + channel) * (FRAMES * PATCH * PATCH) + place
         for frame in tl.static_range(FRAMES):
             slot = patch * 0 + frame
             filled = covered & (slot >= first_slot) & (slot < last_slot)
@@ -140,9 +139,9 @@ def write_patches(
 
     `table` int64 `[frames, PATCH_FIELDS]`: number of patches; patches per row; the source's offset and row, column and
     channel stride; offsets of `Taps.first` and `Taps.weights` in `taps`; number of taps; precision; source height; the
-    image's first row of `out`; elements per row of `out`; the first place that a frame fills in its temporal patch, and
-    the one after its last. `mean`, `std`: float32 `[3]` on the scale of bytes. `out`:
-    `[num_patches, 3 * frames * patch²]`, any float dtype; computed in float32, rounded once.
+    image's first row of `out`; the first place that a frame fills in its temporal patch, and the one after its last.
+    `mean`, `std`: float32 `[3]` on the scale of bytes. `out`: `[num_patches, 3 * frames * patch²]`, any float dtype;
+    computed in float32, rounded once.
     """
     _patches_kernel[(triton.cdiv(max_patches, PATCHES), table.shape[0], 3)](
         buffer,

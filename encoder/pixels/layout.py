@@ -17,9 +17,10 @@ from encoder.images.size import Grid
 from encoder.pixels.byte_lru import ByteLru
 from encoder.pixels.resize_weights import Taps
 
-# Columns of the tables that `encoder.pixels.kernels` reads and documents.
+# Columns of the tables that `encoder.pixels.kernels` reads and documents. Even numbers, so that each table begins at a
+# multiple of 16 bytes: for other addresses Triton would compile a kernel once more.
 ROWS_FIELDS = 12
-PATCH_FIELDS = 15
+PATCH_FIELDS = 14
 
 ALIGNMENT = 256
 """Alignment in bytes of every image in the buffer: copies to a GPU are fastest between aligned addresses."""
@@ -100,7 +101,6 @@ def plan_pixels(
     rows: list[tuple[int, ...]] = []
     patches: list[tuple[int, ...]] = []
     num_patches = 0
-    row_elements = 3 * rules.temporal_patch_size * rules.patch_size**2
     for image, (t, h, w) in zip(placed, grids, strict=True):
         height, width = image.target
         for frame in range(image.num_frames):
@@ -114,7 +114,7 @@ def plan_pixels(
             first, second, tap = weights.place(image.height, height)
             time, slots = image.slots(frame, rules.temporal_patch_size)
             cut = (h * w, w, source, *strides, first, second, tap.weights.shape[1], tap.precision, image.height)
-            patches.append((*cut, num_patches + time * h * w, row_elements, slots.start, slots.stop))
+            patches.append((*cut, num_patches + time * h * w, slots.start, slots.stop))
         num_patches += t * h * w
     rows_table = np.array(rows, np.int64).reshape(len(rows), ROWS_FIELDS)
     patch_table = np.array(patches, np.int64).reshape(len(patches), PATCH_FIELDS)

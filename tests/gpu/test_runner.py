@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
+from configs.resolve import PROJECT_ROOT
 from encoder import Encoder
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.forwards import choose_forward
@@ -202,6 +207,18 @@ def test_an_image_alone_equals_the_image_among_others(encoder: Encoder) -> None:
         ((_, (alone,)),) = encoder.encode_batches([image])
         assert relative_error(together[number], alone) <= BATCH_TOLERANCE
     assert encoder.identity.forward in ("fused", "eager")
+
+
+def test_no_kernel_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
+    """An image would wait for it, half a second for one of Triton's."""
+    from training.checkpoints import make_checkpoint
+
+    path = make_checkpoint("qwen3_vl", tmp_path / "qwen3_vl", dtype="bfloat16")
+    command = [sys.executable, "-m", "tests.gpu.after_warm_up", str(path)]
+    done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: one["compiled"] for name, one in found.items() if one["compiled"]} == {}
 
 
 def test_a_second_thread_is_refused(encoder: Encoder) -> None:

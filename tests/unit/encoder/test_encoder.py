@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -156,9 +157,16 @@ def test_warming_up_changes_no_embedding(checkpoint: Path) -> None:
     """It runs the tower; on a GPU that is what loads the kernels."""
     encoder, ran = load(checkpoint), list[object]()
     hook = tower_of(encoder).register_forward_hook(lambda *_: ran.append(1))
-    encoder.warm_up()
+    staging = encoder._pipeline.staging
+    with mock.patch.object(staging, "stage", wraps=staging.stage) as staged:
+        encoder.warm_up()
     assert ran == [1]
     hook.remove()
+    # Both kernels that resize are compiled with it.
+    (image,), patch = staged.call_args.args[0], encoder.identity.rules.patch_size
+    (height, width, _), (_, rows, columns) = image.values.shape, image.grid_thw
+    assert height != rows * patch
+    assert width != columns * patch
     assert_close(tokens_of(encoder, [picture(96, 64)])[0], tokens_of(load(checkpoint), [picture(96, 64)])[0])
 
 

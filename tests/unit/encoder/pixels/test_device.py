@@ -191,3 +191,15 @@ def test_the_kernels_give_the_same(interpreted: Interpreted) -> None:
     """In Triton's interpreter, all sizes as one batch, decoded images and resized ones mixed."""
     pytest.importorskip("triton", reason="the kernels are Triton's")
     assert interpreted(SCRIPT) == "equal"
+
+
+@pytest.mark.parametrize("num_images", range(1, 6))
+@pytest.mark.parametrize("num_frames", [1, 3])
+def test_tables_begin_where_no_kernel_is_compiled_once_more(num_images: int, num_frames: int) -> None:
+    """Triton compiles a kernel for addresses that are multiples of 16, and once more for others: half a second in which
+    images wait."""
+    grid = (-(-num_frames // RULES.temporal_patch_size), 4, 6)
+    plan = plan_pixels([(num_frames, 50, 70, False)] * num_images, [grid] * num_images, RULES, taps_cache(2**20))
+    rows, patches = plan.rows_table.nbytes, plan.patch_table.nbytes
+    assert rows > 0
+    assert (rows % 16, (rows + patches) % 16, plan.buffer_bytes % 16) == (0, 0, 0)
