@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ TWO_GPUS = "goodput_x2_again_h200.json"
 ONE_GPU = "goodput_shared_threads_h200.json"
 EQUAL = "goodput_4b_threads_h200.json"
 EQUAL_TWO_GPUS = "goodput_4b_x2_steps_h100.json"
-FOUR_IMAGES = "serving_transfer_h200.json"
+NEW_IMAGES = "serving_new_images_h200.json"
 LOGS = {
     LADDER: "2026-11-25-fair-ladder-three-towers.md",
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
     ONE_GPU: "2026-11-27-equal-requests-haproxy.md",
     EQUAL: "2026-11-27-equal-requests-haproxy.md",
     EQUAL_TWO_GPUS: "2026-11-28-steps-of-the-engine.md",
-    FOUR_IMAGES: "2026-11-21-serving-one-gpu.md",
+    NEW_IMAGES: "2026-11-28-new-images-again.md",
 }
 """The log entry that describes the run, by result file."""
 _OURS = "vitray"
@@ -41,8 +41,7 @@ def markdown(folder: Path) -> str:
     lines += _equal_rows(folder, EQUAL, "one GPU, shared with the encoder")
     lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two H100s, an encoder on each")
     lines += _tower_rows(folder)
-    lines.append(_repeated_row(folder))
-    lines.append(_four_images_row(folder))
+    lines += _single_rows(folder)
     return "\n".join(lines)
 
 
@@ -126,31 +125,19 @@ def _tower_rows(folder: Path) -> Iterator[str]:
             )
 
 
-def _repeated_row(folder: Path) -> str:
-    result = json.loads((folder / TWO_GPUS).read_text())
-    medians = {kind: found["median"] for kind, found in result["again_ms"].items()}
-    peer = min(median for kind, median in medians.items() if kind != _OURS)
-    return table_row(
-        [
-            "latency of a repeated request, median",
-            f"{medians[_OURS]:.1f} ms",
-            f"{peer:.1f} ms",
-            f"one token, all caches warm, no load, behind HAProxy, {result['date'][:10]} ({_log(TWO_GPUS)})",
-        ]
-    )
+def _single_rows(folder: Path) -> Iterator[str]:
+    """Yields rows of requests sent one at a time, beside vLLM's best configuration for each."""
+    rows = json.loads((folder / NEW_IMAGES).read_text())["rows"]
+    ours, peers = rows["cudagraph + layer fusion"], [row for row in rows.values() if row["rung"] is None]
 
+    def best(figure: Callable[[Record], float]) -> list[str]:
+        return [f"{figure(ours):.1f} ms", f"{min(map(figure, peers)):.1f} ms"]
 
-def _four_images_row(folder: Path) -> str:
-    rows = json.loads((folder / FOUR_IMAGES).read_text())["rows"]
-    ours, alone = rows["cudagraph + layer fusion"], rows["vLLM alone, encoder graphs"]
-    return table_row(
-        [
-            "latency of a request with four new images of 448², mean",
-            f"{ours['latency_ms']['mean']:.1f} ms",
-            f"{alone['latency_ms']['mean']:.1f} ms",
-            f"small language model, one GPU, no load, {ours['date'][:10]} ({_log(FOUR_IMAGES)})",
-        ]
-    )
+    conditions = f"small language model, one GPU, behind HAProxy, {ours['date'][:10]} ({_log(NEW_IMAGES)})"
+    again = best(lambda row: row["again_ms"]["median"])
+    yield table_row(["latency of a repeated request, median", *again, f"one token, all caches warm; {conditions}"])
+    latency = best(lambda row: row["latency_ms"]["mean"])
+    yield table_row(["latency of a request with four new images of 448², mean", *latency, f"16 tokens; {conditions}"])
 
 
 def _log(name: str) -> str:

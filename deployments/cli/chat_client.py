@@ -7,7 +7,7 @@ import json
 import mimetypes
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,16 @@ class ChatClient:
 
 
 def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
-    for data in event_data(response.iter_bytes()):
+    events = event_data(response.iter_bytes())
+    for data in events:
         if data == "[DONE]":
-            return
+            break
         yield from _texts(data, answer)
-    raise AskError("the answer is incomplete: the connection ended early")
+    else:
+        raise AskError("the answer is incomplete: the connection ended early")
+    with suppress(httpx.RequestError):  # the answer is complete
+        for _ in events:  # to the end, since a server counts a client that leaves before
+            pass
 
 
 def _texts(data: str, answer: Answer) -> Iterator[str]:

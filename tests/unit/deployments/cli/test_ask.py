@@ -261,6 +261,29 @@ def test_an_answer_cut_at_its_longest_is_told(server: Server) -> None:
     assert "raise --max-tokens" in result.stderr
 
 
+def test_the_response_is_read_to_its_end(server: Server) -> None:
+    """Serve logs status 499 for a client that closes after `[DONE]` but before the last chunk."""
+    stayed: list[bool] = []
+
+    def answer(handler: Handler) -> None:
+        handler.pieces(event("a"), DONE, whole=False)
+        handler.connection.settimeout(0.5)
+        try:
+            stayed.append(handler.connection.recv(1) != b"")
+        except TimeoutError:
+            stayed.append(True)
+        handler.piece(b"")
+
+    server.answer = answer
+    assert (ask(server, "Why?").stdout, stayed) == ("a\n", [True])
+
+
+def test_a_connection_that_breaks_after_the_last_event_is_no_error(server: Server) -> None:
+    server.answer = lambda handler: handler.pieces(event("a"), DONE, whole=False)
+    result = ask(server, "Why?")
+    assert (result.exit_code, result.stdout) == (0, "a\n")
+
+
 def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy of the environment is not asked for this machine's own servers."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
