@@ -157,9 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report["ready_s"] = ready
             run(report, fleet, servers, sets, options, folder, deadline)
     write(report, options.out)
+    return exit_code(report)
+
+
+def exit_code(report: Mapping[str, Any]) -> int:
+    """Returns 1 if nothing was measured, a request failed, or the client was late."""
     found = [one for row in report["rows"] for one in row["servers"].values()]
-    failed = [one["failed"] for one in [*found, *report.get("videos", {}).values()]]
-    return 0 if failed and not any(failed) and all(one["client"]["valid"] for one in found) else 1
+    measured = [*found, *report.get("videos", {}).values()]
+    failed = sum(one["failed"] for one in [*measured, *report["again_ms"].values()])
+    return 0 if measured and not failed and all(one["client"]["valid"] for one in found) else 1
 
 
 def run(

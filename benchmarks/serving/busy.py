@@ -115,8 +115,9 @@ def sample_gpus() -> Iterator[dict[str, dict[str, float]]]:
 
 
 def parse_gpu_samples(told: str) -> dict[str, dict[str, float]]:
-    """Returns means of nvidia-smi's lines: utilization of the GPUs and of the idlest, clock in MHz, power in watts."""
-    rows = [line.split(", ") for line in told.splitlines()]
+    """Returns means of nvidia-smi's lines: utilization of the GPUs and of the idlest, clock in MHz, power in watts.
+    Lines with "[N/A]", as of parts of a GPU, are left out."""
+    rows = [line.split(", ") for line in told.splitlines() if "[" not in line]
     samples = [tuple(float(part) for part in row) for row in rows if len(row) == len(GPU_QUERY)]
     if not samples:
         return {}

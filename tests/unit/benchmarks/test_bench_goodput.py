@@ -380,3 +380,23 @@ def test_bodies_are_made_before_the_clock_starts_where_asked() -> None:
     assert made == [5, 3]
     assert (at_once(1), at_once(0), made) == (b"3", b"5", [5, 3])
     assert (_piece_bodies(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])
+
+
+@pytest.mark.parametrize(
+    ("rows", "again", "code"),
+    [
+        ([(0, True), (0, True)], [0], 0),
+        ([], [0], 1),
+        ([(0, True), (1, True)], [], 1),
+        ([(0, True)], [0, 2], 1),
+        ([(0, False)], [0], 1),
+    ],
+    ids=["good", "nothing measured", "a request failed", "a repeated request failed", "a late client"],
+)
+def test_the_exit_code_tells_whether_the_figures_count(
+    rows: list[tuple[int, bool]], again: list[int], code: int
+) -> None:
+    servers = {str(n): {"failed": failed, "client": {"valid": valid}} for n, (failed, valid) in enumerate(rows)}
+    repeated = {str(n): {"failed": failed} for n, failed in enumerate(again)}
+    report = {"rows": [{"servers": servers}] if servers else [], "again_ms": repeated}
+    assert bench_goodput.exit_code(report) == code

@@ -52,6 +52,8 @@ def test_gpus_are_means_of_all_and_the_idlest_is_named() -> None:
         {"busy": 0.725, "idlest": 0.55, "clock_mhz": 1735, "power_w": 450.5}
     )
     assert parse_gpu_samples("") == {}
+    assert parse_gpu_samples("0, [N/A], 1980, 600.5\n" + told) == parse_gpu_samples(told)
+    assert parse_gpu_samples("0, [N/A], 1980, [Unknown Error]") == {}
 
 
 def test_without_nvidia_smi_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
