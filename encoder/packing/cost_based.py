@@ -128,7 +128,8 @@ def _plan(
 ) -> tuple[Batch, ...]:
     if not counts:
         return ()
-    candidates = [_eager(counts, segments, max_images, max_tokens)]
+    # `cheapest` chooses each batch's budget, so that the first candidate is eager runs within the bounds.
+    candidates = [pack(counts, budgets=(max_tokens,), max_images=max_images, segments=segments)]
     if table.budgets:
         candidates.append(_fill(counts, segments, table, max_images))
         candidates.append(pack(counts, budgets=table.budgets, max_images=max_images, segments=segments))
@@ -142,23 +143,6 @@ def _plan(
 
     improved = [tuple(cheapest(batch) for batch in batches) for batches in candidates]
     return min(improved, key=lambda batches: sum(table.base_ms(tokens(batch), batch.budget) for batch in batches))
-
-
-def _eager(counts: Sequence[int], segments: Sequence[int], max_images: int, max_tokens: int) -> list[Batch]:
-    """Packs ascending images into eager runs within the bounds; an image over `max_tokens` runs alone."""
-    order = sorted(range(len(counts)), key=lambda index: (counts[index], index))
-    batches: list[Batch] = []
-    taken: list[int] = []
-    tokens = used = 0
-    for index in order:
-        count = counts[index]
-        if taken and (used + segments[index] > max_images or tokens + count > max_tokens):
-            batches.append(Batch(tuple(taken), None))
-            taken, tokens, used = [], 0, 0
-        taken.append(index)
-        tokens += count
-        used += segments[index]
-    return [*batches, Batch(tuple(taken), None)]
 
 
 def _fill(counts: Sequence[int], segments: Sequence[int], table: CostTable, max_images: int) -> list[Batch]:
