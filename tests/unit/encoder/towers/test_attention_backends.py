@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -30,6 +33,48 @@ def test_a_missing_backend_says_what_to_install(
     segments = Segments(backend, torch.tensor([0, 4], dtype=torch.int32), 4)
     with pytest.raises(BackendUnavailableError, match=f"{backend.value}.* needs {named}"):
         attention(q, q, q, segments)
+
+
+def test_a_package_of_the_same_name_without_the_function_is_a_missing_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 without `flash-attn` 2.8 leaves a package `flash_attn` without its function."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    load.cache_clear()
+    with pytest.raises(BackendUnavailableError, match=r"needs flash-attn 2.8: .*has no flash_attn_varlen_func"):
+        load(AttentionBackend.FLASH_ATTN)
+
+
+@pytest.mark.parametrize(
+    ("backend", "module", "logsumexp"),
+    [
+        (AttentionBackend.FLASH_ATTN, "flash_attn", False),
+        (AttentionBackend.FA4, "flash_attn.cute", True),
+        (AttentionBackend.FA3, "vllm.vllm_flash_attn", False),
+    ],
+)
+def test_a_backend_gets_the_borders_twice(
+    backend: AttentionBackend, module: str, logsumexp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.arange(3 * 32, dtype=BFLOAT16).view(3, 4, 2, 4)
+    borders = torch.tensor([0, 4], dtype=torch.int32)
+    called: dict[str, object] = {}
+
+    def flash_attn_varlen_func(*qkv: torch.Tensor, **arguments: object) -> object:
+        assert all(map(torch.equal, qkv, (q, k, v)))
+        called.update(arguments)
+        return (q, v) if logsumexp else q
+
+    package = ModuleType(module)
+    monkeypatch.setattr(package, "flash_attn_varlen_func", flash_attn_varlen_func, raising=False)
+    monkeypatch.setitem(sys.modules, module.split(".")[0], package)
+    monkeypatch.setitem(sys.modules, module, package)
+    load.cache_clear()
+    try:
+        assert torch.equal(load(backend)(q, k, v, borders, 7), q)
+    finally:
+        load.cache_clear()
+    assert called.pop("cu_seqlens_q") is called.pop("cu_seqlens_k") is borders
+    assert called.pop("max_seqlen_q") == called.pop("max_seqlen_k") == 7
+    assert called == ({"fa_version": 3} if backend is AttentionBackend.FA3 else {})
 
 
 def test_dense_attention_is_no_backend_that_reads_borders() -> None:
