@@ -173,7 +173,7 @@ def test_batches_lie_on_both_sides_of_every_bound_that_kernels_change_at() -> No
     rows, longest = zip(*SIZES, strict=True)
     for path, name in (
         ("encoder/kernels/tiles.py", "_FEW_ROWS"),
-        ("encoder/fused/forward.py", "_MOST_ROWS_BESIDE"),
+        ("encoder/fused/tower.py", "_MOST_ROWS_BESIDE"),
         ("encoder/fused/gemm_tiles.py", "FEW_ROWS"),
         ("encoder/fused/gemm_tiles.py", "_MORE_ROWS"),
         ("encoder/fused/gemm_tiles.py", "_MOST_ODD_ROWS"),
