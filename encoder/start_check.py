@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoder.fp8.validation import RunGrids
+from encoder.fp8.validation import RunGrids, image_errors
 from encoder.metadata.geometry import Grid
 from encoder.towers.tower import VisionTower
 
@@ -151,11 +151,4 @@ def _tf32() -> Iterator[None]:
 def largest_error_on_device(found: Tensor, expected: Tensor, image_tokens: tuple[int, ...]) -> Tensor:
     """Returns the largest ‖found - expected‖ / ‖expected‖ of an image, float32, infinite for NaN, without
     synchronising."""
-    errors = [
-        (ours - theirs).norm() / theirs.norm()
-        for ours, theirs in zip(
-            found.float().split(list(image_tokens)), expected.float().split(list(image_tokens)), strict=True
-        )
-    ]
-    # NaN counts as the largest error.
-    return torch.stack(errors).nan_to_num(float("inf"), posinf=float("inf")).max()
+    return image_errors(found, expected, image_tokens, found.shape[1]).max()
