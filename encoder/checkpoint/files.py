@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -62,12 +62,16 @@ def read_index(file: Path, *, vision_only: bool = True) -> dict[str, str]:
     return shards
 
 
-def weight_files(path: Path) -> list[Path]:
-    """Returns all safetensors files of a checkpoint folder. Raises `CheckpointError`."""
+def weight_files(path: Path, *, vision_only: bool) -> Mapping[Path, list[str] | None]:
+    """Returns the safetensors files of a checkpoint folder (that hold vision tensors), each with the names that the
+    index lists (None: all in the file). Raises `CheckpointError`."""
     if (path / INDEX_FILE).is_file():
-        return [path / shard for shard in sorted(set(read_index(path / INDEX_FILE, vision_only=False).values()))]
+        files: dict[Path, list[str]] = {}
+        for name, shard in sorted(read_index(path / INDEX_FILE, vision_only=vision_only).items()):
+            files.setdefault(path / shard, []).append(name)
+        return files
     if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
+        return {path / SINGLE_FILE: None}
     raise CheckpointError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 

@@ -26,7 +26,7 @@ def checkpoint_fingerprint(path: Path) -> str:
         data = (path / name).read_bytes() if (path / name).is_file() else b""
         digest.update(b"%s %d:" % (name.encode(), len(data)))
         digest.update(data)
-    for file in weight_files(path):
+    for file in sorted(weight_files(path, vision_only=False)):
         try:
             stored = np.memmap(file, np.uint8, mode="r")
             start = 8 + int.from_bytes(stored[:8].tobytes(), "little")

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from encoder.checkpoint.files import INDEX_FILE, SINGLE_FILE, VISION_PREFIXES, CheckpointError, read_index, vision_name
+from encoder.checkpoint.files import INDEX_FILE, VISION_PREFIXES, CheckpointError, vision_name, weight_files
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.images.identity import tower_fingerprint
@@ -91,9 +91,8 @@ def tower_identity(path: Path) -> str:
 
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
     """Returns the vision tensors of a checkpoint folder by their name inside the tower. Reads headers only."""
-    files = _vision_files(path)
     stored: dict[str, _Stored] = {}
-    for file, names in files.items():
+    for file, names in weight_files(path, vision_only=True).items():
         try:
             with safe_open(file, framework="pt") as reader:
                 there = set(reader.keys())
@@ -115,18 +114,6 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
         prefixes = " or ".join(repr(prefix) for prefix in VISION_PREFIXES)
         raise CheckpointError(f"{path} has no vision tensors: no name begins with {prefixes}")
     return stored
-
-
-def _vision_files(path: Path) -> Mapping[Path, list[str] | None]:
-    """Returns the files that hold vision tensors, each with the names that the index lists (None: all in the file)."""
-    if (path / INDEX_FILE).is_file():
-        files: dict[Path, list[str]] = {}
-        for name, shard in sorted(read_index(path / INDEX_FILE).items()):
-            files.setdefault(path / shard, []).append(name)
-        return files
-    if (path / SINGLE_FILE).is_file():
-        return {path / SINGLE_FILE: None}
-    raise CheckpointError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 def _check(tower: VisionTower, stored: Mapping[str, _Stored], path: Path) -> None:
