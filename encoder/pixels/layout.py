@@ -15,6 +15,7 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
 from encoder.images.size import Grid
 from encoder.pixels.byte_lru import ByteLru
+from encoder.pixels.preprocess import Pixels
 from encoder.pixels.resize_weights import Taps
 
 # Columns of the tables that `encoder.pixels.kernels` reads and documents. Even numbers, so that each table begins at a
@@ -158,12 +159,8 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def shape_of(values: NDArray[np.uint8], *, planar: bool) -> tuple[int, int, int, bool]:
+def shape_of(image: Pixels | Decoded) -> tuple[int, int, int, bool]:
     """Returns the entry of an image or of frames for `shapes` of `plan_pixels`."""
+    values, planar = image.values, isinstance(image, Pixels)
     height, width = values.shape[-2:] if planar else values.shape[-3:-1]
     return values.shape[0] if values.ndim == 4 else 1, height, width, planar
-
-
-def is_planar(image: object) -> bool:
-    """Returns whether the values are `[…, 3, H, W]` (`Pixels`) rather than `[…, H, W, 3]` (`Decoded`)."""
-    return not isinstance(image, Decoded)

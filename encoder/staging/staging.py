@@ -18,7 +18,7 @@ from torch import Tensor
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
 from encoder.pixels.device import fill_patches
-from encoder.pixels.layout import PixelPlan, is_planar, plan_pixels, shape_of
+from encoder.pixels.layout import PixelPlan, plan_pixels, shape_of
 from encoder.pixels.preprocess import Pixels
 from encoder.pixels.resize_weights import taps_cache
 from encoder.staging.streams import Lanes, Mark
@@ -135,8 +135,7 @@ class Staging:
         """
         if not images:
             raise ValueError("images is empty: a batch needs at least one image")
-        planar = [is_planar(image) for image in images]
-        shapes = [shape_of(image.values, planar=each) for image, each in zip(images, planar, strict=True)]
+        shapes = [shape_of(image) for image in images]
         plan = plan_pixels(shapes, [image.grid_thw for image in images], self.rules, self._taps)
         self.wait_for_room()
         used, copy_in = self._next, self.lanes.copy_in
