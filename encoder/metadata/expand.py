@@ -6,8 +6,8 @@ are inert. `expand` is plain torch and the reference; `encoder.metadata.expand_k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,16 +33,13 @@ class Expanded:
     """int32 `[num_tokens]`; None for towers without windows."""
 
 
-class Expand(Protocol):
-    """Expands a batch description (`Layout.device_description`) and `arena` to `tokens` tokens, `windows` windows.
+Expand = Callable[[Tensor, Tensor, VisionConfig, int, int], tuple[Expanded, Tensor | None]]
+"""`(arena, description, config, tokens, windows)`: expands a batch description (`Layout.device_description`) and
+`arena` to `tokens` tokens, `windows` windows.
 
-    Returns the tables, and the borders of the windows in patches, int32 `[windows + 1]`, or None for towers without
-    windows. Borders past the batch repeat its last one.
-    """
-
-    def __call__(
-        self, arena: Tensor, description: Tensor, config: VisionConfig, tokens: int, windows: int
-    ) -> tuple[Expanded, Tensor | None]: ...
+Returns the tables, and the borders of the windows in patches, int32 `[windows + 1]`, or None for towers without
+windows. Borders past the batch repeat its last one.
+"""
 
 
 def expand(
