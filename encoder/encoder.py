@@ -22,7 +22,7 @@ from encoder.checkpoint.vision_config import VisionConfig, image_token_id
 from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded, decode
 from encoder.images.identity import EncoderIdentity
-from encoder.images.size import ImageRules, PixelBounds, num_tokens, resized_size
+from encoder.images.size import ImageRules, PixelBounds, image_grid, num_tokens
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts
 from encoder.pixels.preprocess import Pixels, resize
@@ -92,8 +92,7 @@ class Encoder:
             weights_identity(path), vision, dtype_name, rules, forward.name, image_token_id(path)
         )
         runner = TowerRunner.build(forward, config)
-        sizes = [resized_size(width, height, rules, None) for width, height in config.warm_image_sizes]
-        runner.warm([(1, height // rules.patch_size, width // rules.patch_size) for width, height in sizes])
+        runner.warm([image_grid(width, height, rules) for width, height in config.warm_image_sizes])
         return cls(runner, identity, config)
 
     def encode(self, images: Sequence[Image.Image | bytes], *, bounds: PixelBounds | None = None) -> list[Embedding]:

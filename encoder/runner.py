@@ -56,7 +56,8 @@ class TowerRunner:
         self._counts = counts or RunCounts()
         self.last_run: RunRecord | None = None
         """Record of the last batch; None before the first."""
-        self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=capturer is not None)
+        self.budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=capturer is not None)
+        """Budgets in tokens that batches may be packed for, captured or not."""
 
     @classmethod
     def build(cls, forward: TowerForward, config: EncoderConfig) -> TowerRunner:
@@ -109,7 +110,7 @@ class TowerRunner:
     @property
     def largest_budget(self) -> int:
         """The largest budget in tokens."""
-        return max(self._budgets)
+        return max(self.budgets)
 
     def plan_batches(self, grids: Sequence[Grid]) -> list[Batch]:
         """Packs every image into exactly one batch with a budget; None is an eager run.
@@ -122,10 +123,10 @@ class TowerRunner:
         max_images = self._config.encoder_cudagraph_max_images_per_batch
         table = self._capturer.costs.packing_table() if self._capturer is not None else None
         if self._config.packing == "cost" and table is not None:
-            return plan_batches(images, table=table, max_images=max_images, max_tokens=max(self._budgets))
+            return plan_batches(images, table=table, max_images=max_images, max_tokens=self.largest_budget)
         # With "startup" no graph is captured later, so only captured budgets are useful.
         captured = table.budgets if table is not None and self._config.graph_capture == "startup" else ()
-        budgets = captured or self._budgets
+        budgets = captured or self.budgets
         segments = [image.num_segments for image in images]
         tokens = [image.num_tokens for image in images]
         return pack(tokens, budgets=budgets, max_images=max_images, segments=segments)
@@ -166,11 +167,6 @@ class TowerRunner:
     def idle_step(self) -> bool:
         """Captures at most one graph or times the captured ones. Returns False if there was nothing to do."""
         return self._capturer is not None and self._capturer.step()
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        """Budgets in tokens that batches may be packed for, captured or not."""
-        return self._budgets
 
     @property
     def graph_bytes(self) -> int:

@@ -113,6 +113,6 @@ def activation_bytes_per_token(config: VisionConfig, itemsize: int, *, fused: bo
     # Residual stream and norm; gate, up and their product, or one layer before and after its activation.
     mlp = 2 * config.hidden_size + (3 if config.traits.gated_mlp else 2) * config.intermediate_size
     merged = config.hidden_size * config.merge_unit
-    merger = config.merge_unit * config.hidden_size + 3 * merged
     levels = len(config.deepstack_visual_indexes) * merged
-    return itemsize * (max(config.merge_unit * max(attention, mlp), merger) + levels + config.width)
+    # A merger: residual stream and norm; one layer before and after its activation.
+    return itemsize * (max(config.merge_unit * max(attention, mlp), 4 * merged) + levels + config.width)
