@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from encoder.images.structure import ImageError
+
+if TYPE_CHECKING:
+    from configs.schema import VideoConfig
 
 CORRUPT = "video data is truncated or corrupt"
 
 
 class VideoError(ImageError):
     """A video cannot be used. The text states the reason and is safe to show to a client: no addresses, no paths."""
-
-
-class VideoLimits(Protocol):
-    """Settings that VideoBounds are made of."""
-
-    max_bytes: int
-    max_seconds: float
-    max_frames: int
-    max_pixels_per_frame: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class VideoBounds:
     """Width times height."""
 
     @classmethod
-    def of(cls, limits: VideoLimits) -> VideoBounds:
+    def of(cls, limits: VideoConfig) -> VideoBounds:
         return cls(limits.max_bytes, limits.max_seconds, limits.max_frames, limits.max_pixels_per_frame)
 
     def check_bytes(self, num_bytes: int) -> None:
