@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
-from configs.resolve import PROJECT_ROOT
 from encoder import Encoder
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.forwards import choose_forward
@@ -27,6 +26,7 @@ from tests.parity.reference_towers import Grid, Reference, make_reference, rando
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BUDGETS = (64, 128, 512, 1024)
 MAX_IMAGES = 8
@@ -215,7 +215,7 @@ def test_no_kernel_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
 
     path = make_checkpoint("qwen3_vl", tmp_path / "qwen3_vl", dtype="bfloat16")
     command = [sys.executable, "-m", "tests.gpu.after_warm_up", str(path)]
-    done = subprocess.run(command, cwd=PROJECT_ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: one["compiled"] for name, one in found.items() if one["compiled"]} == {}
