@@ -9,13 +9,11 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import os
-import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from limits import RateLimitItemPerMinute
+from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.requests import Request
@@ -169,12 +167,12 @@ class AccessControl:
             raise ApiError(
                 429, f"the request has {number} {what}, the quota is {per_minute} a minute", code="over_quota"
             )
-        left_s = (await self._limiter.get_window_stats(quota, client.name)).reset_time
+        window = await self._counters.get_sliding_window(quota.key_for(client.name), quota.get_expiry())
         raise ApiError(
             429,
             f"over the quota of {per_minute} {what} a minute; try again",
             code="over_quota",
-            retry_after_s=_seconds_until(left_s),
+            retry_after_s=_seconds_until_room(quota, number, window),
         )
 
     def _delay_next_expiry(self) -> None:
@@ -189,8 +187,20 @@ async def _pause_after(expiry: asyncio.Task[None]) -> None:
     await asyncio.sleep(EXPIRE_EVERY_S)
 
 
-def _seconds_until(moment_s: float) -> int:
-    return max(1, min(60, math.ceil(moment_s - time.time())))
+def _seconds_until_room(quota: RateLimitItem, number: int, window: tuple[int, float, int, float]) -> int:
+    """Returns the seconds until `number` more are admitted, if nothing else is.
+
+    What counts is the number of this minute, and of the last minute the share that the last 60 s contain. `window`: as
+    of `MemoryStorage.get_sliding_window`, the last minute's number and this minute's, each with its time to live.
+    """
+    previous, _, current, expires_in_s = window
+    minute_s = quota.get_expiry()
+    left_s, room = expires_in_s - minute_s, quota.amount - number + 1  # numbers are rounded down
+    if current < room:
+        wait_s = left_s - minute_s * (room - current) / max(1, previous)
+    else:
+        wait_s = left_s + minute_s * (1 - room / current)
+    return max(1, int(wait_s) + 1)
 
 
 def _salt(key: str | None, tenant: str | None) -> str:
