@@ -27,7 +27,7 @@ from encoder.graphs.budgets import resolve_budgets
 from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch, pack
 from planner.recorded_costs import for_budgets, read_costs
-from planner.traces import RULES
+from planner.traces import RULES, TraceError
 
 DEFAULT_COSTS = ROOT / "benchmarks" / "results" / "ladder_h200.json"
 
@@ -99,6 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     options = parser.parse_args(arguments)
     config, costs = encoder_config(options.config), read_costs(options.costs, options.arch)
+    try:
+        images = {path.stem: read_image_costs(path, RULES[options.arch]) for path in options.traces}
+    except (TraceError, OSError) as error:
+        raise SystemExit(f"{error}") from error
     report = {
         "benchmark": "packing",
         "arch": options.arch,
@@ -106,10 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "budgets": list(resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=True)),
         "max_images": config.encoder_cudagraph_max_images_per_batch,
         "costs": recorded_costs(options.costs),
-        "traces": {
-            path.stem: asdict(pack_trace(config, read_image_costs(path, RULES[options.arch]), costs))
-            for path in options.traces
-        },
+        "traces": {name: asdict(pack_trace(config, of_trace, costs)) for name, of_trace in images.items()},
         **provenance(options.commit, arguments),
     }
     write(report, options.out)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
@@ -148,6 +149,16 @@ class FetchConfig(Options):
     """Concurrent fetches in one ingress replica."""
     max_concurrent_per_client: PositiveInt = 16
     """Concurrent fetches of one API key, or of one address without keys; further ones wait."""
+
+    @model_validator(mode="after")
+    def _check_allowed_domains_are_host_names(self) -> FetchConfig:
+        for domain in self.allowed_domains:
+            if not re.fullmatch(r"[A-Za-z0-9_.:-]+", domain):
+                raise ValueError(
+                    f"allowed_domains has {domain!r}, which no URL's host matches; write host names, such as "
+                    "example.org (and xn--bcher-kva.example for bücher.example)"
+                )
+        return self
 
 
 class AuthConfig(Options):

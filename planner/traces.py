@@ -51,7 +51,9 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
             found.append(make(json.loads(line)))
         except TraceError as error:
             raise TraceError(f"{path.name}, line {number}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        except KeyError as error:
+            raise TraceError(f"{path.name}, line {number}: the key {error} is missing") from error
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise TraceError(f"{path.name}, line {number}: {error!r}") from error
     return found
 

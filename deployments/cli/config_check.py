@@ -95,9 +95,7 @@ def args_problems(args: object, place: str) -> list[str]:
     try:
         config = AppConfig.model_validate(args)
     except ValidationError as error:
-        return [
-            f"{_place((place, *item['loc']))}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()
-        ]
+        return list(_refusals(error, place))
     found: dict[str, None] = {}
     for has_gpu in (False, True):
         try:
@@ -210,6 +208,12 @@ def _contradictions(config: dict[str, Any], application: dict[str, Any], args: A
     host = config.get("http_options", {}).get("host", SERVES_OWN_HOST)
     if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
+    limit_s = config.get("http_options", {}).get("request_timeout_s")
+    if limit_s is not None and limit_s <= ingress.request_timeout_s:
+        yield (
+            f"http_options.request_timeout_s: {limit_s:g} is not over {place}.args.ingress.request_timeout_s, "
+            f"{ingress.request_timeout_s:g}; Serve would end requests before the ingress answers"
+        )
     function = (application.get("autoscaling_policy") or {}).get("policy_function")
     if function in POLICY_OF:
         told = f"{function} is for the deployment {POLICY_OF[function]!r}, not the application"
@@ -232,8 +236,25 @@ def _contradictions(config: dict[str, Any], application: dict[str, Any], args: A
                 f"{here}.max_queued_requests: {queue} is less than args.ingress.{key}, {bound}; "
                 "Serve would refuse what the ingress has let in"
             )
-        policy = (deployment.get("autoscaling_config") or {}).get("policy") or {}
-        yield from _policy_problems(name, policy, f"{here}.autoscaling_config.policy")
+        if deployment.get("user_config") is not None:
+            yield f"{here}.user_config: no deployment takes it, and its replicas would not start; settings are in args"
+        scaled = deployment.get("autoscaling_config") or {}
+        yield from _autoscaling_problems(
+            scaled, f"{here}.autoscaling_config", auto=deployment.get("num_replicas") == "auto"
+        )
+        yield from _policy_problems(name, scaled.get("policy") or {}, f"{here}.autoscaling_config.policy")
+
+
+def _autoscaling_problems(scaled: dict[str, Any], place: str, *, auto: bool) -> Iterator[str]:
+    """Yields what Serve refuses only when it deploys. `auto`: `num_replicas: auto`, which has defaults of its own."""
+    from ray.serve.config import AutoscalingConfig
+
+    given = {**(AutoscalingConfig.default().model_dump() if auto else {}), **scaled}
+    given.pop("policy", None)
+    try:
+        AutoscalingConfig.model_validate(given)
+    except ValidationError as error:
+        yield from _refusals(error, place)
 
 
 def _former_policies(value: object, place: str = "") -> Iterator[str]:
@@ -264,6 +285,12 @@ def _policy_problems(deployment: str, policy: dict[str, Any], place: str) -> Ite
         getattr(policies, function.partition(":")[2])(**arguments)
     except (TypeError, ValueError) as error:
         yield f"{place}.policy_kwargs: {error}"
+
+
+def _refusals(error: ValidationError, place: str) -> Iterator[str]:
+    """Yields pydantic's messages about the value at `place`, with their locations."""
+    for item in error.errors():
+        yield f"{_place((place, *item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _place(location: tuple[int | str, ...]) -> str:

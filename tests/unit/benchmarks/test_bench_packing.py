@@ -108,9 +108,16 @@ def test_recorded_costs_are_near_what_was_measured(arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "line 1"), ('{"images": [{"w": 10}]}', "line 1"), ("nonsense", "line 1"), ('{"images": []}', "no image")],
+    [
+        ("{}", "line 1: the key 'images' is missing"),
+        ('{"images": [{"w": 10}]}', "line 1"),
+        ("nonsense", "line 1"),
+        ('{"images": []}', "no image"),
+    ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(TraceError, match=message):
         read_image_costs(tmp_path / "bad.jsonl", RULES["qwen3_vl"])
+    with pytest.raises(SystemExit, match=message):
+        bench_packing.main([str(tmp_path / "bad.jsonl")])

@@ -182,6 +182,30 @@ def test_shipped_configuration_passes() -> None:
             {"deployments": [{"name": "Encoder", "max_queued_requests": 7}]},
             "max_queued_requests: 7 is less than args.ingress.max_images_in_flight, 1024; Serve would refuse",
         ),
+        (
+            {"deployments__1__autoscaling_config": {"min_replicas": 3, "max_replicas": 1}},
+            "deployments[1].autoscaling_config: max_replicas (1) must be greater than or equal to min_replicas (3)",
+        ),
+        (
+            {"deployments__1__autoscaling_config": {"min_replicas": -1}},
+            "deployments[1].autoscaling_config.min_replicas: Input should be greater than or equal to 0",
+        ),
+        (
+            {"deployments__2__num_replicas": "auto", "deployments__2__autoscaling_config": {"min_replicas": 101}},
+            "deployments[2].autoscaling_config: max_replicas (100) must be greater than or equal to min_replicas (101)",
+        ),
+        (
+            {"deployments__1__user_config": {"x": 1}},
+            "deployments[1].user_config: no deployment takes it, and its replicas would not start; settings are",
+        ),
+        (
+            {"args__ingress__request_timeout_s": 900},
+            "http_options.request_timeout_s: 610 is not over applications[0].args.ingress.request_timeout_s, 900",
+        ),
+        (
+            {"args__ingress__fetch": {"allowed_domains": ["https://example.org/"]}},
+            "args.ingress.fetch: allowed_domains has 'https://example.org/', which no URL's host matches; write host",
+        ),
         ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
     ],
 )
