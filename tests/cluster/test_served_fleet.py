@@ -84,6 +84,7 @@ class Fleet:
     model: Path
     replicas: dict[str, int]
     fusion: bool = False
+    surge_percent: int = 0
     name: str = "fleet"
 
     def deploy(self) -> None:
@@ -96,12 +97,19 @@ class Fleet:
         application |= {"name": self.name, "route_prefix": f"/{self.name}", "import_path": fake_fleet.NAME}
         application["args"] |= {"model": str(self.model), "encoder": {"fused_kernels": self.fusion}}
         few = {"ray_actor_options": {"num_cpus": 0.05}, "graceful_shutdown_wait_loop_s": 0.2}
+        few["max_surge_percent"] = self.surge_percent
         application["deployments"] = [
             {"name": name, "num_replicas": number} | few for name, number in self.replicas.items()
         ]
         client = _get_global_client()
         assert client is not None
         client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+
+    def has_failed(self) -> bool:
+        """Whether Serve has given up the update."""
+        from ray import serve
+
+        return bool(serve.status().applications[self.name].status == "DEPLOY_FAILED")
 
     def is_running(self) -> bool:
         """Whether all replicas that the file asks for run."""
@@ -205,6 +213,37 @@ def test_an_update_of_everything_fails_no_request_and_mixes_no_weights(fleet: Fl
     asyncio.run(load.run_during(update))
     assert load.failed == []
     assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}
+
+
+@pytest.mark.chaos
+def test_with_surge_no_request_of_single_replicas_fails_even_if_an_update_cannot_start(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """Without it, Serve stops the only replica before its successor has started."""
+    fleet.replicas, fleet.surge_percent = {"Encoder": 1, "LLM": 1, "Ingress": 1}, 100
+    fleet.deploy()
+    until(fleet.is_running, "one replica of each deployment", UPDATE_S)
+    old, running, load = fleet.mark, fleet.model, Load(fleet.url)
+
+    def fail() -> None:
+        fleet.deploy()
+        until(fleet.has_failed, "the failure of the update", UPDATE_S)
+
+    fleet.model = tmp_path / "missing"
+    asyncio.run(load.run_during(fail))
+    assert load.failed == []
+    assert set(load.answers) == {(old, old)}
+
+    def update() -> None:
+        fleet.deploy()
+        until(lambda: fleet.started() == 1 and fleet.is_running(), "the update", UPDATE_S)
+
+    fleet.model = tmp_path
+    (tmp_path / fake_fleet.WEIGHTS).write_bytes(b"after the failure")
+    asyncio.run(load.run_during(update))
+    assert load.failed == []
+    assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}
+    fleet.model, fleet.surge_percent = running, 0
 
 
 @pytest.mark.chaos
