@@ -85,8 +85,8 @@ def metrics_page() -> str:
         "`--metrics-export-port` of `ray start` names; [Ray's "
         "documentation](https://docs.ray.io/en/latest/cluster/metrics.html) describes service discovery, on Kubernetes "
         "too. All carry Ray Serve's labels `application`, `deployment` and `replica`. A series appears with its first "
-        "value; Ray drops a gauge that has not changed for a while. vLLM's own metrics are at `/metrics` of the server, for one language model replica at a time, where "
-        "`ingress.auth.management_routes` is open.",
+        "value; Ray drops a gauge that has not changed for a while. vLLM's own metrics are at `/metrics` of the "
+        "server, for one language model replica at a time, where `ingress.auth.management_routes` is open.",
         "[grafana.json](grafana.json) is a dashboard of all of them: Dashboards → New → Import in Grafana.",
         GENERATED,
         "## Counters",
