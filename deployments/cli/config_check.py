@@ -205,10 +205,11 @@ def _contradictions(config: dict[str, Any], application: dict[str, Any], args: A
     """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve deploys or
     scales."""
     ingress = args.ingress
-    host = config.get("http_options", {}).get("host", SERVES_OWN_HOST)
+    http = config.get("http_options", {})
+    host = http.get("host", SERVES_OWN_HOST)
     if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
-    limit_s = config.get("http_options", {}).get("request_timeout_s")
+    limit_s = http.get("request_timeout_s")
     if limit_s is not None and limit_s <= ingress.request_timeout_s:
         yield (
             f"http_options.request_timeout_s: {limit_s:g} is not over {place}.args.ingress.request_timeout_s, "
@@ -238,21 +239,19 @@ def _contradictions(config: dict[str, Any], application: dict[str, Any], args: A
             )
         if deployment.get("user_config") is not None:
             yield f"{here}.user_config: no deployment takes it, and its replicas would not start; settings are in args"
-        scaled = deployment.get("autoscaling_config") or {}
-        yield from _autoscaling_problems(
-            scaled, f"{here}.autoscaling_config", auto=deployment.get("num_replicas") == "auto"
-        )
-        yield from _policy_problems(name, scaled.get("policy") or {}, f"{here}.autoscaling_config.policy")
+        yield from _autoscaling_problems(deployment, f"{here}.autoscaling_config")
 
 
-def _autoscaling_problems(scaled: dict[str, Any], place: str, *, auto: bool) -> Iterator[str]:
-    """Yields what Serve refuses only when it deploys. `auto`: `num_replicas: auto`, which has defaults of its own."""
+def _autoscaling_problems(deployment: dict[str, Any], place: str) -> Iterator[str]:
+    """Yields what Serve refuses only when it deploys or scales. `place`: of the deployment's `autoscaling_config`."""
     from ray.serve.config import AutoscalingConfig
 
-    given = {**(AutoscalingConfig.default().model_dump() if auto else {}), **scaled}
-    given.pop("policy", None)
+    scaled = dict(deployment.get("autoscaling_config") or {})
+    yield from _policy_problems(deployment["name"], scaled.pop("policy", None) or {}, f"{place}.policy")
+    # `num_replicas: auto` has defaults of its own.
+    defaults = AutoscalingConfig.default().model_dump() if deployment.get("num_replicas") == "auto" else {}
     try:
-        AutoscalingConfig.model_validate(given)
+        AutoscalingConfig.model_validate(defaults | scaled)
     except ValidationError as error:
         yield from _refusals(error, place)
 

@@ -40,8 +40,8 @@ SETTINGS = {
     # HAProxy is restarted whenever an ingress is added or removed. The previous process finishes its responses for up
     # to `ingress.request_timeout_s`; Serve's two minutes would cut longer ones.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "610",
-    # An ingress that ends accepts connections for as long; HAProxy knows within a second. Serve's 30 s, for balancers
-    # that poll, are also what Ctrl-C waits for.
+    # Seconds for which an ingress that ends still accepts connections. HAProxy knows within one; Serve's 30 are for
+    # balancers that poll, and Ctrl-C waits for them.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     # HAProxy names the client, and connects from its own node.
     "FORWARDED_ALLOW_IPS": "127.0.0.1",

@@ -7,6 +7,7 @@ requests a test to that many encoders.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -220,10 +221,10 @@ def test_with_surge_no_request_of_single_replicas_fails_even_if_an_update_cannot
     fleet: Fleet, tmp_path: Path
 ) -> None:
     """Without it, Serve stops the only replica before its successor has started."""
-    fleet.replicas, fleet.surge_percent = {"Encoder": 1, "LLM": 1, "Ingress": 1}, 100
+    fleet = dataclasses.replace(fleet, replicas={"Encoder": 1, "LLM": 1, "Ingress": 1}, surge_percent=100)
     fleet.deploy()
     until(fleet.is_running, "one replica of each deployment", UPDATE_S)
-    old, running, load = fleet.mark, fleet.model, Load(fleet.url)
+    old, load = fleet.mark, Load(fleet.url)
 
     def fail() -> None:
         fleet.deploy()
@@ -243,7 +244,6 @@ def test_with_surge_no_request_of_single_replicas_fails_even_if_an_update_cannot
     asyncio.run(load.run_during(update))
     assert load.failed == []
     assert set(load.answers) == {(old, old), (fleet.mark, fleet.mark)}
-    fleet.model, fleet.surge_percent = running, 0
 
 
 @pytest.mark.chaos

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -26,7 +25,6 @@ from benchmarks.goodput.plan import MODELS, Fleet, engine_args, serve_config, vl
 from benchmarks.goodput.servers import peers, start_balancer
 from benchmarks.ladder.measure import Deadline
 from benchmarks.peers.vllm_tower import published_files
-from benchmarks.serving import gpu_parts
 from benchmarks.serving.latency_client import Answer
 from benchmarks.serving.servers import Peer, Servers
 from benchmarks.trace.bodies import Bodies
@@ -160,59 +158,6 @@ def test_parts_of_a_gpu_are_servers_of_their_own() -> None:
     assert engine_args(fleet, 8192)["gpu_memory_utilization"] == engine_args(FOUR, 8192)["gpu_memory_utilization"] / 2
     with pytest.raises(ValueError, match="3 parts are no number of GPUs of 2 parts"):
         Fleet(3, 1, 2048, (8192,), 1, 1, 12.0, parts=2)
-
-
-PROGRAM = """#!/bin/sh
-if [ "$1" = -d ]; then
-    echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PIPE_DIRECTORY" > "$TOLD"; exit $STARTS
-fi
-cat >> "$TOLD"
-"""
-
-
-@pytest.fixture
-def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the program of the Multi-Process Service has been told, by one in its place."""
-    program = tmp_path / "bin" / gpu_parts.PROGRAM
-    program.parent.mkdir()
-    program.write_text(PROGRAM)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
-    monkeypatch.setenv("STARTS", "0")
-    return tmp_path / "told"
-
-
-def test_parts_are_there_while_something_runs_on_them(control: Path, tmp_path: Path) -> None:
-    before = dict(os.environ)
-    with gpu_parts.split_gpu(2, tmp_path) as variables:
-        assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
-        pipe = variables["CUDA_MPS_PIPE_DIRECTORY"]
-        assert Path(pipe).is_dir()
-        assert control.read_text() == f"50 {pipe}\n"
-    assert control.read_text() == f"50 {pipe}\nquit\n"
-    assert dict(os.environ) == before
-
-
-def test_parts_that_cannot_be_had_are_told(control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STARTS", "3")
-    with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control ended with 3"), gpu_parts.split_gpu(2, tmp_path):
-        pytest.fail("begun without it")
-    assert control.read_text().count("quit") == 0
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    monkeypatch.setenv("PATH", "")
-    with (
-        pytest.raises(SystemExit, match="2 parts of a GPU need nvidia-cuda-mps-control"),
-        gpu_parts.split_gpu(2, tmp_path),
-    ):
-        pytest.fail("begun without it")
-
-
-def test_one_part_is_all_of_a_gpu(control: Path, tmp_path: Path) -> None:
-    with gpu_parts.split_gpu(1, tmp_path) as variables:
-        assert variables == {}
-        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-    assert not control.exists()
 
 
 def test_answers_are_judged_by_every_slo(tmp_path: Path) -> None:
