@@ -27,7 +27,7 @@ from encoder.metadata.geometry import Grid
 from encoder.metadata.segments import AttentionBackend
 from encoder.metadata.tower_metadata import TowerMetadata
 from encoder.packing.run_counts import Fallback
-from encoder.start_check import MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
+from encoder.start_check import BATCHES, MAX_TOLERANCE, TOLERANCES, FusionError, StartCheck, rounding_tolerance
 from encoder.towers.attention import choose_backend
 from encoder.towers.backends import BackendUnavailableError, check_backend, unsupported_reason
 from encoder.towers.tower import VisionTower
@@ -152,8 +152,9 @@ def _fused_unsupported_reason(tower: VisionTower) -> str | None:
 
 
 def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
+    from encoder.fused.compile_ahead import start_pool_early
     from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
-    from encoder.fused.tower import fuse
+    from encoder.fused.tower import best_gemm, fuse
     from encoder.kernels.short_attention import LONGEST
     from encoder.metadata.expand_kernel import expand as expand_in_one_launch
 
@@ -163,7 +164,11 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
         plan = AttentionPlan((LONGEST,), (AttentionKernel(triton, rotates=True), AttentionKernel(triton)))
     elif config.attention_backend != "auto":
         plan = AttentionPlan.single(AttentionKernel(AttentionBackend(config.attention_backend)))
-    fused = fuse(tower, plan)
+    gemm = best_gemm(tower.dtype, tower.device)
+    if gemm.rotates:
+        start_pool_early()
+    fused = fuse(tower, plan, gemm)
+    fused.compile_kernels(BATCHES)
     check = StartCheck(tower)
     kernels = fused.attention_plan.kernels
     bounds = fused.attention_plan.lengths[: len(kernels) - 1]

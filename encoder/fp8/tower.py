@@ -62,10 +62,13 @@ def build_fp8_tower(
     made: list[FusedTower] = []
 
     def narrow(layers: Layers) -> RunGrids:
+        first = not made
         made.clear()
         with torch.cuda.device(tower.device):
             gemm = Fp8Gemm(wide.gemm, layers=layers, means=means)
             made.append(FusedTower(tower, wide.attention_plan, gemm))
+        if first:
+            made[0].compile_kernels()
         return run_of(made[0])
 
     _, agreement = try_fp8(

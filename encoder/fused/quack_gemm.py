@@ -1,14 +1,17 @@
 """QuACK's GEMMs on Hopper, with epilogues that cuBLAS lacks or runs slowly.
 
-FlashAttention-4 installs QuACK (`quack-kernels`). Its kernels are compiled on first use, 2 s each, and cached on disk.
+FlashAttention-4 installs QuACK (`quack-kernels`). Its kernels take 2 s each to compile, and are cached on disk. While
+`encoder.fused.compile_ahead` compiles them in parallel, a GEMM without a kernel leaves its result undefined.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
+from quack.cache import CompilePending
 from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_act
 from torch import Tensor
@@ -61,18 +64,20 @@ class QuackGemm(Gemm):
             out = x.new_empty(rows, columns)
             multiply(quack_epilogues.gelu, x, layer.weight, out, tile, {"bias": layer.bias[None]})
             return out
-        _, result = gemm_act(
-            x,
-            layer.weight.t(),
-            bias=layer.bias,
-            activation=_NAMES[epilogue],
-            postact_out=out,
-            store_preact=False,
-            tuned=False,
-            config=_config(tile),
-        )
-        assert isinstance(result, Tensor)
-        return result
+        if out is None:
+            out = x.new_empty(rows, columns // 2 if epilogue is Epilogue.SWIGLU else columns)
+        with suppress(CompilePending):
+            gemm_act(
+                x,
+                layer.weight.t(),
+                bias=layer.bias,
+                activation=_NAMES[epilogue],
+                postact_out=out,
+                store_preact=False,
+                tuned=False,
+                config=_config(tile),
+            )
+        return out
 
     def rotated(self, layer: Affine, x: Rows, rotation: Rotation) -> Tensor:
         """See `Gemm`."""
@@ -121,16 +126,17 @@ def multiply(
 
     8-bit products are accumulated in the tensor cores: moving sums out at every step takes ten times as long.
     """
-    epilogue.gemm(
-        x,
-        weight,
-        out,
-        residual,
-        epi_args=values,
-        tile_M=tile.rows,
-        tile_N=tile.columns,
-        cluster_M=tile.cluster,
-        cluster_N=1,
-        pingpong=tile.pingpong,
-        post_init_attrs=(("fp8_slow_accum", False),) if x.dtype.itemsize == 1 else (),
-    )
+    with suppress(CompilePending):
+        epilogue.gemm(
+            x,
+            weight,
+            out,
+            residual,
+            epi_args=values,
+            tile_M=tile.rows,
+            tile_N=tile.columns,
+            cluster_M=tile.cluster,
+            cluster_N=1,
+            pingpong=tile.pingpong,
+            post_init_attrs=(("fp8_slow_accum", False),) if x.dtype.itemsize == 1 else (),
+        )

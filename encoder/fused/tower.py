@@ -4,6 +4,7 @@ interface; equal to the eager tower, which remains the reference, up to rounding
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 
@@ -114,6 +115,26 @@ class FusedTower:
             pending, level = self._blocks[-1].pending, self._blocks[-1].level
         self._merger = _Merger(tower.merger, pending)
         self._beside = torch.cuda.Stream(tower.device) if level else None
+
+    def compile_kernels(self, batches: Sequence[Sequence[Grid]] = ()) -> None:
+        """Compiles the kernels for every number of rows, and for `batches` of grids, before the first run.
+
+        Without QuACK's GEMMs, which take the longest, kernels are compiled when they are first needed.
+        """
+        if not self.gemm.rotates:
+            return
+        from encoder.fused.compile_ahead import compile_ahead
+
+        kinds = [(block.windowed, block.merger is None) for block in self._blocks]
+        short = copy.copy(self)
+        # One block of each kind runs every kernel.
+        short._blocks = [self._blocks[index] for index in sorted({*map(kinds.index, kinds)})]  # noqa: SLF001
+
+        def run(grids: Sequence[Grid]) -> None:
+            metadata = short.prepare(grids)
+            short(torch.zeros(metadata.num_patches, self.config.patch_dim, device=self.device), metadata)
+
+        compile_ahead(run, batches)
 
     def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
         """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid.

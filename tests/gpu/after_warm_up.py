@@ -1,4 +1,5 @@
-"""Loads the encoder of a checkpoint, warms it up, and prints as JSON what each of several batches compiles and takes.
+"""Loads the encoder of a checkpoint, warms it up, and prints as JSON what each of several batches compiles and takes,
+and how many of QuACK's GEMMs this process loaded and compiled.
 
 `python -m tests.gpu.after_warm_up CHECKPOINT`: in a process of its own, since other images would compile kernels too.
 """
@@ -57,6 +58,16 @@ def run(encoder: Encoder, batch: Sequence[Decoded]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+def gemms() -> dict[str, int] | None:
+    """Returns the numbers of GEMMs that were loaded and that were compiled here; None without QuACK."""
+    if "quack" not in sys.modules:
+        return None
+    from quack.gemm_runtime.host import _compile_gemm_epi
+
+    info = _compile_gemm_epi.cache_info()
+    return {"loaded": info.currsize - info.misses, "compiled": info.misses}
+
+
 def main() -> None:
     config = EncoderConfig(
         dtype="bfloat16", encoder_cudagraph_token_budgets=BUDGETS, encoder_cudagraph_max_images_per_batch=8
@@ -69,7 +80,7 @@ def main() -> None:
     for name, batch in batches(encoder).items():
         compiled.clear()
         found[name] = {"first_ms": run(encoder, batch), "compiled": list(compiled), "again_ms": run(encoder, batch)}
-    print(json.dumps(found))
+    print(json.dumps({"batches": found, "gemms": gemms()}))
 
 
 if __name__ == "__main__":
