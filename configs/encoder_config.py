@@ -11,6 +11,9 @@ from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4", "fa3"]
 
+MIN_STAGING_BYTES = 1024**2
+"""Each of four buffers holds at least one token of the widest towers, 131 kB in float32."""
+
 
 @dataclass(frozen=True)
 class EncoderConfig:
@@ -67,7 +70,8 @@ class EncoderConfig:
     encoder_cudagraph_verbose: bool = False
     """Log every batch: images, tokens, budget, padding."""
     staging_pinned_bytes: int = 128 * 1024**2
-    """Pinned host memory for copies of images to the GPU and of embeddings back, allocated at start-up."""
+    """Pinned host memory for copies of images to the GPU and of embeddings back, allocated at start-up; at least
+    1 MiB."""
     warm_image_sizes: tuple[tuple[int, int], ...] = ((224, 224), (448, 448), (512, 512), (1024, 768), (1024, 1024))
     """Widths and heights in pixels of common images, whose positions are computed at start-up."""
     cache_dir: str | None = None
@@ -87,11 +91,14 @@ class EncoderConfig:
         for name in (
             "encoder_cudagraph_max_images_per_batch",
             "encoder_cudagraph_memory_bytes",
-            "staging_pinned_bytes",
             "fp8_max_error",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be greater than 0")
+        if self.staging_pinned_bytes < MIN_STAGING_BYTES:
+            raise ValueError(
+                f"staging_pinned_bytes is {self.staging_pinned_bytes}; it must be at least {MIN_STAGING_BYTES}"
+            )
         if self.fp8 and (self.fused_kernels is False or (self.fused_kernels == "auto" and self.compile_mm_encoder)):
             beside = " beside compile_mm_encoder" if self.compile_mm_encoder else ""
             raise ValueError(

@@ -148,6 +148,7 @@ def test_a_value_out_of_range_is_refused_with_its_limit(path: str, value: object
         ({"encoder_cudagraph_token_budgets": (4, 2)}, r"must ascend without repeats, got \[4, 2\]"),
         ({"encoder_cudagraph_max_images_per_batch": 0}, "is 0; it must be greater than 0"),
         ({"encoder_cudagraph_memory_bytes": -1}, "is -1; it must be greater than 0"),
+        ({"staging_pinned_bytes": 1_000_000}, "staging_pinned_bytes is 1000000; it must be at least 1048576"),
         ({"warm_image_sizes": ((224, 0),)}, r"warm_image_sizes holds \[224, 0\]"),
     ],
 )
