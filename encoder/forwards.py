@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -21,6 +22,7 @@ from encoder.checkpoint.vision_config import VisionConfig
 from encoder.device_errors import check_device
 from encoder.fp8.tower import build_fp8_tower, check_fp8
 from encoder.fp8.validation import Agreement
+from encoder.fused.gemm import Gemm
 from encoder.metadata.device_tables import GridTables, Layout, batch_metadata
 from encoder.metadata.expand import Expand, expand
 from encoder.metadata.geometry import Grid
@@ -152,9 +154,17 @@ def _fused_unsupported_reason(tower: VisionTower) -> str | None:
 
 
 def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
-    from encoder.fused.compile_ahead import start_pool_early
+    from encoder.fused.compile_ahead import compile_processes
+    from encoder.fused.tower import best_gemm
+
+    gemm = best_gemm(tower.dtype, tower.device)
+    with compile_processes() if gemm.rotates else nullcontext():
+        return _fused_with(gemm, tower, config, rules)
+
+
+def _fused_with(gemm: Gemm, tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) -> TowerForward:
     from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
-    from encoder.fused.tower import best_gemm, fuse
+    from encoder.fused.tower import fuse
     from encoder.kernels.short_attention import LONGEST
     from encoder.metadata.expand_kernel import expand as expand_in_one_launch
 
@@ -164,9 +174,6 @@ def _fused(tower: VisionTower, config: EncoderConfig, rules: ImageRules | None) 
         plan = AttentionPlan((LONGEST,), (AttentionKernel(triton, rotates=True), AttentionKernel(triton)))
     elif config.attention_backend != "auto":
         plan = AttentionPlan.single(AttentionKernel(AttentionBackend(config.attention_backend)))
-    gemm = best_gemm(tower.dtype, tower.device)
-    if gemm.rotates:
-        start_pool_early()
     fused = fuse(tower, plan, gemm)
     fused.compile_kernels(BATCHES)
     check = StartCheck(tower)

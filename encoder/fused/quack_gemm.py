@@ -6,18 +6,19 @@ FlashAttention-4 installs QuACK (`quack-kernels`). Its kernels take 2 s each to 
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from quack.cache import CompilePending
+from quack.cache.async_compile import CompilePending, suppress_pool
 from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_act
 from torch import Tensor
 
 from encoder.fused import quack_epilogues
 from encoder.fused.affine import Affine
+from encoder.fused.compile_ahead import compiling_ahead
 from encoder.fused.gemm import CublasGemm, Epilogue, Gemm, Rows
 from encoder.fused.gemm_tiles import PARTS, Tile, activation_tile, residual_tile, rotated_tile, split_tile
 from encoder.fused.rope_in_gemm import Rotation
@@ -66,17 +67,17 @@ class QuackGemm(Gemm):
             return out
         if out is None:
             out = x.new_empty(rows, columns // 2 if epilogue is Epilogue.SWIGLU else columns)
-        with suppress(CompilePending):
-            gemm_act(
-                x,
-                layer.weight.t(),
-                bias=layer.bias,
-                activation=_NAMES[epilogue],
-                postact_out=out,
-                store_preact=False,
-                tuned=False,
-                config=_config(tile),
-            )
+        _call(
+            gemm_act,
+            x,
+            layer.weight.t(),
+            bias=layer.bias,
+            activation=_NAMES[epilogue],
+            postact_out=out,
+            store_preact=False,
+            tuned=False,
+            config=_config(tile),
+        )
         return out
 
     def rotated(self, layer: Affine, x: Rows, rotation: Rotation) -> Tensor:
@@ -126,17 +127,27 @@ def multiply(
 
     8-bit products are accumulated in the tensor cores: moving sums out at every step takes ten times as long.
     """
-    with suppress(CompilePending):
-        epilogue.gemm(
-            x,
-            weight,
-            out,
-            residual,
-            epi_args=values,
-            tile_M=tile.rows,
-            tile_N=tile.columns,
-            cluster_M=tile.cluster,
-            cluster_N=1,
-            pingpong=tile.pingpong,
-            post_init_attrs=(("fp8_slow_accum", False),) if x.dtype.itemsize == 1 else (),
-        )
+    _call(
+        epilogue.gemm,
+        x,
+        weight,
+        out,
+        residual,
+        epi_args=values,
+        tile_M=tile.rows,
+        tile_N=tile.columns,
+        cluster_M=tile.cluster,
+        cluster_N=1,
+        pingpong=tile.pingpong,
+        post_init_attrs=(("fp8_slow_accum", False),) if x.dtype.itemsize == 1 else (),
+    )
+
+
+def _call(gemm: Callable[..., object], *arguments: object, **options: object) -> None:
+    """Calls a GEMM. While this thread compiles ahead, one whose kernel is still being compiled does nothing."""
+    try:
+        gemm(*arguments, **options)
+    except CompilePending:  # the pool is the whole process's
+        if not compiling_ahead.get():
+            with suppress_pool():
+                gemm(*arguments, **options)

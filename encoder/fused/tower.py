@@ -4,7 +4,6 @@ interface; equal to the eager tower, which remains the reference, up to rounding
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 
@@ -126,15 +125,17 @@ class FusedTower:
         from encoder.fused.compile_ahead import compile_ahead
 
         kinds = [(block.windowed, block.merger is None) for block in self._blocks]
-        short = copy.copy(self)
         # One block of each kind runs every kernel.
-        short._blocks = [self._blocks[index] for index in sorted({*map(kinds.index, kinds)})]  # noqa: SLF001
+        blocks = [self._blocks[index] for index in sorted({*map(kinds.index, kinds)})]
 
+        @torch.inference_mode()
         def run(grids: Sequence[Grid]) -> None:
-            metadata = short.prepare(grids)
-            short(torch.zeros(metadata.num_patches, self.config.patch_dim, device=self.device), metadata)
+            metadata = self.prepare(grids)
+            patches = torch.zeros(metadata.num_patches, self.config.patch_dim, dtype=self.dtype, device=self.device)
+            self._run(blocks, patches, metadata, patches.new_empty(metadata.num_tokens, self.config.width))
 
-        compile_ahead(run, batches)
+        with torch.cuda.device(self.device):
+            compile_ahead(run, batches)
 
     def prepare(self, grid_thw: Sequence[Grid]) -> TowerMetadata:
         """Builds metadata of `grid_thw`, `(t, h, w)` in patches per image. Raises `ValueError` for an invalid grid.
@@ -155,9 +156,9 @@ class FusedTower:
         """Like `__call__`, into `out`, contiguous."""
         metadata.check(patches, self.config.patch_dim)
         with torch.cuda.device(self.device):
-            self._run(patches.to(self.dtype), metadata, out)
+            self._run(self._blocks, patches.to(self.dtype), metadata, out)
 
-    def _run(self, patches: Tensor, metadata: TowerMetadata, out: Tensor) -> None:
+    def _run(self, blocks: Sequence[_Block], patches: Tensor, metadata: TowerMetadata, out: Tensor) -> None:
         """Writes embeddings of `patches` `[num_patches, patch_dim]` to `out` `[num_tokens, width]`.
 
         Both are in the weights' dtype, on the current device. A pure function: no synchronisation, no host work per
@@ -174,7 +175,7 @@ class FusedTower:
         beside = main if self._beside is None or rows > _MOST_ROWS_BESIDE else self._beside
         kept: list[Tensor] = []
         sums: Tensor | None = None
-        for block in self._blocks:
+        for block in blocks:
             if block.windowed not in tiled:
                 segments = metadata.segments(windowed=block.windowed)
                 tiled[block.windowed] = self._attend.tile(segments, block.qkv, rows, x.dtype)

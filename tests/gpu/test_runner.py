@@ -19,6 +19,7 @@ from configs.encoder_config import EncoderConfig
 from encoder import Encoder
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.forwards import choose_forward
+from encoder.fused.compile_ahead import available_cpus
 from encoder.graphs import compile_caches
 from encoder.packing.run_counts import Reason
 from encoder.pixels.preprocess import Pixels
@@ -213,7 +214,7 @@ def test_an_image_alone_equals_the_image_among_others(encoder: Encoder) -> None:
 
 def test_no_kernel_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
     """An image would wait for it, half a second for one of Triton's. All caches are empty at the start; there, QuACK's
-    GEMMs are compiled in other processes, in parallel."""
+    GEMMs are compiled in other processes, in parallel, if there are CPUs for them."""
     from training.checkpoints import make_checkpoint
 
     path = make_checkpoint("qwen3_vl", tmp_path / "qwen3_vl", dtype="bfloat16")
@@ -225,7 +226,7 @@ def test_no_kernel_is_compiled_after_the_warm_up(tmp_path: Path) -> None:
     assert {name: one["compiled"] for name, one in found["batches"].items() if one["compiled"]} == {}
     if found["gemms"] is not None:
         assert found["gemms"]["loaded"] > 0
-        assert found["gemms"]["compiled"] == 0
+        assert found["gemms"]["compiled"] == 0 or available_cpus() < 4
 
 
 def test_a_second_thread_is_refused(encoder: Encoder) -> None:

@@ -330,12 +330,12 @@ from pathlib import Path
 import torch
 from configs.encoder_config import EncoderConfig
 from encoder import forwards, start_check
+from encoder.fused import compile_ahead
 from encoder.fused import tower as fused
 from encoder.metadata.segments import AttentionBackend
 from encoder.fused.rope_attention import AttentionKernel, AttentionPlan
 from encoder.graphs.buffers import GraphKey
 from encoder.metadata.device_tables import GridTables, StaleLayoutError
-from encoder.fused.gemm import CublasGemm
 from encoder.towers.weights import load_tower
 from tests.parity.reference_towers import make_reference, random_patches, relative_error
 from tests.unit.encoder.graphs.cpu_graphs import CpuGraphs, without_a_device
@@ -346,10 +346,17 @@ without_a_device(setattr)
 eager = load_tower(make_reference(sys.argv[1], Path(sys.argv[2])).path, dtype=torch.float32, device=torch.device("cpu"))
 turns = AttentionKernel(AttentionBackend.TRITON, rotates=True)
 plan = AttentionPlan((64,), (turns, AttentionKernel(AttentionBackend.TRITON)))
-fused.fuse = lambda tower, asked: fused.FusedTower(tower, asked or plan, CublasGemm())
+fused.fuse = lambda tower, asked, gemm: fused.FusedTower(tower, asked or plan, gemm)
 start_check.BATCHES = (((1, 4, 6), (2, 2, 4)),)
 forward = forwards._fused(eager, EncoderConfig(), None)
 assert (forward.name, forward.length_classes) == ("fused", (64,)), forward.length_classes
+ran = []
+compile_ahead.compile_ahead = lambda run, batches: ran.extend((grids, run(grids)) for grids in batches)
+forward.run.compile_kernels(start_check.BATCHES)
+assert ran == []  # cuBLAS has nothing to compile
+forward.run.gemm.rotates = True
+forward.run.compile_kernels(start_check.BATCHES)
+assert ran == [(start_check.BATCHES[0], None)]
 tables = GridTables(eager.config, torch.device("cpu"), 2**20)
 graphs = CpuGraphs(forward, tables, largest_budget=12, max_images=4)
 key = GraphKey(12, 24)
