@@ -190,12 +190,14 @@ class AuthConfig(Options):
 
 
 class RateLimitConfig(Options):
-    """Rate limits at one ingress replica, per key and tenant, or per address without them."""
+    """Rate limits at one ingress replica. A client is a key and tenant, or an address without them."""
 
     requests_per_minute: PositiveInt | None = None
-    """Requests that one client may send in a minute; more are rejected with 429."""
+    """Requests that one client (its key and tenant, or its address) may send in a minute; more are rejected with
+    429."""
     visual_tokens_per_minute: PositiveInt | None = None
-    """Visual tokens of all images that one client may send in a minute; more are rejected with 429."""
+    """Visual tokens of all images that one client (its key and tenant, or its address) may send in a minute; more are
+    rejected with 429."""
 
 
 class AudioConfig(Options):
@@ -239,7 +241,8 @@ class IngressConfig(Options):
     max_image_pixels: PositiveInt = 64_000_000
     """Width times height of an image by its header, checked before decoding."""
     image_formats: Annotated[tuple[ImageFormat, ...], Field(min_length=1)] = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-    """Accepted formats, detected by content; of an animation, the first frame is decoded. TIFF is off by default."""
+    """Accepted formats, detected by content; of an animation, the first frame is decoded, and greyscale of 16 bits is
+    cut off at 255, as by vLLM. TIFF is off by default."""
     min_image_side: PositiveInt = 1
     """Shorter side of an image in pixels by its header; a smaller one is rejected with 400."""
     max_image_side: PositiveInt = 32_768

@@ -232,6 +232,7 @@ class EmbeddingReceiver:
     async def _acquire(self, slot: EmbeddingSlot, image: SharedEmbedding, *, direct_read: bool = False) -> None:
         """Reads by RDMA what was published for it, leases what is in shared memory of this host if it can be opened and
         the engine can map it, and reads anything else by TCP. Raises EmbeddingUnavailableError or OSError."""
+        same_host = False
         if image.remote is not None and self._remote_reader is not None:
             try:
                 await self._hold(slot, self._remote_reader.receive(image), TransferPath.NIXL)
@@ -242,13 +243,15 @@ class EmbeddingReceiver:
             else:
                 return
         elif image.server and unix_socket.host_of(image.server) == unix_socket.host_id():
+            same_host = True
             peer = await self._open(image.server)
             if peer is not None:
                 await self._lease(slot, peer, image, direct_read=direct_read)
                 return
-            self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
         received = self._tcp.fetch(image.tcp, Header.of(image), direct_read=direct_read)
         await self._hold(slot, received, TransferPath.TCP)
+        if same_host:  # only now: an encoder that has ended has neither
+            self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
 
     async def _open(self, server: str) -> Peer | None:
         """Returns the encoder's memory if the engine can load from it."""

@@ -82,7 +82,7 @@ def compile_ahead(run: Callable[[Sequence[Grid]], object], batches: Sequence[Seq
         while (counts := pool.stats())["done"] < counts["submitted"] and time.monotonic() - started < _LONGEST_S:
             time.sleep(0.02)
     except _POOL_ERRORS as error:
-        logger.warning("the processes that compile GEMMs ahead failed: %r", error)
+        logger.warning("the processes that compile GEMMs ahead failed: %s", repr(error))
     finally:
         compiling_ahead.reset(token)
         counts = pool.stats()

@@ -281,6 +281,7 @@ def test_an_encoder_that_is_gone_fails_the_request_and_is_forgotten() -> None:
             await eventually(forgotten)
             with pytest.raises(TransferFailedError, match="Connection refused"):
                 await received_by(given.receiver, *at_once(image))
+            assert given.counts.added[Counter.EMBEDDING_SHM_FALLBACKS, None] == 0, "nothing was read by TCP"
 
     run(scenario())
 
@@ -354,6 +355,7 @@ def test_memory_that_one_worker_cannot_map_is_unmapped_by_the_others_and_read_by
             image = given.offered()
             arrived = await received_by(given.receiver, *at_once(image))
             assert arrived.path is TransferPath.TCP
+            assert given.counts.added[Counter.EMBEDDING_SHM_FALLBACKS, None] == 1
             assert arrived.locations == (image,)
             await eventually(lambda: list(given.memories[0]._mapped) == [buffer.address])
             await eventually(lambda: len(given.scheduler.table._digest_by_lease) == 1)
