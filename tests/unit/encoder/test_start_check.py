@@ -102,6 +102,7 @@ def test_a_fused_forward_is_checked_as_it_serves(
         attention_plan = AttentionPlan.single(AttentionKernel(AttentionBackend.VARLEN))
         __call__ = staticmethod(wrong_where(wrong or (lambda rows, longest: False)))
         into = staticmethod(lambda *_: None)
+        compile_kernels = staticmethod(lambda batches: None)
 
     monkeypatch.setattr("encoder.metadata.expand_kernel.expand", expand)
     monkeypatch.setattr("encoder.fused.tower.fuse", lambda *_: Fused())
