@@ -250,7 +250,7 @@ class EmbeddingReceiver:
                 return
         received = self._tcp.fetch(image.tcp, Header.of(image), direct_read=direct_read)
         await self._hold(slot, received, TransferPath.TCP)
-        if same_host:  # only now: an encoder that has ended has neither
+        if same_host:  # counted only now: an encoder that has ended does not answer by TCP
             self._counts.add(Counter.EMBEDDING_SHM_FALLBACKS)
 
     async def _open(self, server: str) -> Peer | None:

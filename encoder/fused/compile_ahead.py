@@ -50,7 +50,10 @@ def compile_processes() -> Iterator[None]:
     processes = min(_MOST_PROCESSES, available_cpus())
     # The server of another part of this process has not imported QuACK, and must not be stopped.
     elsewhere = server._forkserver_pid is not None  # noqa: SLF001
-    if processes < _FEWEST_CPUS or elsewhere or multiprocessing.current_process().daemon or not cache.CACHE_ENABLED:
+    # Before 0.6.4, QuACK's processes compiled for another GPU with nvidia-cutlass-dsl 4.6.2; such a kernel may hang.
+    right_gpu = hasattr(cache.async_compile, "_pin_dsl_arch")
+    usable = right_gpu and cache.CACHE_ENABLED and not multiprocessing.current_process().daemon
+    if processes < _FEWEST_CPUS or elsewhere or not usable:
         yield
         return
     forkserver.set_forkserver_preload(["quack.cache._pool_preload"])

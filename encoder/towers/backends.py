@@ -60,7 +60,8 @@ _BACKENDS = {
     ),
     AttentionBackend.FA4: _Backend(
         "flash_attn.cute",
-        "FlashAttention-4: pip install 'flash-attn-4>=4.0.0b36,<5' 'nvidia-cutlass-dsl[cu13]>=4.6.2'",
+        "FlashAttention-4: pip install 'flash-attn-4>=4.0.0b36,<5' 'nvidia-cutlass-dsl[cu13]>=4.6.2' "
+        "'quack-kernels>=0.6.4,<0.7'",
         capabilities=((9, 0), (12, 0)),
     ),
     AttentionBackend.FA3: _Backend(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -84,6 +84,7 @@ class Pool:
     able: int = 100
     done: int = 0
     events: list[str] = field(default_factory=list)
+    _pin_dsl_arch: ClassVar[object] = None
 
     @property
     def _executor(self) -> SimpleNamespace:
@@ -184,7 +185,7 @@ def test_a_run_that_fails_ends_the_pool(pool: Pool) -> None:
     assert not compiling_ahead.get()
 
 
-@pytest.mark.parametrize("reason", ["few CPUs", "a server of others", "no cache", "outside"])
+@pytest.mark.parametrize("reason", ["few CPUs", "a server of others", "no cache", "an old QuACK", "outside"])
 def test_otherwise_kernels_are_compiled_when_they_are_needed(
     reason: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,8 @@ def test_otherwise_kernels_are_compiled_when_they_are_needed(
         monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", 1)
     if reason == "no cache":
         monkeypatch.setattr(sys.modules["quack.cache"], "CACHE_ENABLED", False)
+    if reason == "an old QuACK":
+        monkeypatch.delattr(Pool, "_pin_dsl_arch")
     calls, run = recorded(pool)
     with nullcontext() if reason == "outside" else compile_processes():
         compile_ahead(run, [])

@@ -357,6 +357,7 @@ assert ran == []  # cuBLAS has nothing to compile
 forward.run.gemm.rotates = True
 forward.run.compile_kernels(start_check.BATCHES)
 assert ran == [(start_check.BATCHES[0], None)]
+del forward.run.gemm.rotates
 tables = GridTables(eager.config, torch.device("cpu"), 2**20)
 graphs = CpuGraphs(forward, tables, largest_budget=12, max_images=4)
 key = GraphKey(12, 24)
