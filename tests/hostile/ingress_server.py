@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from ray.serve.config import HTTPOptions
 from starlette.requests import Request
 
 from configs.schema import AppConfig
@@ -20,6 +21,8 @@ from tests.unit.deployments.stand_ins import IMAGE, StandIns
 
 CHAT = "/v1/chat/completions"
 TEXT = {"messages": [{"role": "user", "content": "x"}]}
+# uvicorn's own 5 s are over when a busy machine stops for as long between two requests of a test.
+SERVE_KEEP_ALIVE_S = HTTPOptions().keep_alive_timeout_s
 KEY, OTHER_KEY = "alice-has-a-key-of-her-own", "bob-has-another-key-of-his"
 PICTURE = {"messages": [{"role": "user", "content": [IMAGE]}]}
 
@@ -43,7 +46,8 @@ async def serving(ingress: Ingress) -> AsyncIterator[httpx.AsyncClient]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=SERVE_KEEP_ALIVE_S)
+        server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this alone
             await asyncio.sleep(0.01)

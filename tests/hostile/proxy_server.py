@@ -14,7 +14,7 @@ from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from deployments.http_proxy.limits import BoundedProtocol, PlainRequests
-from tests.hostile.ingress_server import CHAT, TEXT
+from tests.hostile.ingress_server import CHAT, SERVE_KEEP_ALIVE_S, TEXT
 from tests.hostile.sockets import Address, head, replies, statuses
 
 GOOD = json.dumps(TEXT).encode()
@@ -43,7 +43,9 @@ async def serving(app: Any, *, bounded: bool = True) -> AsyncIterator[Address]:
     wrapped = PlainRequests(app) if bounded else app
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(wrapped, http=protocol, log_level="critical", lifespan="off")
+        config = uvicorn.Config(
+            wrapped, http=protocol, log_level="critical", lifespan="off", timeout_keep_alive=SERVE_KEEP_ALIVE_S
+        )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this alone
