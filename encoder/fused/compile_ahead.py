@@ -50,12 +50,13 @@ def compile_processes() -> Iterator[None]:
     processes = min(_MOST_PROCESSES, available_cpus())
     # The server of another part of this process has not imported QuACK, and must not be stopped.
     elsewhere = server._forkserver_pid is not None  # noqa: SLF001
-    # Before 0.6.4, QuACK's processes compiled for another GPU with nvidia-cutlass-dsl 4.6.2; such a kernel may hang.
-    right_gpu = hasattr(cache.async_compile, "_pin_dsl_arch")
-    usable = right_gpu and cache.CACHE_ENABLED and not multiprocessing.current_process().daemon
-    if processes < _FEWEST_CPUS or elsewhere or not usable:
+    if processes < _FEWEST_CPUS or elsewhere or multiprocessing.current_process().daemon or not cache.CACHE_ENABLED:
         yield
         return
+    # The compiler reads its target as it is imported. QuACK before 0.6.4 sets it later: too late for its processes.
+    target = zip(("QUACK_ARCH", "CUTE_DSL_ARCH"), cache.async_compile._detect_arch_env(), strict=True)  # noqa: SLF001
+    added = {name: value for name, value in target if name not in os.environ and value}
+    os.environ.update(added)
     forkserver.set_forkserver_preload(["quack.cache._pool_preload"])
     token = _processes.set(processes)
     try:
@@ -65,6 +66,8 @@ def compile_processes() -> Iterator[None]:
         yield
     finally:
         _processes.reset(token)
+        for name in added:
+            del os.environ[name]
         forkserver.set_forkserver_preload([])
         server._stop()  # noqa: SLF001 # nothing else ends it before this process ends
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -84,11 +84,14 @@ class Pool:
     able: int = 100
     done: int = 0
     events: list[str] = field(default_factory=list)
-    _pin_dsl_arch: ClassVar[object] = None
+    device: str | None = "90"
 
     @property
     def _executor(self) -> SimpleNamespace:
         return SimpleNamespace(_processes={1: Process(self.events)})
+
+    def _detect_arch_env(self) -> tuple[str | None, str | None]:
+        return os.environ.get("QUACK_ARCH", self.device), os.environ.get("CUTE_DSL_ARCH", self.device and "sm_90a")
 
     def activate(self, jobs: int) -> Pool:
         self.events.append(f"{jobs} processes")
@@ -115,6 +118,8 @@ def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pool:
     vars(quack).update(cache=cache)
     monkeypatch.setitem(sys.modules, "quack", quack)
     monkeypatch.setitem(sys.modules, "quack.cache", cache)
+    for name in ("QUACK_ARCH", "CUTE_DSL_ARCH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "available_cpus", lambda: 16)
     monkeypatch.setattr(forkserver, "ensure_running", lambda: stand_in.events.append("started"))
     monkeypatch.setattr(forkserver, "set_forkserver_preload", lambda names: stand_in.events.append(f"preload {names}"))
@@ -185,7 +190,7 @@ def test_a_run_that_fails_ends_the_pool(pool: Pool) -> None:
     assert not compiling_ahead.get()
 
 
-@pytest.mark.parametrize("reason", ["few CPUs", "a server of others", "no cache", "an old QuACK", "outside"])
+@pytest.mark.parametrize("reason", ["few CPUs", "a server of others", "no cache", "outside"])
 def test_otherwise_kernels_are_compiled_when_they_are_needed(
     reason: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,13 +200,42 @@ def test_otherwise_kernels_are_compiled_when_they_are_needed(
         monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", 1)
     if reason == "no cache":
         monkeypatch.setattr(sys.modules["quack.cache"], "CACHE_ENABLED", False)
-    if reason == "an old QuACK":
-        monkeypatch.delattr(Pool, "_pin_dsl_arch")
     calls, run = recorded(pool)
     with nullcontext() if reason == "outside" else compile_processes():
         compile_ahead(run, [])
     assert calls == []
     assert pool.events == []
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "target"),
+    [
+        ("90", {}, ("90", "sm_90a")),
+        ("90", {"CUTE_DSL_ARCH": "sm_80"}, ("90", "sm_80")),
+        (None, {}, (None, None)),
+    ],
+)
+def test_the_processes_start_with_the_target_in_their_environment(
+    device: str | None,
+    given: dict[str, str],
+    target: tuple[str | None, str | None],
+    pool: Pool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler reads it as it is imported. Afterwards the environment is as before."""
+    found: list[tuple[str | None, str | None]] = []
+    names = "QUACK_ARCH", "CUTE_DSL_ARCH"
+    pool.device = device
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    monkeypatch.setattr(
+        forkserver, "ensure_running", lambda: found.append((os.environ.get(names[0]), os.environ.get(names[1])))
+    )
+    with compile_processes():
+        pass
+    assert found == [target]
+    assert dict(os.environ) == before
 
 
 def test_with_kernels_in_the_cache_processes_start_when_one_is_missing(pool: Pool, tmp_path: Path) -> None:
