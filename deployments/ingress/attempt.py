@@ -163,8 +163,7 @@ class Attempt:
             return
         jobs, headers, deferred = self.request.jobs, self.request.headers, self.request.deferred
         locations = {n: self.replicas.look_up(jobs[n], self.encoder_host) for n in deferred - self.asked}
-        if unknown := [n for n, location in locations.items() if headers[n] is None and location is None]:
-            await self._encode_deferred(unknown)
+        await self._encode_deferred([n for n, location in locations.items() if headers[n] is None and location is None])
         for n, job in enumerate(jobs):
             is_deferred = n in deferred - self.asked
             self.encodings.append(Deferred(locations[n]) if is_deferred else await self._start_encode(job))
@@ -186,8 +185,9 @@ class Attempt:
 
     async def _encode_deferred(self, images: Sequence[int]) -> None:
         """Waits for the admission of deferred images, which from now on are encoded."""
-        self.asked.update(images)
-        await self.charge([self.request.jobs[image] for image in images])
+        if images:  # without more to admit, the request keeps its place
+            self.asked.update(images)
+            await self.charge([self.request.jobs[image] for image in images])
 
     async def _start_answer(self, *, early: bool) -> Answer:
         self._answer = await self.replicas.start_answer(self.request, self.encodings, self._call, early=early)

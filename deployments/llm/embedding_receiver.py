@@ -134,24 +134,28 @@ class EmbeddingReceiver:
         `digests`, `shapes`: of each embedding of the request; a digest is None if the embedding comes with its header,
         for it is never skipped. Raises NotEncodedError for those that are stored nowhere.
         """
+        lost: list[int] = []
+
+        async def receive_one(number: int, slot: EmbeddingSlot) -> None:
+            try:
+                if slot.location is None:
+                    raise EmbeddingUnavailableError("the embedding is not stored anywhere")
+                slot.location.check(shapes[number])
+                await self._acquire(slot, slot.location, direct_read=True)
+                slot.image = slot.location
+                self._grant(slot)
+            except (EmbeddingUnavailableError, OSError, WireError):
+                lost.append(number)
+
         while True:
             await missing.changed.wait()
             missing.changed.clear()
-            lost = []
-            for number, slot in enumerate(received.slots):
-                if slot.state is not SlotState.SKIPPED or digests[number] not in missing.digests:
-                    continue
-                try:
-                    if slot.location is None:
-                        raise EmbeddingUnavailableError("the embedding is not stored anywhere")
-                    slot.location.check(shapes[number])
-                    await self._acquire(slot, slot.location, direct_read=True)
-                    slot.image = slot.location
-                    self._grant(slot)
-                except (EmbeddingUnavailableError, OSError, WireError):
-                    lost.append(number)
+            async with asyncio.TaskGroup() as group:
+                for number, slot in enumerate(received.slots):
+                    if slot.state is SlotState.SKIPPED and digests[number] in missing.digests:
+                        group.create_task(receive_one(number, slot))
             if lost:
-                raise NotEncodedError(*lost)
+                raise NotEncodedError(*sorted(lost))
 
     def close(self, received: ReceivedEmbeddings) -> None:
         """Releases all leases; those granted to the engine are released when the engine reports their end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -160,7 +160,11 @@ class ReceivedEmbeddings:
 
     @property
     def locations(self) -> tuple[SharedEmbedding | None, ...]:
-        """Location of each embedding that was read and is in an encoder's shared memory, None for the others."""
+        """Location of each embedding that was read and is in an encoder's shared memory, None for the others. It is
+        without the one for RDMA, by which an embedding is read once."""
         read = (TransferPath.ENGINE, TransferPath.TCP)
         images = [slot.image if slot.path in read else None for slot in self.slots]
-        return tuple(image if isinstance(image, SharedEmbedding) and image.server else None for image in images)
+        return tuple(
+            replace(image, remote=None) if isinstance(image, SharedEmbedding) and image.server else None
+            for image in images
+        )

@@ -57,7 +57,7 @@ class TcpClient:
         return self._threads.submit(self._fetch, header, direct_read, now + tcp.TRANSFER_TIMEOUT_S)
 
     def close(self) -> None:
-        """Closes the connections; transfers in flight fail."""
+        """Closes the connections; transfers in flight and those that wait fail."""
         with self._lock:
             self._closed = True
             for connection in self._connections:
@@ -65,10 +65,14 @@ class TcpClient:
         with suppress(IndexError):  # threads take some of them
             while True:
                 self._end(self._idle.pop())
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     def _fetch(self, header: Header, direct_read: bool, deadline: float) -> ReceivedEmbedding:
         try:
+            if self._closed:
+                raise ConnectionAbortedError("its client was closed")
+            if time.monotonic() >= deadline:
+                raise TimeoutError("the transfers before it took too long")
             try:
                 return self._fetch_over(self._idle.pop(), header, direct_read, deadline)
             except IndexError:

@@ -8,7 +8,7 @@ contain headers only, and the engine's own tower has no weights.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,8 @@ class Load:
     first_row: int
     num_item_rows: int | None
     """As in ItemChunk."""
+    is_needed: bool = True
+    """False if vLLM has evicted the item since: the load is only reported."""
 
 
 @dataclass
@@ -61,7 +63,8 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         # Layers with a recurrent state need prefill chunks that end where its blocks do.
         self._min_tokens = None if vllm_config.model_config.is_hybrid else get_config(MIN_TOKENS_KEY, None)
         self._loads_further_chunks = get_config(MIN_TOKENS_KEY, None) is not None  # not with vLLM's own scheduler
-        self._loads = Loads()
+        self._loads: list[Load] = []
+        """Planned loads that no step had yet."""
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerLink(address)
             self._chunks: dict[str, dict[str, tuple[ItemChunk, ...]]] = {}
@@ -144,14 +147,19 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
                 self._plan_loads(request.request_id, feature)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
-        if not scheduler_output.total_num_scheduled_tokens:
-            time.sleep(IDLE_STEP_S)
         self._scheduler.end_step()
-        for identifier in set(scheduler_output.free_encoder_mm_hashes) - self._allocated:
+        freed = set(scheduler_output.free_encoder_mm_hashes) - self._allocated
+        for identifier in freed:
             self._planned.pop(identifier, None)
         self._allocated.clear()
-        loads, self._loads = self._loads, Loads()
-        return loads
+        loads = [replace(load, is_needed=False) if load.identifier in freed else load for load in self._loads]
+        if not scheduler_output.total_num_scheduled_tokens:
+            # Workers load nothing in such a step. Loads can be planned for it: of a request preempted after that.
+            self._loads = loads
+            time.sleep(IDLE_STEP_S)
+            return Loads()
+        self._loads = []
+        return Loads(loads)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._partial_prefills.discard(request.request_id)
@@ -174,7 +182,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         for chunk in self._chunks_of(request, feature):
             if chunk.digest not in planned and (lease := table.plan_load(chunk.digest)) is not None:
                 planned.add(chunk.digest)
-                self._loads.loads.append(Load(identifier, lease, chunk.first_row, chunk.num_item_rows))
+                self._loads.append(Load(identifier, lease, chunk.first_row, chunk.num_item_rows))
 
     # Called in a worker process.
 
@@ -184,7 +192,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         assert isinstance(loads, Loads)
         for load in loads.loads:
             identifier, lease, num_bytes = load.identifier, load.lease, 0
-            if load.num_item_rows is not None or identifier not in encoder_cache:
+            if load.is_needed and (load.num_item_rows is not None or identifier not in encoder_cache):
                 rows = self._memory.load(lease, self._dtype)
                 num_bytes = rows.nbytes
                 if load.num_item_rows is None:

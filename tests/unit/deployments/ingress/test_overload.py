@@ -13,8 +13,10 @@ from ray.exceptions import RayActorError
 from starlette.requests import Request
 
 from deployments.common.api_error import Shed
-from deployments.common.messages import Accepted
+from deployments.common.messages import Accepted, NotEncoded, SharedEmbedding
 from deployments.ingress.deployment import Ingress
+from tests.unit.deployments.ingress.test_deferred import TOKENS, picture, user
+from tests.unit.deployments.ingress.test_embedding_directory import Reads
 from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, RETRY_AFTER_S, Pieces, StandIns, ingress_of, told
 
 TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -277,6 +279,32 @@ def test_who_is_refused_for_want_of_room_is_not_charged() -> None:
         await asyncio.gather(*admitted)
         assert (await at_work.asked(PICTURE)).status_code == 200
         assert (await at_work.asked(PICTURE)).status_code == 429
+
+    asyncio.run(scenario())
+
+
+def test_an_embedding_that_has_gone_does_not_cost_a_request_its_place() -> None:
+    """It went to the end of the line, or was refused there, though it was admitted and charged."""
+
+    async def scenario() -> None:
+        at_work = AtWork(0)
+        two = 2 * TOKENS
+        limits = dict.fromkeys(("max_visual_tokens_per_request", "max_visual_tokens_in_flight"), two)
+        reads, held, gone = Reads(), Held(), Held()
+        gone._pieces = [gone.free, NotEncoded((0,))]
+        reads.answers = [Pieces(JSON_HEAD, b"{}"), gone, held]
+        at_work.ingress = ingress_of(reads, **limits, max_visual_tokens_queued=two)
+        at_work.ingress._admission_metrics.shed = at_work._shed  # type: ignore[method-assign]
+        one_picture, two_pictures = ({"messages": [user(*map(picture, range(number)))]} for number in (1, 2))
+        assert (await at_work.asked(one_picture)).status_code == 200
+        requests = [at_work.ask(body) for body in (one_picture, one_picture, two_pictures)]
+        await settled()
+        assert at_work.waiting == (3, two, two)
+        gone.free.set()
+        held.free.set()
+        assert [(await each).status_code for each in requests] == [200] * 3
+        assert isinstance(reads.given[1][0], SharedEmbedding)
+        assert not at_work.shed, "though the line is full"
 
     asyncio.run(scenario())
 

@@ -59,6 +59,9 @@ def test_one_that_cannot_be_read_by_rdma_is_read_by_tcp() -> None:
                 arrived = await received_by(given.receiver, *at_once(ticket))
                 assert arrived.path is TransferPath.TCP
                 assert given.counts.added[Counter.RDMA_FALLBACKS, None] == 1
+                (known,) = arrived.locations
+                assert known is not None
+                assert known.remote is None, "each repeat of the image tried RDMA again"
                 given.receiver.close(arrived)
                 with pytest.raises(TransferFailedError, match="no TCP address"):
                     await received_by(given.receiver, *at_once(dataclasses.replace(ticket, tcp="")))

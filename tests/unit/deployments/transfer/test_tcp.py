@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from typing import NoReturn
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from deployments.transfer.same_host import EmbeddingUnavailableError
 from deployments.transfer.shared_memory import PAGE_BYTES
 from deployments.transfer.shared_store import EmbeddingStore
 from deployments.transfer.tcp import REQUEST, TcpError
-from deployments.transfer.tcp_client import TcpClient, TcpClients
+from deployments.transfer.tcp_client import MAX_STREAMS, TcpClient, TcpClients
 from deployments.transfer.tcp_server import TcpServer
 from deployments.transfer.unix_socket import shut_down
 from tests.unit.deployments.transfer.stored_embeddings import (
@@ -394,6 +395,47 @@ def test_a_transfer_that_takes_too_long_is_not_tried_again(client: TcpClient, er
     with pytest.raises(EmbeddingUnavailableError, match="timed out"):
         client.fetch(header(1)).result(PATIENCE_S)
     assert errors == {TcpError.TIMEOUT: 1}
+
+
+def test_transfers_that_wait_behind_others_end_in_time(
+    client: TcpClient, errors: Counter[TcpError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took the time of a connection to a host that is silent, one after the other."""
+    connects = []
+
+    def connect() -> NoReturn:
+        connects.append(1)
+        time.sleep(0.3)
+        raise TimeoutError("silent")
+
+    monkeypatch.setattr(client, "_connect", connect)
+    monkeypatch.setattr(tcp, "TRANSFER_TIMEOUT_S", 0.1)
+    futures = [client.fetch(header(1)) for _ in range(5 * MAX_STREAMS)]
+    for future in futures:
+        with pytest.raises(EmbeddingUnavailableError):
+            future.result(PATIENCE_S)
+    assert len(connects) == MAX_STREAMS
+    assert errors == {TcpError.TIMEOUT: len(futures)}
+
+
+def test_transfers_that_wait_fail_when_the_client_is_closed(
+    client: TcpClient, errors: Counter[TcpError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were cancelled, which the request took for its own cancellation, and then for success."""
+    closed = threading.Event()
+
+    def connect() -> NoReturn:
+        assert closed.wait(PATIENCE_S)
+        raise ConnectionAbortedError("closed")
+
+    monkeypatch.setattr(client, "_connect", connect)
+    futures = [client.fetch(header(1)) for _ in range(2 * MAX_STREAMS)]
+    client.close()
+    closed.set()
+    for future in futures:
+        with pytest.raises(EmbeddingUnavailableError, match="closed"):
+            future.result(PATIENCE_S)
+    assert errors == {TcpError.CONNECTION: len(futures)}
 
 
 def test_closing_ends_transfers_in_flight(buffer: ReceiveBuffer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,12 +54,15 @@ class Engine:
         there: bool = self.scheduler._scheduler.table.has(digest)
         return there
 
-    def step(self, cache: dict[str, torch.Tensor], freed: Sequence[str] = ()) -> None:
-        """What vLLM does between scheduling and the forward pass. `freed`: items that it has evicted."""
-        step = SimpleNamespace(total_num_scheduled_tokens=1, free_encoder_mm_hashes=freed)
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
-        self.worker.start_load_caches(cache)
-        self.worker.clear_connector_metadata()
+    def step(self, cache: dict[str, torch.Tensor], freed: Sequence[str] = (), *, num_tokens: int = 1) -> None:
+        """What vLLM does between scheduling and the forward pass. `freed`: items that it has evicted. Its first model
+        runner does not ask the worker's connector in a step without tokens."""
+        step = SimpleNamespace(total_num_scheduled_tokens=num_tokens, free_encoder_mm_hashes=freed)
+        loads = self.scheduler.build_connector_meta(step)
+        if num_tokens:
+            self.worker.bind_connector_metadata(loads)
+            self.worker.start_load_caches(cache)
+            self.worker.clear_connector_metadata()
 
 
 @contextmanager
@@ -297,6 +300,35 @@ def test_chunks_of_a_video_are_loaded_as_they_come(engine: Engine) -> None:
     assert torch.equal(cache[VIDEO], rows)
     engine.scheduler.request_finished(asked)
     for arrived in batches:
+        engine.receiver.close(arrived)
+    eventually(lambda: len(engine.receiver._granted) == 0)
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_loads_that_are_planned_for_a_step_without_tokens_wait_for_the_next(engine: Engine, is_evicted: bool) -> None:
+    """vLLM preempts a request after it has planned a chunk for it, and then schedules nothing. The chunk was never
+    loaded, and the encoder's memory never freed."""
+    cache: dict[str, torch.Tensor] = {}
+    asked = request(video(3))
+    [first], early = engine.given(number_of(FIRST))
+    engine.scheduler.prefill_limit(asked, 0)
+    engine.scheduler.update_state_after_alloc(asked, 0)
+    engine.step(cache)
+    later, rest = engine.given(number_of(SECOND), number_of(THIRD))
+    engine.scheduler.prefill_limit(asked, 0)
+    engine.scheduler.load_further_chunks(asked, 0, 27)
+    engine.step(cache, num_tokens=0)
+    if is_evicted:
+        cache.clear()
+        engine.step(cache, freed=[VIDEO], num_tokens=0)
+    engine.step(cache)
+    assert (VIDEO in cache) == (not is_evicted)
+    if is_evicted:
+        engine.scheduler.update_state_after_alloc(asked, 0)
+        engine.step(cache)
+    assert torch.equal(cache[VIDEO], torch.cat([tokens_of(each).float() for each in (first, *later)]))
+    engine.scheduler.request_finished(asked)
+    for arrived in (early, rest):
         engine.receiver.close(arrived)
     eventually(lambda: len(engine.receiver._granted) == 0)
 
