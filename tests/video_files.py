@@ -30,6 +30,9 @@ class Clip:
     times_ms: Sequence[int] | None = None
     """Of a variable frame rate: when each frame is shown."""
     rotation: int | None = None
+    pixel_format: str = "yuv420p"
+    colours: tuple[int, int, int] | None = None
+    """FFmpeg's numbers of the colour space, the primaries and the transfer that the file states."""
     options: dict[str, str] = field(default_factory=dict)
     sound_s: float = 0.0
     seed: int = 0
@@ -59,7 +62,10 @@ class Clip:
             stream = container.add_stream(codec, rate=self.rate, options={**FAST.get(codec, {}), **self.options})
             assert isinstance(stream, av.VideoStream)
             stream.width, stream.height = self.width, self.height
-            stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
+            stream.pix_fmt = "rgb8" if codec == "gif" else self.pixel_format
+            if self.colours is not None:
+                stated = stream.codec_context
+                stated.colorspace, stated.color_primaries, stated.color_trc = self.colours
             if self.times_ms is not None:
                 stream.codec_context.time_base = Fraction(1, 1000)
             if self.rotation is not None:

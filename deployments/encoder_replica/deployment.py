@@ -264,13 +264,13 @@ class EncoderReplica:
         )
 
     def _allocate(self, store: EmbeddingStore, num_tokens: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Allocates shared memory for an embedding, evicting from the cache what takes some and waits for no reader;
-        None if that cannot make room. Runs on the completion thread."""
+        """Allocates shared memory for an embedding, evicting from the cache what takes some and has no reader; None if
+        that cannot make room. Runs on the completion thread."""
         if HEADER_BYTES + num_tokens * width * dtype.itemsize > store.arena.num_bytes:
             return None
 
-        def takes_room(digest: str, image: EncodedImage) -> bool:
-            return store.offset_of(image) is not None and not store.is_offered(digest)
+        def takes_room(image: EncodedImage) -> bool:
+            return store.offset_of(image) is not None
 
         while (found := store.allocate(num_tokens, width, dtype)) is None and self._cache.evict_oldest(takes_room):
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -14,7 +15,7 @@ V = TypeVar("V")
 class EmbeddingCache(Generic[V]):
     """Thread-safe LRU cache of at most `max_bytes` (0 or more).
 
-    Keys are whole digests; values are opaque.
+    Keys are whole digests; values are opaque objects that weak references may refer to.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -34,15 +35,20 @@ class EmbeddingCache(Generic[V]):
             with self._lock:
                 self._entries[key] = (value, num_bytes)
 
-    def evict_oldest(self, may_evict: Callable[[str, V], bool]) -> bool:
-        """Evicts the least recently used entry that `may_evict`, to free its memory. Older entries count as used from
-        now on. Returns False, with the order unchanged, if there is none."""
+    def evict_oldest(self, may_evict: Callable[[V], bool]) -> bool:
+        """Evicts the least recently used entry that `may_evict` and that nothing else refers to, which frees its
+        memory. Older entries count as used from now on. Returns False, with the order unchanged, if there is none."""
         with self._lock:
             for _ in range(len(self._entries)):
-                key, entry = self._entries.popitem()
-                if may_evict(key, entry[0]):
+                key, (value, num_bytes) = self._entries.popitem()
+                held: V | None = value
+                if may_evict(value):
+                    left = weakref.ref(value)
+                    del value, held
+                    held = left()
+                if held is None:
                     return True
-                self._entries[key] = entry
+                self._entries[key] = held, num_bytes
             return False
 
     @property

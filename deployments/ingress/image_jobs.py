@@ -31,7 +31,7 @@ from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageError, ImageHeader, PixelBounds, read_header
 from encoder.item_header import ChunkHeader, ItemHeader
 
-VIDEO_RULES_VERSION = "video 1"
+VIDEO_RULES_VERSION = "video 2"
 """Part of every digest of a video. Increment it with any change that may alter a frame."""
 BYTES_PER_TOKEN = 4
 """Estimated bytes of a request's body per text token."""

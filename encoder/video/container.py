@@ -151,8 +151,9 @@ def _stored_frames(container: InputContainer, stream: VideoStream) -> Iterator[S
             return
         if number == MAX_STORED_FRAMES:
             raise VideoError(f"video has over {MAX_STORED_FRAMES} frames, the limit")
-        if packet.pts is None or packet.dts is None or packet.is_corrupt:
+        # Matroska states no decoding times: FFmpeg derives them, but not of the first packets before B-frames.
+        time = packet.dts if seeks_by_dts else packet.pts
+        if packet.pts is None or time is None or packet.is_corrupt:
             raise VideoError(CORRUPT)
         is_key = packet.is_keyframe and not (only_first_is_key and number)
-        time = packet.dts if seeks_by_dts else packet.pts
         yield StoredFrame(packet.pts, time, is_key, not packet.is_discard, packet)

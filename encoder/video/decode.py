@@ -5,12 +5,14 @@ A frame that cannot be decoded is an error: a damaged file never gives a shorter
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 from av.video.frame import VideoFrame
+from av.video.reformatter import ColorPrimaries, ColorTrc, VideoReformatter
 from numpy.typing import NDArray
 
 from encoder.video import frame_list
@@ -20,6 +22,25 @@ from encoder.video.structure import detect_format
 
 Frames = NDArray[np.uint8]
 """RGB `[num_frames, height, width, 3]`, upright, contiguous."""
+
+_WIDE_GAMUT = {
+    ColorPrimaries.FILM,
+    ColorPrimaries.BT2020,
+    ColorPrimaries.SMPTE428,
+    ColorPrimaries.SMPTE431,
+    ColorPrimaries.SMPTE432,
+}
+_HDR = {ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67}
+
+
+class _PerThread(threading.local):
+    """FFmpeg takes a second to prepare the colours of an HDR video, and a reformatter keeps them for the next."""
+
+    def __init__(self) -> None:
+        self.reformatter = VideoReformatter()
+
+
+_thread = _PerThread()
 
 
 def decode(data: bytes, indices: Sequence[int], bounds: VideoBounds | None = None) -> Frames:
@@ -95,5 +116,23 @@ def _decoded(video: OpenVideo, indices: Sequence[int]) -> Iterator[NDArray[np.ui
         frame = decoded.popleft()
         if frame.pts != pts or frame.is_corrupt:
             raise VideoError(f"frame {index} of the video cannot be decoded")
-        pixels: NDArray[np.uint8] = frame.to_ndarray(format="rgb24").view(np.uint8)
+        pixels = _pixels(frame)
         yield pixels if frame.rotation % 90 else np.rot90(pixels, frame.rotation // 90)
+
+
+def _pixels(frame: VideoFrame) -> NDArray[np.uint8]:
+    """Converts a frame as OpenCV, and so vLLM, does: HDR and wide colour gamuts to BT.709, other colours unchanged."""
+    colours = {}
+    if frame.color_primaries in _WIDE_GAMUT or frame.color_trc in _HDR:
+        colours = {
+            "dst_color_primaries": ColorPrimaries.BT709
+            if frame.color_primaries in _WIDE_GAMUT
+            else frame.color_primaries,
+            "dst_color_trc": ColorTrc.BT709 if frame.color_trc in _HDR else frame.color_trc,
+        }
+    # OpenCV asks for bgr24, whose conversion from more than 8 bits rounds otherwise than that to rgb24.
+    is_deep = any(component.bits > 8 for component in frame.format.components)
+    rgb_or_bgr = "bgr24" if is_deep else "rgb24"
+    converted = _thread.reformatter.reformat(frame, format=rgb_or_bgr, interpolation="BICUBIC", **colours)
+    pixels: NDArray[np.uint8] = converted.to_ndarray().view(np.uint8)
+    return pixels[..., ::-1] if is_deep else pixels

@@ -27,6 +27,7 @@ from encoder.video.sampling import sample
 from tests.video_files import Clip, cut, frame_list, irregular
 
 MEDIUM = {"preset": "medium"}
+HEVC = {"x265-params": "log-level=0"}
 RATES = ("24000/1001", "30000/1001", "60000/1001", "15/2", "37/3", "1", "120", "1/2")
 EARLY = [*range(0, 50 * 20, 20), *range(1000, 1000 + 50 * 200, 200)]
 LATE = [*range(0, 50 * 200, 200), *range(10_000, 10_000 + 50 * 20, 20)]
@@ -45,8 +46,20 @@ CLIPS: dict[str, Clip] = {
     "B-frames": Clip(60, options={**MEDIUM, "bf": "4", "g": "20"}),
     "open groups of pictures": Clip(80, options={**MEDIUM, "x264-params": "open-gop=1:bframes=3:keyint=20"}),
     "one key frame": Clip(80, options={**MEDIUM, "g": "1000"}),
-    "HEVC": Clip(40, codec="libx265", options={"x265-params": "log-level=0"}),
+    "HEVC": Clip(40, codec="libx265", options=HEVC),
+    "HEVC of 10 bits": Clip(20, codec="libx265", options=HEVC, pixel_format="yuv420p10le"),
+    "HLG, as phones record it": Clip(20, codec="libx265", options=HEVC, pixel_format="yuv420p10le", colours=(9, 9, 18)),
+    "PQ": Clip(20, codec="libx265", options=HEVC, pixel_format="yuv420p10le", colours=(9, 9, 16)),
+    "HLG of 8 bits": Clip(20, colours=(9, 9, 18)),
+    "wide gamut, BT.2020": Clip(20, colours=(9, 9, 14)),
+    "wide gamut, P3 with the transfer of sRGB": Clip(20, colours=(1, 12, 13)),
+    "wide gamut, rotated by 90": Clip(20, colours=(1, 12, 1), rotation=90),
+    "HDR without primaries": Clip(20, colours=(2, 2, 16)),
+    "BT.601 as stated": Clip(20, colours=(6, 6, 6)),
+    "BT.709 as stated": Clip(20, colours=(1, 1, 1)),
+    "H.264 of 4:2:2": Clip(20, pixel_format="yuv422p"),
     "H.264 in Matroska": Clip(30, container="matroska", codec="libx264"),
+    "B-frames in Matroska": Clip(60, container="matroska", codec="libx264", options={**MEDIUM, "bf": "3", "g": "20"}),
     "two frames": Clip(2),
     "three frames": Clip(3),
     "five frames, webm": Clip(5, container="webm"),

@@ -132,7 +132,11 @@ class Workers:
             return run()
         except DecoderLostError:
             self._on_lost()
+        try:
             return run()
+        except DecoderLostError:
+            self._on_lost()
+            raise
 
     @contextmanager
     def idle(self, video: str = "") -> Iterator[Decoder]:

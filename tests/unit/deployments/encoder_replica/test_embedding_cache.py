@@ -8,6 +8,11 @@ from hypothesis import strategies as st
 from deployments.encoder_replica.embedding_cache import EmbeddingCache
 
 
+class Value:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def test_what_was_used_last_is_kept() -> None:
     cache: EmbeddingCache[str] = EmbeddingCache(100)
     assert cache.get("a") is None
@@ -40,19 +45,32 @@ def test_replacing_counts_its_new_size_once() -> None:
 
 
 def test_what_was_used_least_recently_can_be_dropped_for_somebody_else() -> None:
-    cache: EmbeddingCache[int] = EmbeddingCache(100)
-    cache.put("a", 1, 30)
-    cache.put("b", 2, 30)
+    cache: EmbeddingCache[Value] = EmbeddingCache(100)
+    cache.put("a", Value("A"), 30)
+    cache.put("b", Value("B"), 30)
     cache.get("a")
-    assert not cache.evict_oldest(lambda *_: False)
-    assert cache.evict_oldest(lambda *_: True)
+    assert not cache.evict_oldest(lambda _: False)
+    assert cache.evict_oldest(lambda _: True)
     assert ("a" in cache, "b" in cache) == (True, False)
-    cache.put("c", 3, 30)
-    assert cache.evict_oldest(lambda key, value: (key, value) == ("c", 3))
+    cache.put("c", Value("C"), 30)
+    assert cache.evict_oldest(lambda value: value.name == "C")
     assert ("a" in cache, "c" in cache) == (True, False)
-    assert cache.evict_oldest(lambda *_: True)
-    assert not cache.evict_oldest(lambda *_: True)
+    assert cache.evict_oldest(lambda _: True)
+    assert not cache.evict_oldest(lambda _: True)
     assert cache.num_bytes == 0
+
+
+def test_what_is_referred_to_elsewhere_is_not_dropped_for_somebody_else() -> None:
+    cache: EmbeddingCache[Value] = EmbeddingCache(100)
+    held = Value("A")
+    cache.put("a", held, 30)
+    assert not cache.evict_oldest(lambda _: True)
+    cache.put("b", Value("B"), 30)
+    assert cache.evict_oldest(lambda _: True)
+    assert (cache.get("a"), "b" in cache, cache.num_bytes) == (held, False, 30)
+    del held
+    assert cache.evict_oldest(lambda _: True)
+    assert len(cache) == 0
 
 
 def test_a_cache_of_no_bytes_stores_nothing() -> None:

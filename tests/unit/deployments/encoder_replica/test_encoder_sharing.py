@@ -194,6 +194,26 @@ def test_an_embedding_larger_than_shared_memory_displaces_nothing() -> None:
         assert (digest(1) in replica._cache, digest(2) in replica._cache) == (False, True), "it takes no room there"
 
 
+@pytest.mark.parametrize("by_rdma", [False, True])
+def test_what_a_reader_holds_stays_in_the_cache_when_room_is_needed(by_rdma: bool) -> None:
+    """Its eviction frees nothing: the cache was emptied without making room."""
+    pages = 4 * PAGE_BYTES
+    largest = (pages - HEADER_BYTES) // (4 * WIDTH)
+    with closing(Replica(shared_bytes=pages)) as replica:
+        replica.answer(1)
+        held = replica.store.acquire(digest(1))
+        assert held is not None
+        if by_rdma:
+            assert replica.store.offer(held, reader="reader")
+            held = None
+        assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is None
+        assert digest(1) in replica._cache
+        held = None
+        replica.store.end_offer("reader")
+        assert replica._allocate(replica.store, largest, WIDTH, torch.float32) is not None
+        assert digest(1) not in replica._cache
+
+
 def test_every_answer_says_where_any_reader_finds_it(replica: Replica) -> None:
     ticket = replica.answer()
     assert (ticket.server, ticket.tcp, ticket.remote) == (replica.server.address, replica.tcp.address, None)

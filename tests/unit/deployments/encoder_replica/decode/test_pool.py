@@ -153,7 +153,7 @@ def test_a_decoder_killed_at_work_costs_one_retry(
         killed_twice = "the file could not be decoded: its decoder process ended"
         with pytest.raises(ImageError, match=killed_twice if kills == 2 else "decoding took longer"):
             await job
-        assert len(LOST) == before + 1
+        assert len(LOST) == before + kills
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1
         assert worker not in decoders()
 
@@ -216,13 +216,26 @@ NO_PIXELS = message(b'{"shape": [3, 2, 2], "shared": false}')
         (message(b"[]"), False, DECODER_FAILED),
         (message(b'{"error": "' + b"x" * 100_000 + b'"}'), False, DECODER_FAILED),
         (message(b'{"shape": [3, -1, 4], "shared": false}') + message(bytes(12)), False, DECODER_FAILED),
+        (message(b'{"shape": [1e999, 1, 1], "shared": false}') + message(bytes(12)), False, DECODER_FAILED),
+        (message(b"[" * 60_000), False, DECODER_FAILED),
         (NO_PIXELS, False, "longer than 3 s"),
         (b"", False, "longer than 3 s"),
         (length(100), False, "longer than 3 s"),
         (length(100), True, "longer than 3 s"),
         (NO_PIXELS + message(bytes(12))[:-1], False, "longer than 3 s"),
     ],
-    ids=["no object", "a long text", "a side below nothing", "no pixels", "nothing", "a length", "drips", "not all"],
+    ids=[
+        "no object",
+        "a long text",
+        "a side below nothing",
+        "a side without end",
+        "nested",
+        "no pixels",
+        "nothing",
+        "a length",
+        "drips",
+        "not all",
+    ],
 )
 def test_a_decoder_that_answers_anything_costs_one_image(
     pool: DecodePool, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, sent: bytes, drips: bool, told: str
