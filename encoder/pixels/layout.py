@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
 from encoder.images.size import Grid
-from encoder.pixels.byte_lru import ByteLru
 from encoder.pixels.preprocess import Pixels
-from encoder.pixels.resize_weights import Taps
+from encoder.pixels.resize_weights import Taps, taps
 
 # Columns of the tables that `encoder.pixels.kernels` reads and documents. Even numbers, so that each table begins at a
 # multiple of 16 bytes: for other addresses Triton would compile a kernel once more.
@@ -79,10 +78,8 @@ def plan_pixels(
     shapes: Sequence[tuple[int, int, int, bool]],
     grids: Sequence[Grid],
     rules: ImageRules,
-    taps: ByteLru[tuple[int, int], Taps],
 ) -> PixelPlan:
-    """Plans a batch. `shapes`: frames, height, width, planar (`[…, 3, H, W]` rather than `[…, H, W, 3]`). `taps`:
-    `taps_cache`.
+    """Plans a batch. `shapes`: frames, height, width, planar (`[…, 3, H, W]` rather than `[…, H, W, 3]`).
 
     Raises ValueError if a grid is not `(t, h, w)` with t for its frames, and positive multiples of the merge size.
     """
@@ -98,7 +95,7 @@ def plan_pixels(
         target = (h * rules.patch_size, w * rules.patch_size)
         placed.append(Placed(end, num_frames, height, width, strides_of(height, width, planar=planar), target))
         end = _aligned(end + num_frames * placed[-1].frame_bytes)
-    weights = _Weights(taps)
+    weights = _Weights()
     rows: list[tuple[int, ...]] = []
     patches: list[tuple[int, ...]] = []
     num_patches = 0
@@ -138,8 +135,7 @@ def plan_pixels(
 class _Weights:
     """Concatenated resize weights of all images, one copy per pair of lengths; offsets are in int32 elements."""
 
-    def __init__(self, taps: ByteLru[tuple[int, int], Taps]) -> None:
-        self._taps = taps
+    def __init__(self) -> None:
         self._places: dict[tuple[int, int], tuple[int, int, Taps]] = {}
         self.parts: list[NDArray[np.int32]] = []
         self.length = 0
@@ -147,7 +143,7 @@ class _Weights:
     def place(self, num_in: int, num_out: int) -> tuple[int, int, Taps]:
         """Returns the offsets of `Taps.first` and `Taps.weights`, and the taps; adds the weights if they are new."""
         if (num_in, num_out) not in self._places:
-            found = self._taps.get((num_in, num_out))
+            found = taps(num_in, num_out)
             first = self.length
             self.parts += [found.first, found.weights]
             self.length += found.first.size + found.weights.size

@@ -8,12 +8,10 @@ CPU's result bit for bit on any device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-
-from encoder.pixels.byte_lru import ByteLru
 
 _SHARPNESS = -0.5  # the bicubic kernel's parameter in antialiased resizes of Pillow and torch
 _MAX_PRECISION = 22
@@ -31,11 +29,8 @@ class Taps:
     precision: int
     """Fractional bits of `weights`; at least 1."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.first.nbytes + self.weights.nbytes
 
-
+@lru_cache(maxsize=256)  # 16 bytes for each pixel of the longer line
 def taps(num_in: int, num_out: int) -> Taps:
     """Computes the weights from `num_in` to `num_out` pixels, both at least 1. Equal lengths give one copying tap."""
     if num_in == num_out:
@@ -72,8 +67,3 @@ def _kernel(distance: NDArray[np.float64]) -> NDArray[np.float64]:
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     far = (((x - 5.0) * x + 8.0) * x - 4.0) * a
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
-
-
-def taps_cache(max_bytes: int) -> ByteLru[tuple[int, int], Taps]:
-    """Returns an LRU cache of `taps` by `(num_in, num_out)` that holds at most `max_bytes`."""
-    return ByteLru(lambda lengths: taps(*lengths), attrgetter("num_bytes"), max_bytes)

@@ -20,7 +20,6 @@ from encoder.images.decoded import Decoded
 from encoder.pixels.device import fill_patches
 from encoder.pixels.layout import PixelPlan, plan_pixels, shape_of
 from encoder.pixels.preprocess import Pixels
-from encoder.pixels.resize_weights import taps_cache
 from encoder.staging.streams import Lanes, Mark
 
 MIB = 2**20
@@ -37,8 +36,6 @@ class StagingBounds:
     """Pinned host memory: a quarter for each of the two buffer sets and each of the two outgoing buffers."""
     max_kept_bytes: int = 256 * MIB
     """Device memory that a buffer set keeps between batches; a larger batch gets a temporary buffer."""
-    taps_cache_bytes: int = 16 * MIB
-    """Cache of resize weights."""
 
 
 @dataclass
@@ -118,7 +115,6 @@ class Staging:
         self._sets = itertools.cycle([_BufferSet(lanes.host_buffer(quarter)) for _ in range(2)])
         self._next = next(self._sets)
         self._outgoing = [lanes.host_buffer(quarter) for _ in range(2)]
-        self._taps = taps_cache(self._bounds.taps_cache_bytes)
 
     def wait_for_room(self) -> None:
         """Blocks until a batch can be staged immediately, that is, until the last batch but one has been computed."""
@@ -136,7 +132,7 @@ class Staging:
         if not images:
             raise ValueError("images is empty: a batch needs at least one image")
         shapes = [shape_of(image) for image in images]
-        plan = plan_pixels(shapes, [image.grid_thw for image in images], self.rules, self._taps)
+        plan = plan_pixels(shapes, [image.grid_thw for image in images], self.rules)
         self.wait_for_room()
         used, copy_in = self._next, self.lanes.copy_in
         try:

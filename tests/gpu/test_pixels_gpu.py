@@ -29,7 +29,6 @@ from encoder.packing.greedy import Batch
 from encoder.pixels.device import fill_patches
 from encoder.pixels.layout import plan_pixels
 from encoder.pixels.preprocess import Pixels, patchify, resize
-from encoder.pixels.resize_weights import taps_cache
 from encoder.staging.pipeline import Launched, Pipeline
 from encoder.staging.staging import Staging, StagingBounds
 from encoder.staging.streams import lanes_for, pin_shared, unpin_shared
@@ -97,7 +96,7 @@ def test_each_size_alone_equals_the_cpu(size: tuple[int, int], blocks: tuple[int
 
 def test_the_patches_of_a_graphs_buffer_are_not_touched_behind_the_batch() -> None:
     image = Decoded(picture(60, 90), (1, 4, 6))
-    plan = plan_pixels([(1, 60, 90, False)], [image.grid_thw], QWEN3, taps_cache(0))
+    plan = plan_pixels([(1, 60, 90, False)], [image.grid_thw], QWEN3)
     buffer = torch.zeros(plan.buffer_bytes, dtype=torch.uint8, device=CUDA)
     buffer[: image.values.size] = torch.from_numpy(image.values.reshape(-1)).to(CUDA)
     out = torch.full((40, 1536), 7.0, dtype=torch.bfloat16, device=CUDA)

@@ -9,7 +9,6 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.size import Grid
 from encoder.pixels.device import fill_patches
 from encoder.pixels.layout import plan_pixels
-from encoder.pixels.resize_weights import taps_cache
 
 
 def patches_of(
@@ -17,7 +16,7 @@ def patches_of(
 ) -> Tensor:
     """`out`, or a new tensor, with the patches of `values`, uint8 `[H, W, 3]` or `[F, H, W, 3]`, on their device."""
     frames = values if values.ndim == 4 else values[None]
-    plan = plan_pixels([(*frames.shape[:3], False)], [grid], rules, taps_cache(0))
+    plan = plan_pixels([(*frames.shape[:3], False)], [grid], rules)
     if out is None:
         width = 3 * rules.temporal_patch_size * rules.patch_size**2
         out = torch.empty(plan.num_patches, width, dtype=dtype, device=values.device)

@@ -15,7 +15,7 @@ from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
 from encoder.pixels.layout import plan_pixels
 from encoder.pixels.preprocess import patchify, resize
-from encoder.pixels.resize_weights import taps, taps_cache
+from encoder.pixels.resize_weights import taps
 from tests.unit.encoder.interpreter import Interpreted
 from tests.unit.encoder.pixels.filled import patches_of
 from tests.unit.encoder.pixels.resized import resize_bytes
@@ -101,9 +101,9 @@ def test_out_is_written_in_place_and_its_shape_is_checked() -> None:
 
 def test_odd_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="multiples of the merge size"):
-        plan_pixels([(1, 8, 8, False)], [(1, 3, 2)], RULES, taps_cache(0))
+        plan_pixels([(1, 8, 8, False)], [(1, 3, 2)], RULES)
     with pytest.raises(ValueError, match=r"grid of 1 frames is \(2, 2, 2\); it must be \(1, h, w\)"):
-        plan_pixels([(1, 8, 8, False)], [(2, 2, 2)], RULES, taps_cache(0))
+        plan_pixels([(1, 8, 8, False)], [(2, 2, 2)], RULES)
 
 
 def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
@@ -119,22 +119,10 @@ def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
         assert 255 * abs(found.weights.astype(np.int64)).sum(1).max() + 2**found.precision < 2**31
 
 
-def test_remembered_weights_keep_within_their_bound() -> None:
-    one = taps(100, 60).num_bytes
-    remembered = taps_cache(5 * one // 2)
-    for num_in in (100, 101, 100, 102, 100):
-        assert np.array_equal(remembered.get((num_in, 60)).weights, taps(num_in, 60).weights)
-        assert remembered.held_bytes <= 5 * one // 2
-    assert (remembered.hits, remembered.misses) == (2, 3), "100 was used again and again, and stayed"
-    nothing = taps_cache(0)
-    nothing.get((8, 4))
-    assert nothing.held_bytes == 0
-
-
 def test_a_plan_places_images_apart_and_weights_once() -> None:
     shapes = [(1, 64, 50, False), (1, 64, 64, True), (1, 64, 50, False), (1, 10, 64, False)]
     grids = [(1, 4, 4), (1, 4, 4), (1, 4, 4), (1, 2, 4)]
-    plan = plan_pixels(shapes, grids, RULES, taps_cache(0))
+    plan = plan_pixels(shapes, grids, RULES)
     ends = [image.offset + 3 * image.height * image.width for image in plan.placed]
     assert all(end <= later.offset for end, later in zip(ends, plan.placed[1:], strict=False))
     assert ends[-1] < plan.buffer_bytes
@@ -152,7 +140,6 @@ SCRIPT = """
 import numpy as np
 import torch
 
-from encoder.pixels.resize_weights import taps_cache
 from encoder.pixels.device import fill_patches_torch, fill_patches_triton
 from encoder.pixels.layout import plan_pixels
 from tests.unit.encoder.pixels.test_device import OTHER, RULES, SMALL, picture
@@ -171,7 +158,7 @@ for rules in (RULES, OTHER):
     pictures.append(frames)
     shapes.append((*frames.shape[:3], False))
     grids.append((-(-3 // rules.temporal_patch_size), rules.merge_size, 2 * rules.merge_size))
-    plan = plan_pixels(shapes, grids, rules, taps_cache(0))
+    plan = plan_pixels(shapes, grids, rules)
     buffer = torch.full((plan.buffer_bytes,), 7, dtype=torch.uint8)
     for image, values in zip(plan.placed, pictures, strict=True):
         buffer[image.offset : image.offset + values.size] = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
@@ -199,7 +186,7 @@ def test_tables_begin_where_no_kernel_is_compiled_once_more(num_images: int, num
     """Triton compiles a kernel for addresses that are multiples of 16, and once more for others: half a second in which
     images wait."""
     grid = (-(-num_frames // RULES.temporal_patch_size), 4, 6)
-    plan = plan_pixels([(num_frames, 50, 70, False)] * num_images, [grid] * num_images, RULES, taps_cache(2**20))
+    plan = plan_pixels([(num_frames, 50, 70, False)] * num_images, [grid] * num_images, RULES)
     rows, patches = plan.rows_table.nbytes, plan.patch_table.nbytes
     assert rows > 0
     assert (rows % 16, (rows + patches) % 16, plan.buffer_bytes % 16) == (0, 0, 0)
