@@ -394,6 +394,6 @@ def test_a_chunk_whose_lease_ends_while_its_load_is_planned_is_not_loaded(
     engine.scheduler.prefill_limit(asked, 0)
     monkeypatch.setattr(table, "has", lambda _: True)  # as it was a moment ago
     engine.scheduler.update_state_after_alloc(asked, 0)
-    assert [load.lease.header.digest for load in engine.scheduler._loads.loads] == [FIRST.digest]
+    assert [load.lease.header.digest for load in engine.scheduler._loads] == [FIRST.digest]
     engine.step({})
     engine.receiver.close(arrived)
