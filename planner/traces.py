@@ -43,10 +43,15 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
     """Returns `make(line)` for the JSON of each line.
 
     Raises:
-        TraceError: a line is not JSON, or `make` raised an error of a value.
+        TraceError: the file is not UTF-8, a line is not JSON, or `make` raised an error of a value.
     """
     found: list[T] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = list(file)  # a line may hold other separators, such as U+2028
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path.name}: {error}") from error
+    for number, line in enumerate(lines, 1):
         try:
             found.append(make(json.loads(line)))
         except TraceError as error:

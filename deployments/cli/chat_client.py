@@ -22,6 +22,18 @@ ANSWER_TIMEOUT_S = 620.0
 """Limit between two pieces of an answer: slightly above the server's limit for the whole, which is hit first."""
 
 _ROUTE = "/chat/completions"
+# Of Python's own table, whatever the system has, with what it lacks.
+_TYPES = mimetypes.MimeTypes()
+for _suffix, _type in {
+    ".flac": "audio/flac",
+    ".m4a": "audio/mp4",
+    ".oga": "audio/ogg",
+    ".ogg": "audio/ogg",
+    ".opus": "audio/ogg",
+    ".mkv": "video/x-matroska",
+    ".webp": "image/webp",
+}.items():
+    _TYPES.add_type(_type, _suffix)
 _REMEDIES = {
     401: "give a key with --key or in VITRAY_API_KEY; whoever runs the server makes one with `vitray new-key NAME`",
     404: "--url is the server's address, such as http://127.0.0.1:8000; without --model, the server's own is asked",
@@ -57,12 +69,12 @@ def picture_url(picture: str) -> str:
         encoded = base64.b64encode(Path(picture).read_bytes()).decode()
     except OSError as error:
         raise AskError(f"{picture}: {error.strerror}") from error
-    return f"data:{mimetypes.guess_type(picture)[0] or 'image/png'};base64,{encoded}"
+    return f"data:{_TYPES.guess_type(picture)[0] or 'image/png'};base64,{encoded}"
 
 
 def medium(url: str) -> str:
     """Returns "image", "audio" or "video", by the type in a `data:` URL or by the name in an http(s) URL."""
-    guessed = url[len("data:") :] if url.startswith("data:") else mimetypes.guess_type(urlsplit(url).path)[0] or ""
+    guessed = url[len("data:") :] if url.startswith("data:") else _TYPES.guess_type(urlsplit(url).path)[0] or ""
     kind = guessed.partition("/")[0]
     return kind if kind in ("audio", "video") else "image"
 

@@ -130,7 +130,8 @@ def reserved_cpus(config: dict[str, Any]) -> float:
         entries = {entry["name"]: entry for entry in application.get("deployments") or ()}
         for name, default in reserved.items():
             entry = entries.get(name, {})
-            total += (entry.get("ray_actor_options") or {}).get("num_cpus", default) * _num_replicas_at_start(entry)
+            given = (entry.get("ray_actor_options") or {}).get("num_cpus")
+            total += float(default if given is None else given) * _num_replicas_at_start(entry)
     return total
 
 
@@ -176,6 +177,8 @@ def vllm_problems(config: dict[str, Any]) -> list[str]:
             compat.check_args(args.llm.engine_args, args.llm.server_args, own_tower=own_tower)
         except ValueError as error:
             found.append(f"{place}.{error}")
+        if not own_tower and (reason := compat.engine_load_unsupported_reason(args.llm.engine_args)):
+            found.append(f"{place}: {reason}")
     return found
 
 
@@ -204,19 +207,21 @@ def _unknown_keys(value: object, node: dict[str, Any], sections: dict[str, Any],
 def _contradictions(config: dict[str, Any], application: dict[str, Any], args: AppConfig, place: str) -> Iterator[str]:
     """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve deploys or
     scales."""
+    from ray.serve.schema import ServeDeploySchema
+
     ingress = args.ingress
     http = config.get("http_options", {})
     host = http.get("host", SERVES_OWN_HOST)
     if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
-    limit_s = http.get("request_timeout_s")
+    limit_s = ServeDeploySchema.model_validate(config).http_options.request_timeout_s
     if limit_s is not None and limit_s <= ingress.request_timeout_s:
         yield (
             f"http_options.request_timeout_s: {limit_s:g} is not over {place}.args.ingress.request_timeout_s, "
             f"{ingress.request_timeout_s:g}; Serve would end requests before the ingress answers"
         )
     function = (application.get("autoscaling_policy") or {}).get("policy_function")
-    if function in POLICY_OF:
+    if isinstance(function, str) and function in POLICY_OF:
         told = f"{function} is for the deployment {POLICY_OF[function]!r}, not the application"
         yield f"{place}.autoscaling_policy.policy_function: {told}"
     # Serve's queues shed by a count that leaves out images in flight.
@@ -247,7 +252,10 @@ def _autoscaling_problems(deployment: dict[str, Any], place: str) -> Iterator[st
     from ray.serve.config import AutoscalingConfig
 
     scaled = dict(deployment.get("autoscaling_config") or {})
-    yield from _policy_problems(deployment["name"], scaled.pop("policy", None) or {}, f"{place}.policy")
+    policy = scaled.get("policy") or {}
+    if isinstance(policy, dict):
+        scaled.pop("policy", None)
+        yield from _policy_problems(deployment["name"], policy, f"{place}.policy")
     # `num_replicas: auto` has defaults of its own.
     defaults = AutoscalingConfig.default().model_dump() if deployment.get("num_replicas") == "auto" else {}
     try:
@@ -272,6 +280,9 @@ def _policy_problems(deployment: str, policy: dict[str, Any], place: str) -> Ite
     from deployments.scaling import policies
 
     function = policy.get("policy_function")
+    if not isinstance(function, str | None):
+        yield f"{place}.policy_function: Input should be a valid string"
+        return
     if function not in POLICY_OF:
         return
     if deployment != POLICY_OF[function]:

@@ -102,9 +102,10 @@ def lines(facts: Facts, config: AppConfig, *, cluster: bool) -> Iterator[Line]:
     yield _version("torch", facts.torch, _INSTALL)
     yield _version("Ray", facts.ray, _INSTALL)
     yield _vllm(facts, cluster)
-    yield from _backends(facts, config)
+    elsewhere = cluster and not facts.gpus  # other nodes may have GPUs
+    yield from _backends(facts, config, needs_named=not elsewhere)
     resolved = resolve(config, ClusterFacts(has_gpu=bool(facts.gpus)))
-    yield from _switches(facts, config)
+    yield from _switches(facts, config, needed=not elsewhere)
     yield _share_of_gpus(facts, resolved, cluster)
     model = facts.model
     yield Line("model", "ok" if model.there else "missing", f"{resolved.model}: {model.found}", model.fix)
@@ -116,13 +117,18 @@ def lines(facts: Facts, config: AppConfig, *, cluster: bool) -> Iterator[Line]:
 def fallbacks(cluster: Mapping[str, Any]) -> Iterator[Line]:
     """Yields a line per encoder replica of a running application that fell back from fused kernels, or one that none
     did. `cluster`: from `GET /cluster`."""
-    encoders = [
+    replicas = [
         replica
         for deployment in cluster.get("deployments", ())
         if deployment["name"] == ENCODER
         for replica in deployment["replicas"]
-        if replica["report"]
     ]
+    encoders = [replica for replica in replicas if replica["report"]]
+    if replicas and not encoders:
+        yield Line(
+            "fused kernels", "problem", f"none of {len(replicas)} encoder replicas answers", "look at their logs"
+        )
+        return
     slow = [replica for replica in encoders if replica["report"].get("fusion_fallback")]
     for replica in slow:
         reason = replica["report"]["fusion_fallback"]
@@ -174,16 +180,16 @@ def _vllm(facts: Facts, cluster: bool) -> Line:
     return line
 
 
-def _backends(facts: Facts, config: AppConfig) -> Iterator[Line]:
+def _backends(facts: Facts, config: AppConfig, *, needs_named: bool) -> Iterator[Line]:
     """Yields a line per optional backend, unused ones too; sdpa is part of torch."""
     named = config.encoder.attention_backend
     for name, reason in facts.backends.items():
-        needed = name == named
+        needed = name == named and needs_named
         fix = "" if not needed else 'install it, or set encoder.attention_backend to "auto"'
         yield Line(f"attention {name}", "missing" if reason else "ok", reason or "there", fix if reason else "", needed)
 
 
-def _switches(facts: Facts, config: AppConfig) -> Iterator[Line]:
+def _switches(facts: Facts, config: AppConfig, *, needed: bool) -> Iterator[Line]:
     for name, value in (
         ("fused_kernels", config.encoder.fused_kernels),
         ("fp8", config.encoder.fp8),
@@ -191,7 +197,7 @@ def _switches(facts: Facts, config: AppConfig) -> Iterator[Line]:
     ):
         if value is True and not facts.torch_sees_gpus:
             fix = "set it to false" if name == "fp8" else 'set it to "auto" or false'
-            yield Line(f"encoder.{name}", "problem", "true, and torch has no GPU here", fix)
+            yield Line(f"encoder.{name}", "problem", "true, and torch has no GPU here", fix, needed=needed)
 
 
 def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:

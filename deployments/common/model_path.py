@@ -75,7 +75,6 @@ def video_rules(config: AppConfig, path: Path, vision: VisionConfig, images: Ima
     """Returns the rules by which one of our towers takes the checkpoint's videos; None, which is logged, if the
     checkpoint or the operator has settings for videos that are not supported."""
     unknown = sorted(_video_options(config).keys() - {"fps", "num_frames"})
-    unknown += [key for key in ("video_pruning_rate", "mm_processor_kwargs") if config.llm.engine_args.get(key)]
     try:
         if unknown:
             raise ValueError(f"llm.engine_args sets {', '.join(unknown)}")

@@ -47,8 +47,21 @@ TESTED: frozenset[str] = frozenset(
 )
 """Architectures that gave the tokens of vLLM alone (`make test-models`, tests/models/results.json)."""
 
-UNSUPPORTED: Mapping[str, str] = {}
-"""Architectures that were tried and cannot be served, with the reason. Others are found in vLLM's source."""
+_MISTRAL = "its prompts need Mistral's tokenizer, which opens images and sounds itself"
+_LEVELS = "the width of its embeddings, which have several levels, is not known"
+_REALTIME = "its processor class does without the processor cache, by which items are passed"
+UNSUPPORTED: Mapping[str, str] = {
+    "DeepseekV4ForConditionalGeneration": "its language model uses parameters of its tower",
+    "Granite4VisionForConditionalGeneration": _LEVELS,
+    "MossAudioModel": _LEVELS,
+    "Phi3VForCausalLM": "the embedding of its text belongs to its tower",
+    "PixtralForConditionalGeneration": _MISTRAL,
+    "Qwen3ASRRealtimeGeneration": _REALTIME,
+    "VoxtralForConditionalGeneration": _MISTRAL,
+    "VoxtralRealtimeGeneration": _REALTIME,
+}
+"""Architectures that cannot be served, with the reason: those that were tried, and those for which their source in vLLM
+0.32 was read. For others it is found in the source."""
 
 
 class Support(StrEnum):

@@ -319,8 +319,11 @@ def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str 
             return f"llm.engine_args sets {key!r}"
     if engine_args.get("pipeline_parallel_size", 1) != 1:
         return "only the first stage of a pipeline loads embeddings"
-    if engine_args.get("mm_processor_kwargs") is not None:
-        return "llm.engine_args sets 'mm_processor_kwargs', but encoders process the images"
+    for key in ("mm_processor_kwargs", "enable_tower_connector_lora", "video_pruning_rate"):
+        if engine_args.get(key):
+            return f"llm.engine_args sets {key!r}, but encoders process the images"
+    if engine_args.get("tokenizer_mode") == "mistral":
+        return "with llm.engine_args.tokenizer_mode 'mistral' the tokenizer opens images itself; set 'hf'"
     # By default this vLLM then uses its older runner; its engine would not start with the newer one.
     if importlib.util.find_spec(V2_RUNNER_CONNECTOR) is None and os.environ.get(V2_RUNNER_VARIABLE, "0") != "0":
         return f"{V2_RUNNER_VARIABLE} is set, and the V2 model runner of this vLLM cannot load embeddings"

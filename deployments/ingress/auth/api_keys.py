@@ -22,6 +22,7 @@ MAX_KEY_BYTES = 512
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,100}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_COMMENT = re.compile(r"(?:^|\s)#")
 
 
 class KeysError(ValueError):
@@ -42,7 +43,7 @@ def parse_keys(text: str, source: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
+        words = _COMMENT.split(line, maxsplit=1)[0].split()
         if not words:
             continue
         where = f"{source}, line {number}"
@@ -55,6 +56,8 @@ def parse_keys(text: str, source: str) -> dict[str, str]:
                 raise KeysError(f"{where}: a hash has 64 hexadecimal digits")
         elif len(key) < MIN_KEY_CHARACTERS:
             raise KeysError(f"{where}: a key has at least {MIN_KEY_CHARACTERS} characters")
+        elif not key.isascii() or len(key) > MAX_KEY_BYTES:
+            raise KeysError(f"{where}: a key has at most {MAX_KEY_BYTES} characters, all of them ASCII")
         else:
             hashed = _hash(key)
         if found.setdefault(hashed, name) != name:

@@ -231,6 +231,8 @@ def _check_part(part: Body, where: str, types: PartTypes) -> str:
         raise _refused(where, f": unknown part type {kind!r}; {known}")
     own = () if kind in types.text else (kind,) if kind in types.others else ("image_url", kind)
     own = ("source",) if kind in types.images and "source" in types.file_keys else own
+    for key in [key for key in MEDIA_KEYS if key not in own and part.get(key, "") is None]:
+        del part[key]  # vLLM takes it for an item that is named by `uuid`
     for key, value in part.items():
         if key not in own and (key in MEDIA_KEYS or (key in types.file_keys and value is not None)):
             raise _refused(where, f": a part of type {kind!r} cannot hold {key!r}")

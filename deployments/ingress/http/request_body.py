@@ -190,7 +190,9 @@ def refuse_fields(body: Body) -> None:
 
 def check_limits(body: Mapping[str, Any], *, max_answers: int) -> None:
     """Checks the bounds on fields. Raises ApiError 400 that names the field, its value and the limit."""
-    num_answers = _positive(body.get("n")) * _num_prompts(body.get("prompt"))
+    if (number := body.get("n")) is not None and not isinstance(number, int):  # vLLM takes "1000" and 1000.0, too
+        raise ApiError(400, f"n must be an integer, got {str(number)[:40]!r}", param="n")
+    num_answers = _positive(number) * _num_prompts(body.get("prompt"))
     if num_answers > max_answers:
         raise _refused("n", f"{num_answers} answers are asked for, the limit is {max_answers} a request")
     request_id, limit = body.get("request_id"), MAX_REQUEST_ID_CHARACTERS

@@ -194,7 +194,7 @@ class StoredResponses:
 
     async def _find(self, method: str, tenant: str, response_id: str, *, param: str | None = None) -> Any:  # noqa: ANN401
         """Returns the result of a call. Raises ApiError 404 for an unknown id and alike for another tenant's, 503."""
-        if not (found := await self._call(method, tenant, response_id)):
+        if (found := await self._call(method, tenant, response_id)) in (None, False):
             message = f"response {response_id!r} is not stored, or no longer"
             raise ApiError(404, message, param=param, code="response_not_found")
         return found
@@ -230,5 +230,5 @@ def _item_list(items: Sequence[bytes], *, newest_first: bool) -> Body:
     """Returns all items in OpenAI's format of a list. Those without an id are named by their number."""
     listed = [{"id": f"item_{number}", **json.loads(item)} for number, item in enumerate(items)]
     listed = listed[::-1] if newest_first else listed
-    ids = [item["id"] for item in listed]
+    ids = [item["id"] for item in listed] or [None]
     return {"object": "list", "data": listed, "first_id": ids[0], "last_id": ids[-1], "has_more": False}

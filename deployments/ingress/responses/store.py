@@ -159,8 +159,10 @@ class ResponseStore:
         """Evicts responses until the others fit, beginning with the `last` used one if it would not fit alone. Returns
         whether that is still stored."""
         stored = self._responses[last]
-        items = sum(item.num_bytes + REFERENCE_BYTES for item in stored.input + stored.output)
-        if RESPONSE_OVERHEAD_BYTES + len(stored.response or b"") + items > self._max_bytes:
+        references = [*stored.input, *stored.output]
+        items = sum(item.num_bytes for item in {item.key: item for item in references}.values())
+        num_bytes = RESPONSE_OVERHEAD_BYTES + len(stored.response or b"") + len(references) * REFERENCE_BYTES + items
+        if num_bytes > self._max_bytes:
             self._remove(last)
             self._counts.add(Counter.RESPONSES_EVICTED, reason="too_large")
             return False

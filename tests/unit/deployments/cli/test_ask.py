@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 import os
 import pty
 import socket
@@ -342,10 +343,20 @@ def test_a_server_cannot_send_commands_to_the_terminal(server: Server) -> None:
         ("https://a.example/clip.mp4?x=1", "video"),
         ("https://a.example/speech.wav", "audio"),
         ("https://a.example/page", "image"),
+        *((f"https://a.example/{name}", "audio") for name in ("a.flac", "a.ogg", "a.oga", "a.opus", "a.m4a", "a.mp3")),
+        *((f"https://a.example/{name}", "video") for name in ("a.mkv", "a.webm", "a.mov")),
+        *((f"https://a.example/{name}", "image") for name in ("a.webp", "a.PNG")),
     ],
 )
 def test_the_medium_of_a_url(url: str, kind: str) -> None:
+    """Where the system has no table of types, as in a small container, Python's own lacks many of them."""
     assert medium(url) == kind
+
+
+def test_types_of_files_are_not_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mimetypes, "guess_type", lambda *_: ("text/plain", None))
+    (tmp_path / "a.flac").write_bytes(b"fLaC")
+    assert picture_url(str(tmp_path / "a.flac")).startswith("data:audio/flac;base64,")
 
 
 def test_sounds_and_videos_are_parts_of_their_own_without_detail() -> None:

@@ -135,6 +135,8 @@ def test_one_gpu_is_enough_by_fractions_or_with_other_nodes() -> None:
     assert not said(TWO_GPUS, llm=many, cluster=True)["GPUs asked for"].failed
     headless = dataclasses.replace(LAPTOP, vllm=None, vllm_package=None)
     assert failed(said(headless, cluster=True)) == []
+    switches = {"fused_kernels": True, "fp8": True, "cudagraph_mm_encoder": True, "attention_backend": "fa4"}
+    assert failed(said(headless, encoder=switches, cluster=True)) == []
 
 
 def test_a_backend_is_needed_where_the_configuration_names_it() -> None:

@@ -206,6 +206,18 @@ def test_shipped_configuration_passes() -> None:
             {"args__ingress__fetch": {"allowed_domains": ["https://example.org/"]}},
             "args.ingress.fetch: allowed_domains has 'https://example.org/', which no URL's host matches; write host",
         ),
+        (
+            {"deployments__1__autoscaling_config__policy": "deployments.scaling:VisualTokenPolicy"},
+            "deployments[1].autoscaling_config.policy: Input should be a valid dictionary",
+        ),
+        (
+            {"deployments__1__autoscaling_config__policy": {"policy_function": ["deployments.scaling"]}},
+            "deployments[1].autoscaling_config.policy.policy_function",
+        ),
+        (
+            {"top__http_options__request_timeout_s": "600"},
+            "http_options.request_timeout_s: 600 is not over applications[0].args.ingress.request_timeout_s, 600",
+        ),
         ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
     ],
 )
@@ -250,6 +262,9 @@ def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pyte
     refused = vitray("check-config", path)
     assert refused.exit_code == 1
     assert "applications[0].args.llm.engine_args: {'max_modle_len': 1}" in refused.output
+    monkeypatch.setattr(compat, "check_args", lambda *_, **__: None)
+    stages = str(write_config(tmp_path / "stages.yaml", args__llm__engine_args={"pipeline_parallel_size": 2}))
+    assert "only the first stage of a pipeline loads embeddings" in vitray("check-config", stages).output
     monkeypatch.setattr(compat, "is_installed", lambda: False)
     passed = vitray("check-config", path)
     assert (passed.exit_code, "were not checked" in passed.output) == (0, True)
@@ -364,6 +379,8 @@ FROM_THREE = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 8}
         ([SCALED], {}, 1.1),
         ([{**SCALED, "autoscaling_config": FROM_THREE}], {}, 2.6),
         ([{**ENCODERS, "ray_actor_options": {"num_cpus": 4}}], {}, 9.1),
+        ([{**ENCODERS, "ray_actor_options": {"num_cpus": "4"}}], {}, 9.1),
+        ([{**ENCODERS, "ray_actor_options": {"num_cpus": None}}], {}, 2.1),
         ([LLMS], {"encoder": {"implementation": "none"}, "llm": {"num_cpus": 0.75}}, 1.6),
     ],
 )

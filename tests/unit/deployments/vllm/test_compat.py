@@ -306,11 +306,20 @@ def test_the_static_checks_status_tells_missing_names_from_a_missing_tree(
         ({"kv_transfer_config": {"kv_connector": "Other"}}, "kv_transfer_config"),
         ({"pipeline_parallel_size": 2}, "first stage"),
         ({"mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs"),
+        ({"enable_lora": True, "enable_tower_connector_lora": True}, "enable_tower_connector_lora"),
+        ({"video_pruning_rate": 0.5}, "video_pruning_rate"),
+        ({"tokenizer_mode": "mistral"}, "opens images itself"),
     ],
 )
 def test_an_engine_that_cannot_load_embeddings_by_itself(engine_args: dict[str, Any], told: str) -> None:
     assert told in (compat.engine_load_unsupported_reason(engine_args) or "")
-    assert compat.engine_load_unsupported_reason({"tensor_parallel_size": 2}) is None
+    accepted: dict[str, Any] = {
+        "tensor_parallel_size": 2,
+        "enable_lora": True,
+        "video_pruning_rate": 0,
+        "tokenizer_mode": "hf",
+    }
+    assert compat.engine_load_unsupported_reason(accepted) is None
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,17 @@ def test_lines_with_keys_and_with_hashes() -> None:
     assert parse_keys(text, "f") == {HASH: "alice", "ab" * 32: "bob"}
 
 
+def test_a_key_may_contain_what_begins_a_comment() -> None:
+    """What stood before it was taken for the key."""
+    key = KEY + "#Secret"
+    assert parse_keys(f"#{KEY}\nalice {key} # hers", "f") == {hashlib.sha256(key.encode()).hexdigest(): "alice"}
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        (f"alice {KEY}ü", "f, line 1: a key has at most 512 characters, all of them ASCII"),
+        (f"alice {'k' * 513}", "f, line 1: a key has at most 512 characters"),
         ("alice", "f, line 1: expected NAME KEY or NAME sha256:HASH, got 1 words"),
         (f"\nalice {KEY} more", "f, line 2: expected NAME KEY or NAME sha256:HASH, got 3 words"),
         ("alice short", "f, line 1: a key has at least 20 characters"),

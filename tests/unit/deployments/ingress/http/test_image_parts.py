@@ -212,6 +212,16 @@ def test_media_keys_cannot_hide_in_a_text_part(kind: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(MEDIA_KEYS - {"image_url"}))
+def test_media_keys_that_are_null_are_left_out(key: str) -> None:
+    """Clients send fields that they do not set as null. vLLM takes such a key for an item named by `uuid`."""
+    nulls = dict.fromkeys(MEDIA_KEYS)
+    text, image = {"type": "text", "text": "x", **nulls, "uuid": "u"}, {**IMAGE, key: None}
+    image_parts(chat(text, image))
+    assert not MEDIA_KEYS & text.keys()
+    assert key not in image
+
+
+@pytest.mark.parametrize("key", sorted(MEDIA_KEYS - {"image_url"}))
 def test_media_keys_cannot_hide_beside_an_image(key: str) -> None:
     assert f"cannot hold {key!r}" in refusal(chat({**IMAGE, key: "vitray:AAAA"})).message
 

@@ -22,7 +22,7 @@ MOST = 128
         {"prompt": list(range(100_000))},
         {"prompt": "x" * 100_000, "n": MOST},
         {"prompt": ["x"] * 16, "n": 8},
-        {"n": "many", "stop": "x" * 1000, "tools": 7, "logit_bias": [], "response_format": "json"},
+        {"n": True, "stop": "x" * 1000, "tools": 7, "logit_bias": [], "response_format": "json"},
         {"n": -5, "prompt": []},
         {"response_format": {"schema": "x" * (MAX_GRAMMAR_CHARACTERS - 100)}},
     ],
@@ -36,6 +36,9 @@ def test_what_passes(body: dict[str, Any]) -> None:
     [
         ({"n": MOST + 1}, "129 answers are asked for, the limit is 128 a request"),
         ({"n": 10**400}, "answers are asked for"),
+        ({"n": "1000"}, "n must be an integer, got '1000'"),
+        ({"n": 1000.0}, "n must be an integer, got '1000.0'"),
+        ({"n": "9" * 100}, f"n must be an integer, got '{'9' * 40}'"),
         ({"n": int("9" * 4300), "prompt": ["x"] * 100}, "answers are asked for"),
         ({"prompt": ["x"] * (MOST + 1)}, "129 answers"),
         ({"prompt": [[1], [2]], "n": 65}, "130 answers"),

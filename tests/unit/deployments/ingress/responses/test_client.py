@@ -274,6 +274,11 @@ def test_a_deleted_response_is_gone_and_what_continues_it_stays() -> None:
     assert len(stand_ins.bodies[-1]["input"]) == 5
 
 
+def test_the_items_of_an_empty_input_are_none() -> None:
+    _, listed = conversed(StoreHandle(), Responding(), create([]), about("GET", "/input_items"))
+    assert (listed.status_code, listed.json()["data"]) == (200, [])
+
+
 @pytest.mark.parametrize(("query", "order"), [("", [2, 1, 0]), ("?order=desc", [2, 1, 0]), ("?order=asc", [0, 1, 2])])
 def test_input_items_are_those_of_every_turn(query: str, order: list[int]) -> None:
     _, _, listed = conversed(

@@ -119,6 +119,18 @@ def test_what_is_larger_than_the_store_evicts_nothing_else(evicted: list[str]) -
     assert evicted == ["too_large"] * 2
 
 
+def test_an_item_that_a_response_has_often_counts_once_for_its_bound(evicted: list[str]) -> None:
+    """A conversation with the same image in each turn was too large for the store that held it."""
+    store = ResponseStore(100_000, TTL_S)
+    image, previous = b"i" * 20_000, None
+    for turn in range(8):
+        assert put(store, str(turn), image, b"%d" % turn, previous=previous)
+        previous = str(turn)
+    assert found(store, "0", "7") == [True, True]
+    assert store.num_bytes < 40_000
+    assert evicted == []
+
+
 def test_expiry_counts_from_the_last_use(evicted: list[str]) -> None:
     store = ResponseStore(10**6, TTL_S, clock := Clock())
     put(store, "a", b"1")
