@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,8 +82,10 @@ def _lines(path: Path, cluster: bool) -> list[Line]:
     found = found or [Line("configuration", "ok", str(path))]
     for config in configs or [AppConfig()]:
         found += [line for line in lines(facts.gather(config), config, cluster=cluster) if line not in found]
-    if configs:
-        found.append(cpus(reserved_cpus, os.cpu_count() or 1, cluster=cluster))
+    if configs:  # so Ray is installed
+        from deployments.common.ray_private import num_cpus
+
+        found.append(cpus(reserved_cpus, num_cpus(), cluster=cluster))
     return found
 
 

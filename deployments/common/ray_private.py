@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import serve
+from ray._private.utils import get_num_cpus
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve._private.common import ReplicaQueueLengthInfo, RequestMetadata, RunningReplicaInfo
 from ray.serve._private.replica import Replica
@@ -34,6 +35,11 @@ KV_NAMESPACE = "vitray"
 def autoscaler_resources() -> dict[str, int]:
     """Returns the most of each resource that the cluster's autoscaler can provide; empty without an autoscaler."""
     return ray._private.state.state.get_max_resources_from_cluster_config() or {}
+
+
+def num_cpus() -> int:
+    """Returns the CPUs of this node as a Ray that starts here counts them: those that its container may use."""
+    return int(get_num_cpus(override_docker_cpu_warning=True))
 
 
 def serve_host() -> str | None:

@@ -22,7 +22,7 @@ from deployments import app
 from deployments.cli import config_check
 from deployments.cli import main as cli
 from deployments.cli.config_option import default_config
-from deployments.common import names
+from deployments.common import names, ray_private
 from deployments.http_proxy import haproxy
 from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.http import routes
@@ -399,7 +399,7 @@ def test_serve_starts_nothing_whose_cpus_are_not_there(
     assert f"reserve {num_cpus:g} CPUs, and this machine has {there - 1}" in told
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    monkeypatch.setattr(os, "cpu_count", lambda: there - 1)
+    monkeypatch.setattr(ray_private, "num_cpus", lambda: there - 1)
     assert vitray("serve", "--config", str(path), "--no-haproxy").exit_code == 1
     checked = vitray("check", "--config", str(path), "--json")
     [line] = [line for line in json.loads(checked.output)["lines"] if line["name"] == "CPUs asked for"]

@@ -15,6 +15,7 @@ import pytest
 import ray
 from ray import serve
 from ray._private.state import GlobalState
+from ray._private.utils import get_num_cpus
 from ray._private.worker import Worker
 from ray._raylet import CoreWorker  # type: ignore[attr-defined]
 from ray.experimental import internal_kv
@@ -26,6 +27,7 @@ from ray.serve.config import HTTPOptions
 from deployments.common import ray_private
 
 CALLS = {
+    get_num_cpus: ["override_docker_cpu_warning", "truncate"],
     GlobalState.get_max_resources_from_cluster_config: ["self"],
     context._get_global_client: ["raise_if_no_controller_running"],
     context._set_request_context: ["route", "request_id", "_internal_request_id", "app_name", "multiplexed_model_id"],
@@ -181,3 +183,10 @@ def test_a_batched_method_tells_whether_its_task_runs() -> None:
 
     alive = batched._is_batching_task_alive  # type: ignore[attr-defined]
     assert not inspect.signature(alive).parameters, f"ray {ray.__version__}"
+
+
+def test_cpus_are_those_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node of 64 cores with a limit of one, the start was let through, and a replica waited for ever."""
+    monkeypatch.delenv("RAY_USE_MULTIPROCESSING_CPU_COUNT", raising=False)
+    monkeypatch.setattr("ray._private.utils._get_docker_cpus", lambda *_: 1.5)
+    assert ray_private.num_cpus() == 1
