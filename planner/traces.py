@@ -47,7 +47,7 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
     """
     found: list[T] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", newline="\n") as file:
             lines = list(file)  # a line may hold other separators, such as U+2028
     except UnicodeDecodeError as error:
         raise TraceError(f"{path.name}: {error}") from error

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,9 +23,7 @@ ANSWER_TIMEOUT_S = 620.0
 """Limit between two pieces of an answer: slightly above the server's limit for the whole, which is hit first."""
 
 _ROUTE = "/chat/completions"
-# Of Python's own table, whatever the system has, with what it lacks.
-_TYPES = mimetypes.MimeTypes()
-for _suffix, _type in {
+_FURTHER_TYPES = {
     ".flac": "audio/flac",
     ".m4a": "audio/mp4",
     ".oga": "audio/ogg",
@@ -32,8 +31,7 @@ for _suffix, _type in {
     ".opus": "audio/ogg",
     ".mkv": "video/x-matroska",
     ".webp": "image/webp",
-}.items():
-    _TYPES.add_type(_type, _suffix)
+}
 _REMEDIES = {
     401: "give a key with --key or in VITRAY_API_KEY; whoever runs the server makes one with `vitray new-key NAME`",
     404: "--url is the server's address, such as http://127.0.0.1:8000; without --model, the server's own is asked",
@@ -61,6 +59,15 @@ class Answer:
     """The text as it arrives. Raises AskError if the answer is cut off."""
 
 
+@cache
+def _file_types() -> mimetypes.MimeTypes:
+    """Returns Python's built-in types and those that it lacks; the system's table differs between machines."""
+    types = mimetypes.MimeTypes()
+    for suffix, name in _FURTHER_TYPES.items():
+        types.add_type(name, suffix)
+    return types
+
+
 def picture_url(picture: str) -> str:
     """Returns a `data:` URL for a file, and an http(s) URL unchanged. Raises AskError for an unreadable file."""
     if picture.startswith(("http://", "https://")):
@@ -69,12 +76,12 @@ def picture_url(picture: str) -> str:
         encoded = base64.b64encode(Path(picture).read_bytes()).decode()
     except OSError as error:
         raise AskError(f"{picture}: {error.strerror}") from error
-    return f"data:{_TYPES.guess_type(picture)[0] or 'image/png'};base64,{encoded}"
+    return f"data:{_file_types().guess_type(picture)[0] or 'image/png'};base64,{encoded}"
 
 
 def medium(url: str) -> str:
     """Returns "image", "audio" or "video", by the type in a `data:` URL or by the name in an http(s) URL."""
-    guessed = url[len("data:") :] if url.startswith("data:") else _TYPES.guess_type(urlsplit(url).path)[0] or ""
+    guessed = url[len("data:") :] if url.startswith("data:") else _file_types().guess_type(urlsplit(url).path)[0] or ""
     kind = guessed.partition("/")[0]
     return kind if kind in ("audio", "video") else "image"
 

@@ -221,7 +221,9 @@ def _contradictions(config: dict[str, Any], application: dict[str, Any], args: A
             f"{ingress.request_timeout_s:g}; Serve would end requests before the ingress answers"
         )
     function = (application.get("autoscaling_policy") or {}).get("policy_function")
-    if isinstance(function, str) and function in POLICY_OF:
+    if not isinstance(function, str | None):
+        yield f"{place}.autoscaling_policy.policy_function: Input should be a valid string"
+    elif function in POLICY_OF:
         told = f"{function} is for the deployment {POLICY_OF[function]!r}, not the application"
         yield f"{place}.autoscaling_policy.policy_function: {told}"
     # Serve's queues shed by a count that leaves out images in flight.
@@ -252,10 +254,10 @@ def _autoscaling_problems(deployment: dict[str, Any], place: str) -> Iterator[st
     from ray.serve.config import AutoscalingConfig
 
     scaled = dict(deployment.get("autoscaling_config") or {})
-    policy = scaled.get("policy") or {}
-    if isinstance(policy, dict):
+    policy = scaled.get("policy")
+    if policy is None or isinstance(policy, dict):
         scaled.pop("policy", None)
-        yield from _policy_problems(deployment["name"], policy, f"{place}.policy")
+        yield from _policy_problems(deployment["name"], policy or {}, f"{place}.policy")
     # `num_replicas: auto` has defaults of its own.
     defaults = AutoscalingConfig.default().model_dump() if deployment.get("num_replicas") == "auto" else {}
     try:
@@ -288,6 +290,9 @@ def _policy_problems(deployment: str, policy: dict[str, Any], place: str) -> Ite
     if deployment != POLICY_OF[function]:
         yield f"{place}.policy_function: {function} is for the deployment {POLICY_OF[function]!r} alone"
     arguments = policy.get("policy_kwargs") or {}
+    if not isinstance(arguments, dict):
+        yield f"{place}.policy_kwargs: Input should be a valid dictionary"
+        return
     if renamed := "; ".join(filter(None, map(describe_former_key, arguments))):
         yield f"{place}.policy_kwargs: {renamed}"
         return

@@ -55,7 +55,7 @@ class Counter(Definition):
     GEOMETRY_CACHE_HITS = "Images whose positions were cached on the GPU, because an image of that size came before."
     GEOMETRY_CACHE_MISSES = "Images whose positions had to be computed, because no image of that size was cached."
     PIXEL_SHM_FALLBACKS = "Decoded images sent to the encoder through a pipe because pixel shared memory was full."
-    DECODERS_LOST = "Decoder processes that ended at work; another one is given the file, once."
+    DECODERS_LOST = "Decoder processes that ended while decoding. The file is retried once in another process."
     BATCHES_RETRIED = "Batches that failed and were retried image by image."
     GPU_FAILURES = "GPUs that failed permanently; their replicas ask to be replaced. `reason` says how the GPU failed."
     ENCODER_REJECTIONS = "Images rejected by an encoder because its queue of visual tokens was full."

@@ -30,9 +30,21 @@ class Taps:
     """Fractional bits of `weights`; at least 1."""
 
 
-@lru_cache(maxsize=256)  # 16 bytes for each pixel of the longer line
+# Clients choose the lengths: at up to 24 bytes a pixel, the remembered weights take at most 25 MB.
+_MAX_REMEMBERED, _LONGEST_REMEMBERED = 128, 8192
+
+
 def taps(num_in: int, num_out: int) -> Taps:
-    """Computes the weights from `num_in` to `num_out` pixels, both at least 1. Equal lengths give one copying tap."""
+    """Returns the weights from `num_in` to `num_out` pixels, both at least 1. Equal lengths give one copying tap."""
+    return (_recent_taps if max(num_in, num_out) <= _LONGEST_REMEMBERED else _taps)(num_in, num_out)
+
+
+@lru_cache(_MAX_REMEMBERED)
+def _recent_taps(num_in: int, num_out: int) -> Taps:
+    return _taps(num_in, num_out)
+
+
+def _taps(num_in: int, num_out: int) -> Taps:
     if num_in == num_out:
         precision = 14
         first = np.arange(num_in, dtype=np.int32)

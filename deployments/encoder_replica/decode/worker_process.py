@@ -213,6 +213,9 @@ class Decoder:
         except (EOFError, ConnectionError) as error:
             self._restart()
             raise DecoderLostError(DECODER_FAILED) from error
+        except MemoryError:
+            self._restart()
+            raise
         except Exception as error:  # of any type: an answer can be anything, of a process that a file has taken over
             self._restart()
             raise ImageError(DECODER_FAILED) from error

@@ -1,7 +1,7 @@
 """API keys from a file, reloaded when it changes, or an environment variable. Keys are stored as hashes.
 
-A line is `NAME KEY` or `NAME sha256:HASH`; `#` starts a comment. Several keys may have one name, for the rotation of a
-tenant's key.
+A line is `NAME KEY` or `NAME sha256:HASH`; `#` at the start of a line or after white space starts a comment. Several
+keys may have one name, for the rotation of a tenant's key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_KEY_BYTES = 512
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,100}")
 _HASH = re.compile(r"[0-9a-f]{64}")
-_COMMENT = re.compile(r"(?:^|\s)#")
+_COMMENT = re.compile(rf"(?i:(?:^|\s|(?<={HASH_PREFIX}[0-9a-f]{{64}}))#)")
 
 
 class KeysError(ValueError):

@@ -64,7 +64,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         self._min_tokens = None if vllm_config.model_config.is_hybrid else get_config(MIN_TOKENS_KEY, None)
         self._loads_further_chunks = get_config(MIN_TOKENS_KEY, None) is not None  # not with vLLM's own scheduler
         self._loads: list[Load] = []
-        """Planned loads that no step had yet."""
+        """Planned loads that were not yet sent to the workers."""
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = SchedulerLink(address)
             self._chunks: dict[str, dict[str, tuple[ItemChunk, ...]]] = {}
@@ -154,7 +154,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
         self._allocated.clear()
         loads = [replace(load, is_needed=False) if load.identifier in freed else load for load in self._loads]
         if not scheduler_output.total_num_scheduled_tokens:
-            # Workers load nothing in such a step. Loads can be planned for it: of a request preempted after that.
+            # Workers load nothing in such a step. vLLM may have preempted a request after planning loads for it.
             self._loads = loads
             time.sleep(IDLE_STEP_S)
             return Loads()

@@ -11,7 +11,7 @@ from planner.traces import TraceError, read_lines
 
 def test_lines_end_with_line_feeds_only(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
-    file.write_bytes('{"id": "a\u2028b"}\r\n{"id": "c"}\n'.encode())
+    file.write_bytes('{"id": "a\u2028b"}\r\n{"id": "c",\r"more": 1}\n'.encode())
     assert read_lines(file, lambda line: line["id"]) == ["a\u2028b", "c"]
     file.write_bytes(b"")
     assert read_lines(file, dict) == []

@@ -215,6 +215,18 @@ def test_shipped_configuration_passes() -> None:
             "deployments[1].autoscaling_config.policy.policy_function",
         ),
         (
+            {"deployments__1__autoscaling_config__policy": ""},
+            "deployments[1].autoscaling_config.policy: Input should be a valid dictionary",
+        ),
+        (
+            {"deployments__1__autoscaling_config__policy": VISUAL_TOKEN_POLICY | {"policy_kwargs": 5}},
+            "deployments[1].autoscaling_config.policy.policy_kwargs: Input should be a valid dictionary",
+        ),
+        (
+            {"autoscaling_policy": {"policy_function": ["a"]}},
+            "applications[0].autoscaling_policy.policy_function: Input should be a valid string",
+        ),
+        (
             {"top__http_options__request_timeout_s": "600"},
             "http_options.request_timeout_s: 600 is not over applications[0].args.ingress.request_timeout_s, 600",
         ),

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -401,16 +402,20 @@ def test_transfers_that_wait_behind_others_end_in_time(
     client: TcpClient, errors: Counter[TcpError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each took the time of a connection to a host that is silent, one after the other."""
-    connects = []
+    connects: list[float] = []
+    is_late, now_s = threading.Event(), [0.0]
 
     def connect() -> NoReturn:
-        connects.append(1)
-        time.sleep(0.3)
+        connects.append(now_s[0])
+        assert is_late.wait(PATIENCE_S)
         raise TimeoutError("silent")
 
     monkeypatch.setattr(client, "_connect", connect)
-    monkeypatch.setattr(tcp, "TRANSFER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tcp_client, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     futures = [client.fetch(header(1)) for _ in range(5 * MAX_STREAMS)]
+    eventually(lambda: len(connects) == MAX_STREAMS)
+    now_s[0] = tcp.TRANSFER_TIMEOUT_S
+    is_late.set()
     for future in futures:
         with pytest.raises(EmbeddingUnavailableError):
             future.result(PATIENCE_S)

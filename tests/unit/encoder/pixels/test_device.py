@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.images.decoded import Decoded
+from encoder.pixels import resize_weights
 from encoder.pixels.layout import plan_pixels
 from encoder.pixels.preprocess import patchify, resize
-from encoder.pixels.resize_weights import taps
+from encoder.pixels.resize_weights import Taps, taps
 from tests.unit.encoder.interpreter import Interpreted
 from tests.unit.encoder.pixels.filled import patches_of
 from tests.unit.encoder.pixels.resized import resize_bytes
@@ -117,6 +118,21 @@ def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
         assert last.max() < num_in
         # What the device sums in 32 bits.
         assert 255 * abs(found.weights.astype(np.int64)).sum(1).max() + 2**found.precision < 2**31
+
+
+def test_remembered_weights_keep_within_their_bound() -> None:
+    longest = resize_weights._LONGEST_REMEMBERED
+    resize_weights._recent_taps.cache_clear()
+    assert taps(longest, 60) is taps(longest, 60)
+    assert taps(longest + 1, 60) is not taps(longest + 1, 60)
+    assert taps(60, longest + 1) is not taps(60, longest + 1)
+    largest = max((taps(longest, out) for out in (1, 60, longest - 1, longest)), key=num_bytes)
+    assert num_bytes(largest) * resize_weights._MAX_REMEMBERED < 26e6
+    assert resize_weights._recent_taps.cache_info().maxsize == resize_weights._MAX_REMEMBERED
+
+
+def num_bytes(found: Taps) -> int:
+    return found.first.nbytes + found.weights.nbytes
 
 
 def test_a_plan_places_images_apart_and_weights_once() -> None:

@@ -25,6 +25,7 @@ def test_lines_with_keys_and_with_hashes() -> None:
 
 def test_a_key_may_contain_what_begins_a_comment() -> None:
     """What stood before it was taken for the key."""
+    assert parse_keys(f"alice sha256:{HASH.upper()}#hers", "f") == {HASH: "alice"}, "no hash contains it"
     key = KEY + "#Secret"
     assert parse_keys(f"#{KEY}\nalice {key} # hers", "f") == {hashlib.sha256(key.encode()).hexdigest(): "alice"}
 
