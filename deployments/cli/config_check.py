@@ -58,23 +58,22 @@ def problems(config: dict[str, Any]) -> list[str]:
     from ray.serve.schema import ServeDeploySchema  # the import takes seconds
 
     found = [f"{mistake} (Serve would ignore it)" for mistake in unknown_keys(config, ServeDeploySchema)]
-    well_formed = True
+    validated = None
     former = list(_former_policies(config))
     found += former
     try:
-        ServeDeploySchema.model_validate(config)
+        validated = ServeDeploySchema.model_validate(config)
     except ValidationError as error:
-        well_formed = False
         found += [f"{_place(item['loc'])}: {item['msg']}" for item in error.errors()]
     except (ImportError, AttributeError) as error:  # validation imports the policies
-        well_formed = False
         found += [] if former else [f"a policy_function cannot be imported: {error}"]
     for place, application in our_applications(config):
         args = application.get("args") or {}
         mistakes = args_problems(args, f"{place}.args")
         found += mistakes
-        if well_formed and not mistakes:
-            found += _contradictions(config, application, AppConfig.model_validate(args), place)
+        if validated is not None and not mistakes:
+            limit_s = validated.http_options.request_timeout_s
+            found += _contradictions(config, application, AppConfig.model_validate(args), place, limit_s)
     if not found and not any(our_applications(config)):
         found.append(f"applications: none has `import_path: {names.IMPORT_PATH}`")
     return found
@@ -204,17 +203,16 @@ def _unknown_keys(value: object, node: dict[str, Any], sections: dict[str, Any],
                 yield f"{place or 'top level'}: {unknown_key_message(str(key), list(known), item)}"
 
 
-def _contradictions(config: dict[str, Any], application: dict[str, Any], args: AppConfig, place: str) -> Iterator[str]:
+def _contradictions(
+    config: dict[str, Any], application: dict[str, Any], args: AppConfig, place: str, limit_s: float | None
+) -> Iterator[str]:
     """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve deploys or
-    scales."""
-    from ray.serve.schema import ServeDeploySchema
-
+    scales. `limit_s`: Serve's time limit of a request."""
     ingress = args.ingress
     http = config.get("http_options", {})
     host = http.get("host", SERVES_OWN_HOST)
     if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
-    limit_s = ServeDeploySchema.model_validate(config).http_options.request_timeout_s
     if limit_s is not None and limit_s <= ingress.request_timeout_s:
         yield (
             f"http_options.request_timeout_s: {limit_s:g} is not over {place}.args.ingress.request_timeout_s, "

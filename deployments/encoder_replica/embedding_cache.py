@@ -41,14 +41,13 @@ class EmbeddingCache(Generic[V]):
         with self._lock:
             for _ in range(len(self._entries)):
                 key, (value, num_bytes) = self._entries.popitem()
-                held: V | None = value
                 if may_evict(value):
-                    left = weakref.ref(value)
-                    del value, held
-                    held = left()
-                if held is None:
-                    return True
-                self._entries[key] = held, num_bytes
+                    reference = weakref.ref(value)
+                    del value
+                    if (held := reference()) is None:
+                        return True
+                    value = held
+                self._entries[key] = value, num_bytes
             return False
 
     @property

@@ -49,16 +49,13 @@ TESTED: frozenset[str] = frozenset(
 
 _MISTRAL = "its prompts need Mistral's tokenizer, which opens images and sounds itself"
 _LEVELS = "the width of its embeddings, which have several levels, is not known"
-_REALTIME = "its processor class does without the processor cache, by which items are passed"
 UNSUPPORTED: Mapping[str, str] = {
     "DeepseekV4ForConditionalGeneration": "its language model uses parameters of its tower",
     "Granite4VisionForConditionalGeneration": _LEVELS,
     "MossAudioModel": _LEVELS,
     "Phi3VForCausalLM": "the embedding of its text belongs to its tower",
     "PixtralForConditionalGeneration": _MISTRAL,
-    "Qwen3ASRRealtimeGeneration": _REALTIME,
     "VoxtralForConditionalGeneration": _MISTRAL,
-    "VoxtralRealtimeGeneration": _REALTIME,
 }
 """Architectures that cannot be served, with the reason: those that were tried, and those for which their source in vLLM
 0.32 was read. For others it is found in the source."""
@@ -260,6 +257,8 @@ class _Model:
             return "encoder-decoder: the language model attends to the encoder's states"
         if self._sets("supports_multimodal_raw_input_only"):
             return "the model class takes raw inputs only and has no embeddings of items"
+        if any(map(_uses_no_cache, self._cache_overrides[:1])):
+            return "its processor class does without the processor cache, by which items are passed"
         if self.embeds_with_language_model("evs", "video"):
             return "its embeddings need weights of the language model"
         return ""
@@ -272,12 +271,18 @@ class _Model:
     @property
     def bypasses_cache(self) -> bool:
         """Whether its processor class decides itself which items the processor cache may hold."""
-        return any(
-            method.name == "_cached_apply_hf_processor"
+        return bool(self._cache_overrides)
+
+    @property
+    def _cache_overrides(self) -> list[ast.FunctionDef]:
+        """Overrides of the method that asks the processor cache, beginning with the one that is called."""
+        return [
+            method
             for one in self._processor
             if one.node.name != "BaseMultiModalProcessor"
             for method in one.methods()
-        )
+            if method.name == "_cached_apply_hf_processor"
+        ]
 
     def calls(self, *names: str) -> bool:
         """Whether a method of the class, or of a base that is a model, calls one of the methods `names`."""
@@ -315,6 +320,11 @@ class _Model:
                 return True
             waiting += used
         return False
+
+
+def _uses_no_cache(override: ast.FunctionDef) -> bool:
+    """Whether an override of the method that asks the processor cache always processes items instead."""
+    return "_apply_hf_processor" in _attributes_of_self(override) and "super" not in ast.unparse(override)
 
 
 def _attributes_of_self(method: ast.FunctionDef) -> set[str]:

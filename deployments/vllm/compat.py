@@ -320,7 +320,7 @@ def engine_load_unsupported_reason(engine_args: Mapping[str, JsonValue]) -> str 
     if engine_args.get("pipeline_parallel_size", 1) != 1:
         return "only the first stage of a pipeline loads embeddings"
     for key in ("mm_processor_kwargs", "enable_tower_connector_lora", "video_pruning_rate"):
-        if engine_args.get(key):
+        if engine_args.get(key) not in (None, False):
             return f"llm.engine_args sets {key!r}, but encoders process the images"
     if engine_args.get("tokenizer_mode") == "mistral":
         return "with llm.engine_args.tokenizer_mode 'mistral' the tokenizer opens images itself; set 'hf'"

@@ -36,14 +36,11 @@ _MAX_REMEMBERED, _LONGEST_REMEMBERED = 128, 8192
 
 def taps(num_in: int, num_out: int) -> Taps:
     """Returns the weights from `num_in` to `num_out` pixels, both at least 1. Equal lengths give one copying tap."""
-    return (_recent_taps if max(num_in, num_out) <= _LONGEST_REMEMBERED else _taps)(num_in, num_out)
+    compute = _taps if max(num_in, num_out) <= _LONGEST_REMEMBERED else _taps.__wrapped__
+    return compute(num_in, num_out)
 
 
 @lru_cache(_MAX_REMEMBERED)
-def _recent_taps(num_in: int, num_out: int) -> Taps:
-    return _taps(num_in, num_out)
-
-
 def _taps(num_in: int, num_out: int) -> Taps:
     if num_in == num_out:
         precision = 14

@@ -123,12 +123,11 @@ def _decoded(video: OpenVideo, indices: Sequence[int]) -> Iterator[NDArray[np.ui
 def _pixels(frame: VideoFrame) -> NDArray[np.uint8]:
     """Converts a frame as OpenCV, and so vLLM, does: HDR and wide colour gamuts to BT.709, other colours unchanged."""
     colours = {}
-    if frame.color_primaries in _WIDE_GAMUT or frame.color_trc in _HDR:
+    primaries, transfer = frame.color_primaries, frame.color_trc
+    if primaries in _WIDE_GAMUT or transfer in _HDR:
         colours = {
-            "dst_color_primaries": ColorPrimaries.BT709
-            if frame.color_primaries in _WIDE_GAMUT
-            else frame.color_primaries,
-            "dst_color_trc": ColorTrc.BT709 if frame.color_trc in _HDR else frame.color_trc,
+            "dst_color_primaries": ColorPrimaries.BT709 if primaries in _WIDE_GAMUT else primaries,
+            "dst_color_trc": ColorTrc.BT709 if transfer in _HDR else transfer,
         }
     # OpenCV asks for bgr24, whose conversion from more than 8 bits rounds otherwise than that to rgb24.
     is_deep = any(component.bits > 8 for component in frame.format.components)

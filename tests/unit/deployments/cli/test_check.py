@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from configs.schema import GIB, AppConfig
 from deployments.cli import facts as looked
 from deployments.cli import main as cli
-from deployments.cli.readiness import SUPPORTED, Facts, Gpu, Line, ModelFact, lines
+from deployments.cli.readiness import SUPPORTED, Facts, Gpu, Line, ModelFact, fallbacks, lines
 from deployments.vllm import compat
 from encoder.metadata.segments import AttentionBackend
 from encoder.towers.backends import BackendUnavailableError
@@ -328,6 +328,15 @@ def test_without_torch_ray_and_vllm_it_says_so() -> None:
 
 def replica(name: str, fallback: str | None) -> dict[str, Any]:
     return {"name": name, "node": "node1", "report": {"fusion_fallback": fallback}}
+
+
+def test_replicas_of_which_none_answers_are_no_proof() -> None:
+    silent = {"name": "c", "node": "", "report": None}
+    cluster = {"deployments": [{"name": "Encoder", "replicas": [silent, silent]}]}
+    (line,) = fallbacks(cluster)
+    assert (line.status, line.found) == ("problem", "none of 2 encoder replicas answers")
+    (line,) = fallbacks({"deployments": [{"name": "Encoder", "replicas": [silent, replica("a", None)]}]})
+    assert (line.status, line.found) == ("ok", "no fallback in 1 encoder replicas")
 
 
 def test_a_fallback_of_a_running_replica_is_reported_first(monkeypatch: pytest.MonkeyPatch) -> None:

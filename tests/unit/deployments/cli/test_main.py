@@ -1,4 +1,4 @@
-"""The `vitray` command: what it prints, refuses and starts; and the check of configurations behind it."""
+"""The `vitray` command: what it prints, refuses and starts."""
 
 from __future__ import annotations
 
@@ -12,45 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from click.testing import CliRunner, Result
 
 from configs import reference
-from configs.resolve import ClusterFacts
 from configs.schema import AppConfig
-from deployments import app
 from deployments.cli import config_check
 from deployments.cli import main as cli
 from deployments.cli.config_option import default_config
-from deployments.common import names, ray_private
+from deployments.common import ray_private
 from deployments.http_proxy import haproxy
 from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.http import routes
-from deployments.vllm import compat
 from tests.programs import free_port
-
-ROOT = Path(__file__).parents[4]
-VISUAL_TOKEN_POLICY = {"policy_function": config_check.VISUAL_TOKEN_POLICY}
-SCALES = {"max_replicas": 2}
-
-
-def vitray(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, arguments)
-
-
-def write_config(path: Path, **changes: object) -> Path:
-    """serve_config.yaml with `changes` at dotted places below its application; `top__` for places outside of it."""
-    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    for place, value in changes.items():
-        names = place.split("__")
-        target: Any = config["applications"][0]
-        if names[0] == "top":
-            target, names = config, names[1:]
-        for name in names[:-1]:
-            target = target[int(name)] if isinstance(target, list) else target[name]
-        target[names[-1]] = value
-    path.write_text(yaml.safe_dump(config))
-    return path
+from tests.unit.deployments.cli.commands import ROOT, vitray, write_config
 
 
 def test_help_says_what_each_command_does_and_loads_nothing_heavy() -> None:
@@ -98,197 +71,6 @@ def leaves(values: dict[str, Any], prefix: str = "") -> list[str]:
         for key, value in values.items()
         for name in (leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key])
     ]
-
-
-def test_shipped_configuration_passes() -> None:
-    result = vitray("check-config", str(ROOT / "serve_config.yaml"))
-    assert (result.exit_code, "no mistakes" in result.output) == (0, True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"top__http_option": {}}, "top level: unknown key 'http_option': did you mean 'http_options'? (Serve would"),
-        ({"top__http_options__prot": 1}, "http_options: unknown key 'prot': did you mean 'port'?"),
-        ({"top__http_options__port": "abc"}, "http_options.port: Input should be a valid integer"),
-        ({"arg": {}}, "applications[0]: unknown key 'arg': did you mean 'args'?"),
-        ({"deployments__0__num_replica": 1}, "deployments[0]: unknown key 'num_replica': did you mean 'num_replicas'?"),
-        (
-            {"deployments__1__autoscaling_config__min_replica": 1},
-            "deployments[1].autoscaling_config: unknown key 'min_replica': did you mean 'min_replicas'?",
-        ),
-        (
-            {"deployments__2__ray_actor_options": {"num_gpu": 1}},
-            "deployments[2].ray_actor_options: unknown key 'num_gpu': did you mean 'num_gpus'?",
-        ),
-        (
-            {
-                "deployments__1__autoscaling_config__policy": VISUAL_TOKEN_POLICY
-                | {"policy_kwargs": {"target_delay": 1}}
-            },
-            "deployments[1].autoscaling_config.policy.policy_kwargs: ScalingTargets.__init__() got an unexpected",
-        ),
-        (
-            {
-                "deployments__1__autoscaling_config__policy": VISUAL_TOKEN_POLICY
-                | {"policy_kwargs": {"target_utilization": 2}}
-            },
-            "deployments[1].autoscaling_config.policy.policy_kwargs: target_utilization is 2; it must be over 0",
-        ),
-        (
-            {
-                "deployments__2__autoscaling_config": {"max_replicas": 2, "policy": VISUAL_TOKEN_POLICY},
-                "deployments__2__num_replicas": None,
-            },
-            "deployments[2].autoscaling_config.policy.policy_function: deployments.scaling:VisualTokenPolicy is for",
-        ),
-        (
-            {"autoscaling_policy": VISUAL_TOKEN_POLICY},
-            "applications[0].autoscaling_policy.policy_function: deployments.scaling:VisualTokenPolicy is for",
-        ),
-        (
-            {"args__encoder__implementation": "none"},
-            "deployments[1]: remove this entry: with encoder.implementation: none there is no deployment 'Encoder'",
-        ),
-        ({"deployments__0__name": "Encodr"}, "deployments[0].name: no deployment 'Encodr'; there are Ingress,"),
-        ({"args__modell": "auto"}, "applications[0].args: unknown key 'modell': did you mean 'model'?"),
-        ({"args__ingress__hedge_after_s": 1}, "unknown key 'hedge_after_s': it was removed, images are no longer sent"),
-        ({"args__llm__fallback": "local"}, "args.llm: unknown key 'fallback': it was removed, language models"),
-        ({"args__encoder__dtpye": "auto"}, "applications[0].args.encoder: unknown key 'dtpye': did you mean 'dtype'?"),
-        ({"args__encoder__dtype": "float8"}, "applications[0].args.encoder.dtype: Input should be 'auto', 'float32'"),
-        ({"args__ingress__request_timeout_s": 0}, "args.ingress.request_timeout_s: Input should be greater than 0"),
-        (
-            {"args__llm__num_gpus": 0.5, "args__llm__engine_args": {"tensor_parallel_size": 2}},
-            "applications[0].args: llm.num_gpus",
-        ),
-        (
-            {"top__http_options__host": "0.0.0.0"},
-            "applications[0].args: the server listens on 0.0.0.0 and has no API keys",
-        ),
-        (
-            {"args__ingress__auth": {"mode": "keys"}},
-            'applications[0].args.ingress.auth: mode: "keys" needs api_keys_file',
-        ),
-        (
-            {
-                "deployments": [
-                    {"name": "Ingress", "max_queued_requests": 1},
-                    {"name": "LLM", "max_queued_requests": 99},
-                ]
-            },
-            "deployments[1].max_queued_requests: 99 is less than args.ingress.max_requests_waiting, 512",
-        ),
-        (
-            {"deployments": [{"name": "Encoder", "max_queued_requests": 7}]},
-            "max_queued_requests: 7 is less than args.ingress.max_images_in_flight, 1024; Serve would refuse",
-        ),
-        (
-            {"deployments__1__autoscaling_config": {"min_replicas": 3, "max_replicas": 1}},
-            "deployments[1].autoscaling_config: max_replicas (1) must be greater than or equal to min_replicas (3)",
-        ),
-        (
-            {"deployments__1__autoscaling_config": {"min_replicas": -1}},
-            "deployments[1].autoscaling_config.min_replicas: Input should be greater than or equal to 0",
-        ),
-        (
-            {"deployments__2__num_replicas": "auto", "deployments__2__autoscaling_config": {"min_replicas": 101}},
-            "deployments[2].autoscaling_config: max_replicas (100) must be greater than or equal to min_replicas (101)",
-        ),
-        (
-            {"deployments__1__user_config": {"x": 1}},
-            "deployments[1].user_config: no deployment takes it, and its replicas would not start; settings are",
-        ),
-        (
-            {"args__ingress__request_timeout_s": 900},
-            "http_options.request_timeout_s: 610 is not over applications[0].args.ingress.request_timeout_s, 900",
-        ),
-        (
-            {"args__ingress__fetch": {"allowed_domains": ["https://example.org/"]}},
-            "args.ingress.fetch: allowed_domains has 'https://example.org/', which no URL's host matches; write host",
-        ),
-        (
-            {"deployments__1__autoscaling_config__policy": "deployments.scaling:VisualTokenPolicy"},
-            "deployments[1].autoscaling_config.policy: Input should be a valid dictionary",
-        ),
-        (
-            {"deployments__1__autoscaling_config__policy": {"policy_function": ["deployments.scaling"]}},
-            "deployments[1].autoscaling_config.policy.policy_function",
-        ),
-        (
-            {"deployments__1__autoscaling_config__policy": ""},
-            "deployments[1].autoscaling_config.policy: Input should be a valid dictionary",
-        ),
-        (
-            {"deployments__1__autoscaling_config__policy": VISUAL_TOKEN_POLICY | {"policy_kwargs": 5}},
-            "deployments[1].autoscaling_config.policy.policy_kwargs: Input should be a valid dictionary",
-        ),
-        (
-            {"autoscaling_policy": {"policy_function": ["a"]}},
-            "applications[0].autoscaling_policy.policy_function: Input should be a valid string",
-        ),
-        (
-            {"top__http_options__request_timeout_s": "600"},
-            "http_options.request_timeout_s: 600 is not over applications[0].args.ingress.request_timeout_s, 600",
-        ),
-        ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
-    ],
-)
-def test_a_mistake_is_named_with_its_place(tmp_path: Path, changes: dict[str, object], told: str) -> None:
-    result = vitray("check-config", str(write_config(tmp_path / "config.yaml", **changes)))
-    assert result.exit_code == 1
-    assert "1 mistake\n" in result.output
-    assert told in result.output
-
-
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
-    path = write_config(tmp_path / "config.yaml", top__prxy=1, args__modell="x", args__encoder__dtpye=1)
-    assert len(config_check.problems(config_check.read_config(path))) == 3
-
-
-def test_an_application_of_somebody_else_may_stand_beside_ours(tmp_path: Path) -> None:
-    path = write_config(tmp_path / "config.yaml")
-    config = yaml.safe_load(path.read_text())
-    config["applications"].append({"name": "other", "route_prefix": "/other", "import_path": "m:a", "args": {"any": 1}})
-    assert config_check.problems(config) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [("a: [", "not valid YAML"), ("- 1", "needs a list `applications:`"), ("applications: 3", "needs a list")],
-)
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    result = vitray("check-config", str(tmp_path / "config.yaml"))
-    assert (result.exit_code, told in result.output) == (1, True)
-    assert vitray("check-config", str(tmp_path / "missing.yaml")).exit_code == 2
-
-
-def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(write_config(tmp_path / "config.yaml", args__llm__engine_args={"max_modle_len": 1}))
-
-    def refuse(engine_args: object, server_args: object, *, own_tower: bool) -> None:
-        raise ValueError(f"llm.engine_args: {engine_args}")
-
-    monkeypatch.setattr(compat, "check_args", refuse)
-    monkeypatch.setattr(compat, "is_installed", lambda: True)
-    refused = vitray("check-config", path)
-    assert refused.exit_code == 1
-    assert "applications[0].args.llm.engine_args: {'max_modle_len': 1}" in refused.output
-    monkeypatch.setattr(compat, "check_args", lambda *_, **__: None)
-    stages = str(write_config(tmp_path / "stages.yaml", args__llm__engine_args={"pipeline_parallel_size": 2}))
-    assert "only the first stage of a pipeline loads embeddings" in vitray("check-config", stages).output
-    monkeypatch.setattr(compat, "is_installed", lambda: False)
-    passed = vitray("check-config", path)
-    assert (passed.exit_code, "were not checked" in passed.output) == (0, True)
-
-
-def test_deployments_are_those_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "cluster_facts", lambda: ClusterFacts(has_gpu=False))
-    monkeypatch.setattr(compat, "is_installed", lambda: False)
-    ingress: Any = app.build_app({})._bound_deployment
-    below = [bound._bound_deployment.name for bound in ingress.init_kwargs.values()]
-    assert (ingress.name, *below) == (names.INGRESS, names.LLM, names.RESPONSE_STORE, names.ENCODER)
-    assert (names.INGRESS, names.ENCODER, names.LLM) == names.DEPLOYMENTS
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ _MULTIMODAL_MODELS = {
     "SpeechModel": ("speech", "SpeechModel"),
     "MixedModel": ("mixed", "MixedModel"),
     "FilmModel": ("mixed", "FilmModel"),
+    "LiveModel": ("live", "LiveModel"),
+    "SometimesModel": ("live", "SometimesModel"),
     "NewModel": ("vllm.models.new", "NewModel"),
     "GoneModel": ("gone", "GoneModel"),
 }
@@ -58,6 +60,17 @@ class PlainModel(SupportsMultiModal, SupportsEncoderCudaGraph):
 from .processing import EncDecMultiModalProcessor
 @registry.register_processor(EncDecMultiModalProcessor)
 class SpeechModel: ...
+""",
+    "live.py": """
+class Live:
+    def _cached_apply_hf_processor(self): return self._apply_hf_processor()
+class Sometimes(Live):
+    def _cached_apply_hf_processor(self):
+        return self._apply_hf_processor() if self.random else super()._cached_apply_hf_processor()
+@registry.register_processor(Live)
+class LiveModel: ...
+@registry.register_processor(Sometimes)
+class SometimesModel: ...
 """,
     "mixed.py": """
 class MixedModel:
@@ -95,13 +108,23 @@ def test_marks_and_graphs_are_inherited(support: dict[str, ModelSupport]) -> Non
         assert support[name] == ModelSupport(name, Support.UNTESTED, graphs=True, varies_with_others=True)
 
 
+def test_a_processor_that_asks_the_cache_at_times_is_supported(support: dict[str, ModelSupport]) -> None:
+    found = ModelSupport("SometimesModel", Support.UNTESTED, keeps_tower=True, varies_with_others=True)
+    assert support["SometimesModel"] == found
+
+
 def test_a_package_that_chooses_by_platform_is_followed(support: dict[str, ModelSupport]) -> None:
     assert support["NewModel"] == ModelSupport("NewModel", Support.UNTESTED, keeps_tower=True)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("SpeechModel", "encoder-decoder"), ("MixedModel", "weights of the language model"), ("GoneModel", "not found")],
+    [
+        ("SpeechModel", "encoder-decoder"),
+        ("MixedModel", "weights of the language model"),
+        ("LiveModel", "without the processor cache"),
+        ("GoneModel", "not found"),
+    ],
 )
 def test_unsupported_models_have_a_reason(support: dict[str, ModelSupport], name: str, reason: str) -> None:
     assert support[name].support is Support.UNSUPPORTED

@@ -122,13 +122,13 @@ def test_weights_sum_to_one_and_stay_within_16_bits() -> None:
 
 def test_remembered_weights_keep_within_their_bound() -> None:
     longest = resize_weights._LONGEST_REMEMBERED
-    resize_weights._recent_taps.cache_clear()
+    resize_weights._taps.cache_clear()
     assert taps(longest, 60) is taps(longest, 60)
     assert taps(longest + 1, 60) is not taps(longest + 1, 60)
     assert taps(60, longest + 1) is not taps(60, longest + 1)
     largest = max((taps(longest, out) for out in (1, 60, longest - 1, longest)), key=num_bytes)
     assert num_bytes(largest) * resize_weights._MAX_REMEMBERED < 26e6
-    assert resize_weights._recent_taps.cache_info().maxsize == resize_weights._MAX_REMEMBERED
+    assert resize_weights._taps.cache_info().maxsize == resize_weights._MAX_REMEMBERED
 
 
 def num_bytes(found: Taps) -> int:

@@ -1,5 +1,8 @@
 """The walk through a request body of each format: images found in order, everything refused that is not text or an
-image."""
+image.
+
+One file, since every test makes a body of one of the same formats and walks through it.
+"""
 
 from __future__ import annotations
 
