@@ -28,6 +28,7 @@ from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.rungs import RUNGS
 from benchmarks.record import gpu, provenance, save, write
 from benchmarks.serving.checkpoint import make_published
+from benchmarks.serving.generic_checkpoint import GENERIC, make_generic
 from benchmarks.serving.latency_client import Answer, body, one_by_one, open_loop
 from benchmarks.serving.latency_figures import figures, ladder_text, latency_table, overheads
 from benchmarks.serving.plan import (
@@ -52,6 +53,8 @@ STOP_S = 30.0
 FIRST_S = 150.0
 """Seconds for the first answers of a server, which include the start of an encoder."""
 WARM_UPS = 2
+GENERIC_RUNGS = ("eager", "cudagraph")
+"""Those that a model without a tower of ours has."""
 AGAIN_FIRST = 3
 Bodies = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 T = TypeVar("T")
@@ -88,7 +91,10 @@ class Options:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The ladder end to end, beside vLLM alone.")
-    parser.add_argument("--rungs", type=_rungs, default=RUNGS, help=f"some of {','.join(RUNGS)}")
+    parser.add_argument("--model", choices=("qwen3_vl", *GENERIC), default="qwen3_vl")
+    parser.add_argument(
+        "--rungs", type=_rungs, help=f"some of {','.join(RUNGS)}; default: all, without a tower of ours eager,cudagraph"
+    )
     parser.add_argument("--no-peers", action="store_true", help="do not measure vLLM alone")
     parser.add_argument("--names", help="some of the servers, such as fusion,fusion-asking,vllm-graphs")
     parser.add_argument("--tiny", action="store_true", help="a small checkpoint, on the CPU")
@@ -109,6 +115,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     asked = parser.parse_args(arguments)
+    if asked.rungs is None:
+        asked.rungs = GENERIC_RUNGS if asked.model in GENERIC else RUNGS
     for name in ("rounds", "images", "side", "latency_requests", "prompts"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(asked, name)}; it must be at least 1")
@@ -232,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ((options.side, options.side),) * options.images, options.words, options.latency_requests,
         options.latency_tokens, options.prompts, options.output_tokens, options.rate, options.again, options.again_side,
     )  # fmt: skip
-    served, skipped = list_servers(options.rungs, gpu=device is not None, peers=not options.no_peers)
+    served, skipped = list_servers(
+        options.rungs, gpu=device is not None, peers=not options.no_peers, generic=options.model in GENERIC
+    )
     if options.names:
         names = options.names.split(",")
         if unknown := sorted(set(names) - {one.name for one in served}):
@@ -250,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     report: dict[str, Any] = {
         "benchmark": "latency",
+        "model": options.model,
         "tiny": options.tiny,
         "gpu": device,
         "side_by_side": [one.label for one in served],
@@ -270,8 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save(report, options.out)
 
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "qwen3_vl"
-        if options.tiny:
+        checkpoint = Path(folder) / options.model
+        if options.model in GENERIC:
+            make_generic(options.model, checkpoint, tiny=options.tiny)
+        elif options.tiny:
             make_checkpoint("qwen3_vl", checkpoint, dtype="bfloat16")
         else:
             make_published("qwen3_vl", checkpoint)

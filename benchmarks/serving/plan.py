@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,14 @@ class Served:
     """For vLLM alone: CPU threads of torch in each process; 0: torch's own choice."""
     embedding_directory: bool = True
     """For an application: whether an ingress remembers locations of embeddings, and then calls no encoder for them."""
+    generic: bool = False
+    """Whether the model has no tower of vitray: its encoder is vLLM's model class without the language model."""
 
 
-def list_servers(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tuple[list[Served], list[dict[str, str]]]:
-    """Returns the servers, and the unavailable ones with the reason for each."""
+def list_servers(
+    rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool, generic: bool = False
+) -> tuple[list[Served], list[dict[str, str]]]:
+    """Returns the servers, and the unavailable ones with the reason for each. `generic`: see `Served`."""
     made: list[Served] = []
     skipped: list[dict[str, str]] = []
     for rung in rungs:
@@ -95,7 +99,7 @@ def list_servers(rungs: Sequence[str] = RUNGS, *, gpu: bool, peers: bool) -> tup
             one_thread = "vLLM alone, encoder graphs, one CPU thread"
             made.append(Served("vllm-1thread", one_thread, None, encoder_graphs=True, threads=1))
             made.append(Served("vllm-4api", "vLLM alone, four API processes", None, processes=4))
-    return made, skipped
+    return [replace(one, generic=generic) for one in made], skipped
 
 
 def engine_args(served: Served, *, gpu: bool) -> dict[str, Any]:
@@ -108,10 +112,22 @@ def engine_args(served: Served, *, gpu: bool) -> dict[str, Any]:
         args["compilation_config"] = {
             **args["compilation_config"],
             "cudagraph_mm_encoder": True,
-            "encoder_cudagraph_token_budgets": BUDGETS,
-            "encoder_cudagraph_max_vision_items_per_batch": MAX_IMAGES,
         }
+        if not served.generic:
+            args["compilation_config"] |= {
+                "encoder_cudagraph_token_budgets": BUDGETS,
+                "encoder_cudagraph_max_vision_items_per_batch": MAX_IMAGES,
+            }
     return args
+
+
+def encoder_settings(served: Served) -> dict[str, object]:
+    """Returns an application's settings of its encoder. A generic one has vLLM's graphs, or none."""
+    assert served.rung is not None
+    switches = switches_of(served.rung)
+    if not served.generic:
+        return switches
+    return {"implementation": "vllm", "cudagraph_mm_encoder": switches["cudagraph_mm_encoder"]}
 
 
 def serve_config(
@@ -127,7 +143,7 @@ def serve_config(
     for served in all_served:
         if served.rung is None:
             continue
-        switches = switches_of(served.rung)
+        settings = encoder_settings(served)
         applications.append(
             {
                 "name": served.name,
@@ -135,7 +151,7 @@ def serve_config(
                 "import_path": "deployments.app:build_app",
                 "args": {
                     "model": str(checkpoint),
-                    "encoder": switches | kept if gpu else {**switches, "warm_image_sizes": []},
+                    "encoder": settings | kept if gpu else {**settings, "warm_image_sizes": []},
                     "encoder_replica": {
                         "num_gpus": ENCODER_SHARE if gpu else 0,
                         "num_cpus": 0.1,

@@ -33,6 +33,8 @@ NO_METADATA = "vitray_no_metadata"
 MAX_METADATA_BYTES = 16 * 1024**2
 """Bound on the decompressed metadata of one item."""
 
+_FEW_BYTES = 64
+
 CachedItem = tuple[MultiModalKwargsItem, list[ResolvedPromptUpdate]]
 """What vLLM's processor caches return: the item's fields and its prompt updates."""
 
@@ -77,10 +79,15 @@ def header_of(
     return ItemHeader(digest, modality, converted[0].num_embeds, converted, _metadata(modality, kept))
 
 
-def declared_fields(processor: Any, modality: str) -> Collection[str]:  # noqa: ANN401 - vLLM's processors
-    """Returns the fields that the model's processor declares as metadata; none before vLLM 0.32."""
+def declared_fields(processor: Any, item: MultiModalKwargsItem, modality: str) -> Collection[str]:  # noqa: ANN401 - vLLM's processors
+    """Returns the names of an item's metadata fields: those that the model's processor declares, and before vLLM 0.32,
+    where none does so, all of few bytes, such as grids and lengths. The engine's positions are computed from them."""
     parser = processor.info.data_parser
-    return parser.placeholder_metadata_fields(modality) if hasattr(parser, "placeholder_metadata_fields") else ()
+    if hasattr(parser, "placeholder_metadata_fields"):
+        declared: Collection[str] = parser.placeholder_metadata_fields(modality)
+        return declared
+    values = {name: element.data for name, element in item.items()}
+    return [name for name, data in values.items() if isinstance(data, torch.Tensor) and data.nbytes <= _FEW_BYTES]
 
 
 def _metadata(modality: str, kept: MultiModalKwargsItem) -> tuple[int, int, int] | bytes:

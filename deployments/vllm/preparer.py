@@ -153,7 +153,7 @@ class Preparer:
             raise ItemError(f"the model's processor cannot process the {modality}") from error
         processed = result if hasattr(result, "prompt_updates") else result[1]  # a tuple before vLLM 0.32
         [inputs], [updates] = processed.kwargs[modality], processed.prompt_updates[modality]
-        declared = declared_fields(self._processor, modality)
+        declared = declared_fields(self._processor, inputs, modality)
         [encoded] = self._encoder.encode(inputs)
         header = header_of(digest, modality, inputs, updates, declared, info.get_tokenizer())
         return VllmInputs(header, bytes(encoded))

@@ -122,18 +122,28 @@ class Draft:
         for name in names:
             shutil.copyfile(SCENES / name, self.out / name)
 
-    def weights(self, model_class: type[Any], config: Any, rename: Rename | None = None) -> None:
-        """Writes config.json and random weights of transformers' class."""
+    def weights(
+        self,
+        model_class: type[Any],
+        config: Any,
+        rename: Rename | None = None,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        spread: float = WEIGHT_SPREAD,
+    ) -> None:
+        """Writes config.json and random weights of transformers' class, made on `device`."""
         import torch  # not needed by those who only look at RECIPES
         from safetensors.torch import load_file, save_file
 
         torch.manual_seed(0)
-        config.dtype = "float32"
-        model = model_class(config).float().eval()
+        config.dtype = dtype
+        with torch.device(device):
+            model = model_class(config).to(getattr(torch, dtype)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
-                    parameter.normal_(0, WEIGHT_SPREAD)
+                    parameter.normal_(0, spread)
         model.save_pretrained(self.out)
         if rename is not None:
             path = self.out / "model.safetensors"

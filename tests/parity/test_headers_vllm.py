@@ -62,7 +62,7 @@ def prepared(processor: Any, image: Image.Image, digest: str) -> ItemHeader:
     result = processor._apply_hf_processor(ProcessorInputs([], items), TimingContext(enabled=False))
     found = result if hasattr(result, "kwargs") else result[1]  # before vLLM 0.32
     item, updates = found.kwargs["image"][0], found.prompt_updates["image"][0]
-    declared, tokenizer = declared_fields(processor, "image"), processor.info.get_tokenizer()
+    declared, tokenizer = declared_fields(processor, item, "image"), processor.info.get_tokenizer()
     return header_of(digest, "image", item, updates, declared, tokenizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.multimodal.processing.processor import (
     UpdateMode,
 )
 
-from deployments.vllm.headers import NO_METADATA, cache_item, header_of
+from deployments.vllm.headers import NO_METADATA, cache_item, declared_fields, header_of
 from encoder.item_header import HeaderError, ItemHeader, PromptPrefix, PromptRun, PromptUpdate, Target
 
 DIGEST = "ab" * 32
@@ -70,6 +71,21 @@ def test_fields_that_are_kept_or_declared_travel() -> None:
     fields = {name: (torch.tensor([index]), index == 0) for index, name in enumerate(("kept", "declared", "dropped"))}
     item, _ = cache_item(converted(item_of("image", **fields), "declared", "absent"))
     assert {name: element.data.tolist() for name, element in item.items()} == {"kept": [0], "declared": [1]}
+
+
+@pytest.mark.parametrize("declares", [True, False])
+def test_where_nothing_is_declared_grids_and_lengths_travel(declares: bool) -> None:
+    """Before vLLM 0.32, the engine reads fields that nothing declares, and ends if one is absent."""
+    parser = SimpleNamespace(placeholder_metadata_fields=lambda _: {"image_grid_thw"}) if declares else object()
+    item = item_of(
+        "audio",
+        image_grid_thw=(torch.tensor([1, 8, 4]), False),
+        audio_feature_lengths=(torch.tensor(80), False),
+        feature_attention_mask=(torch.ones(300), False),
+    )
+    processor = SimpleNamespace(info=SimpleNamespace(data_parser=parser))
+    expected = {"image_grid_thw"} if declares else {"image_grid_thw", "audio_feature_lengths"}
+    assert set(declared_fields(processor, item, "audio")) == expected
 
 
 def test_a_grid_beside_other_fields_travels_with_them() -> None:
