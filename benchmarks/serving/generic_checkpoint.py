@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from deployments.vllm import import_shim
 from tests.models.checkpoints import HALF, Draft, Rename, make, prefix
 
 _SPREAD = 0.02
@@ -88,6 +89,7 @@ GENERIC: Mapping[str, Callable[[Draft], None]] = MappingProxyType({"gemma3": gem
 def make_generic(name: str, folder: Path, *, tiny: bool = False) -> Path:
     """Writes the checkpoint `name` to `folder` in bfloat16, overwriting existing files; if `tiny`, the small one of
     `tests/models` in float32."""
+    import_shim.activate()
     if tiny:
         make(name, folder)
     else:
