@@ -271,9 +271,9 @@ def _encode(name: str, folder: Path) -> int:
     encoder = VllmEncoder(VllmTower(model, config, engine_args), config)
     wire_bytes = []
     for batch in encoder.launch_batches(prepared):
-        for index, embedding in zip(batch.batch.indices, batch.outputs, strict=True):
+        for index, embedding in zip(batch.batch.indices, batch.fetch(), strict=True):
             header = prepared[index].header
-            torch.save(embedding.contiguous(), folder / "served" / f"{header.digest}.pt")
+            torch.save(embedding, folder / "served" / f"{header.digest}.pt")
             wire_bytes.append(_wire_bytes(header, embedding))
     (folder / "served" / f"{name}.headers").write_bytes(pickle.dumps([item.header for item in prepared]))
     return max(wire_bytes)
