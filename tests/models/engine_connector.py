@@ -28,7 +28,7 @@ class EngineConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
         self._folder = Path(vllm_config.ec_transfer_config.get_from_extra_config("folder", None))
-        self._dtype = vllm_config.model_config.dtype
+        self._dtype, self._device = vllm_config.model_config.dtype, vllm_config.device_config.device
         self._loads = Loads()
         if role is ECConnectorRole.WORKER:  # made before the model is loaded
             build_towers_on_meta()
@@ -57,7 +57,7 @@ class EngineConnector(ECConnectorBase):  # type: ignore[misc]
         loads = self._get_connector_metadata()
         assert isinstance(loads, Loads)
         for digest in loads.digests - encoder_cache.keys():
-            encoder_cache[digest] = torch.load(self._file(digest), weights_only=True).to(self._dtype)
+            encoder_cache[digest] = torch.load(self._file(digest), weights_only=True).to(self._device, self._dtype)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: object) -> None:
         raise RuntimeError(f"the tower ran for {mm_hash}")
