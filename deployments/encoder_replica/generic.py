@@ -15,8 +15,8 @@ from encoder.images.generic_identity import GenericIdentity
 
 
 def load_generic_encoder(path: Path, config: AppConfig, pool: PreparePool) -> VllmEncoder:
-    """Loads the checkpoint's towers, and counts the tokens of images of several sizes, of sounds and of a video in
-    `pool`."""
+    """Loads the checkpoint's towers, counts the tokens of images of several sizes, of sounds and of a video in `pool`,
+    and encodes a blank item of each modality."""
     arguments = generic_engine_args(config)
     settings = json.dumps([vllm_version(), arguments], sort_keys=True)
     encoder = VllmEncoder(VllmTower(path, config.encoder, arguments), config.encoder)
@@ -27,4 +27,5 @@ def load_generic_encoder(path: Path, config: AppConfig, pool: PreparePool) -> Vl
     encoder.identity = GenericIdentity(
         checkpoint_fingerprint(path), settings, images, audio_tokens=sounds, video_tokens=videos
     )
+    encoder.warm_up(map(pool.blank_item, encoder.identity.modalities))
     return encoder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger(__name__)
 
-GRAPH_TOLERANCE = 0.02
-"""Largest difference between a graph's output and the eager output, relative to the largest eager value."""
+MAX_GRAPH_DIFFERENCE = 0.5
+"""Largest norm of the difference between a graph's embedding and the eager one, over the eager one's. The error of
+bfloat16 alone is 0.01 with random weights and 0.2 with massive activations; rows of another image differ by about 1."""
 
 
 class RowCountError(RuntimeError):
@@ -97,8 +98,15 @@ class VllmEncoder:
     def counts(self) -> RunCounts:
         return self._counts
 
-    def warm_up(self) -> None:
-        """Does nothing: vLLM has no inputs without an item, so that the first item loads the kernels."""
+    def warm_up(self, items: Iterable[VllmInputs]) -> None:
+        """Encodes items one by one, so that the first ones of requests do not wait for kernels to load and compile.
+        Failures are logged: a model may fail for one modality only."""
+        for item in items:
+            try:
+                for batch in self.launch_batches([item]):
+                    batch.fetch()
+            except Exception as error:  # models raise exceptions of any class
+                logger.warning("a blank %s could not be encoded at the start: %s", item.header.modality, error)
 
     def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
         """Packs the items of each modality, since vLLM's towers take one modality at a time."""
@@ -140,6 +148,7 @@ class VllmTower:
         and `mm_processor_kwargs`."""
         import_shim.activate()
         import vllm.envs
+        import vllm.ir
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
         from vllm.engine.arg_utils import EngineArgs
@@ -164,18 +173,19 @@ class VllmTower:
             from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
             _set_torch_accelerator_to_noop()
+        # As vLLM's workers do, or its norms would be many kernels each.
+        self._config.kernel_config.ir_op_priority.set_default()
+        vllm.ir.set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
         with set_current_vllm_config(self._config), tempfile.TemporaryDirectory() as folder:
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "nccl" if on_gpu else "gloo")
             ensure_model_parallel_initialized(1, 1)
             self._model: Any = get_model(vllm_config=self._config)
         self._decoder = MsgpackDecoder(t=MultiModalKwargsItem)
         self._no_graphs = Reason.SWITCHED_OFF if config.cudagraph_mm_encoder is False else Reason.NO_GPU
-        self._graphs: Any = None
+        self._graphs: CheckedGraphs | None = None
         if on_gpu and config.cudagraph_mm_encoder is not False:
             self._no_graphs = Reason.NOT_CAPTURED
             self._graphs = self._capture_graphs()
-        self._checked: set[str] = set()
-        """Modalities whose first batch has been compared with the eager forward."""
 
     @torch.inference_mode()
     def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
@@ -189,27 +199,14 @@ class VllmTower:
         outputs: list[Tensor] = []
         reason: Reason | None = None
         for modality, _, batch in group_and_batch_mm_kwargs(pairs, device=self._device, pin_memory=on_gpu):
-            replayed = self._replay(modality, batch)
-            reason = reason if replayed is not None else self._no_graphs
+            replayed = None if self._graphs is None else self._graphs.replay(modality, batch)
+            if replayed is None:
+                refused = self._graphs is not None and self._graphs.refused
+                reason = Reason.REFUSED if refused else self._no_graphs
             outputs.extend(self._model.embed_multimodal(**batch) if replayed is None else replayed)
         return outputs, reason
 
-    def _replay(self, modality: str, batch: Mapping[str, object]) -> list[Tensor] | None:
-        """Returns the output of a graph; None if there is none, or if it differed from the eager forward."""
-        if self._graphs is None or not self._graphs.supports_modality(modality):
-            return None
-        replayed: list[Tensor] | None = self._graphs.execute(batch)
-        if replayed is None or modality in self._checked:
-            return replayed
-        self._checked.add(modality)
-        eager = self._model.embed_multimodal(**batch)
-        if all(_agree(one, other) for one, other in zip(replayed, eager, strict=True)):
-            return replayed
-        logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
-        self._graphs, self._no_graphs = None, Reason.REFUSED
-        return None
-
-    def _capture_graphs(self) -> Any:  # noqa: ANN401 - vLLM's EncoderCudaGraphManager
+    def _capture_graphs(self) -> CheckedGraphs | None:
         from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
         from vllm.platforms import current_platform
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -220,12 +217,41 @@ class VllmTower:
         manager = EncoderCudaGraphManager(self._config, self._device, dtype, self._model)
         with torch.inference_mode():
             manager.capture(current_platform.graph_pool_handle())
-        return manager
+        return CheckedGraphs(manager, self._model.embed_multimodal)
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    bound = GRAPH_TOLERANCE * other.abs().max()
-    return bool((one - other).abs().max() <= bound)  # synchronises: the answer decides the path
+class CheckedGraphs:
+    """vLLM's encoder graphs. The first batch of each modality and power of two of rows is compared with the eager
+    forward: its budgets are powers of two, each with a graph."""
+
+    def __init__(self, manager: Any, eager: Callable[..., Sequence[Tensor]]) -> None:  # noqa: ANN401 - vLLM's
+        """`manager`: an EncoderCudaGraphManager. `eager`: the model's `embed_multimodal`."""
+        self._manager, self._eager = manager, eager
+        self._checked: set[tuple[str, int]] = set()
+        self.refused = False
+        """Whether a graph differed, so that none is replayed any more."""
+
+    def replay(self, modality: str, batch: Mapping[str, object]) -> list[Tensor] | None:
+        """Returns the output of a graph; None if there is none, or if it differed from the eager forward."""
+        if self.refused or not self._manager.supports_modality(modality):
+            return None
+        replayed: list[Tensor] | None = self._manager.execute(batch)
+        if replayed is None:
+            return None
+        kind = modality, sum(map(len, replayed)).bit_length()
+        if kind not in self._checked:
+            self._checked.add(kind)
+            differences = map(_difference, replayed, self._eager(**batch))
+            # Not `>`, since NaN must be refused.
+            self.refused = not all(each <= MAX_GRAPH_DIFFERENCE for each in differences)
+            if self.refused:
+                logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
+                return None
+        return replayed
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
 
 
 def _graph_settings(config: EncoderConfig) -> dict[str, Any]:

@@ -101,6 +101,10 @@ class PreparePool:
         sounds, videos = (partial(count, modality=modality) for modality in ("audio", "video"))
         return count_tokens(count, self._workers.threads.map), count_audio_tokens(sounds), count_video_tokens(videos)
 
+    def blank_item(self, modality: str) -> VllmInputs:
+        """Prepares a small blank file. Raises ImageError and WorkerEndedError as `prepare`."""
+        return self._prepare(ItemFile(sample(modality), modality), NO_DIGEST, START_TIMEOUT_S)
+
     def _prepare(self, item: ItemFile, digest: str, timeout_s: float | None = None) -> VllmInputs:
         def parse(header: bytes, receive: Receive) -> VllmInputs:
             return VllmInputs.from_parts(header, receive(self._memory_bytes))

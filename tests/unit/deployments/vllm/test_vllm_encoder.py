@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
+from deployments.vllm import vllm_encoder as module
 from deployments.vllm.preparer import VllmInputs
-from deployments.vllm.vllm_encoder import RowCountError, VllmEncoder, VllmTower
+from deployments.vllm.vllm_encoder import CheckedGraphs, RowCountError, VllmEncoder, VllmTower
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.interface import ItemEncoder
@@ -86,6 +88,70 @@ def test_a_launched_batch_that_fails_raises(content: str, error: type[Exception]
     encoder, _ = make()
     with pytest.raises(error, match=told):
         list(encoder.launch_batches([item(4, "1"), item(4, content)]))
+
+
+def test_a_warm_up_that_fails_for_one_modality_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, tower = make()
+    warnings: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *values: warnings.append(text % values))
+    encoder.warm_up([item(2, "1"), item(2, "bad", "audio"), item(2, "2", "video")])
+    assert tower.batches == [["1"], ["bad"], ["2"]]
+    assert warnings == ["a blank audio could not be encoded at the start: the tower cannot encode it"]
+
+
+class Manager:
+    """vLLM's encoder graphs: they return `rows` times `factor`, and have none for sounds."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def supports_modality(self, modality: str) -> bool:
+        return modality != "audio"
+
+    def execute(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        return [batch["rows"] * self.factor]
+
+
+class Graphs:
+    """`CheckedGraphs` of a Manager, and the rows of every eager run."""
+
+    def __init__(self) -> None:
+        self.manager, self.eager_rows = Manager(), list[int]()
+        self.checked = CheckedGraphs(self.manager, self._eager)
+
+    def _eager(self, rows: Tensor) -> list[Tensor]:
+        self.eager_rows.append(len(rows))
+        return [rows]
+
+    def replay(self, count: int, modality: str = "image") -> list[Tensor] | None:
+        rows = torch.arange(1, 1 + count * WIDTH, dtype=torch.bfloat16).view(count, WIDTH)
+        return self.checked.replay(modality, {"rows": rows})
+
+
+def test_the_first_batch_of_each_size_is_compared_with_the_eager_tower() -> None:
+    graphs = Graphs()
+    graphs.manager.factor = 1.25  # more than rounding in bfloat16 with massive activations
+    for count in (16, 17, 31, 40, 16):
+        [rows] = graphs.replay(count) or []
+        assert len(rows) == count
+    assert graphs.replay(4, "video") is not None
+    assert graphs.eager_rows == [16, 40, 4]
+    assert graphs.replay(16, "audio") is None
+    assert not graphs.checked.refused
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1.6, math.nan, math.inf])
+def test_graphs_that_differ_are_not_used(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[str] = []
+    monkeypatch.setattr(module.logger, "error", lambda text, *values: errors.append(text % values))
+    graphs = Graphs()
+    assert graphs.replay(8) is not None
+    graphs.manager.factor = factor
+    assert graphs.replay(8) is not None, "only the first batch of a size is compared"
+    assert graphs.replay(64) is None
+    assert graphs.replay(8) is None
+    assert graphs.checked.refused
+    assert errors == ["vLLM's encoder graphs differ from the eager tower for image, and are switched off"]
 
 
 def test_inputs_travel_without_pickles() -> None:

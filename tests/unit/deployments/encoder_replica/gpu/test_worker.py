@@ -85,8 +85,6 @@ class FakeEncoder:
     def count_tokens(self, pixels: Pixels) -> int:
         return num_tokens(pixels.grid_thw, IDENTITY.rules.merge_size)
 
-    def warm_up(self) -> None: ...
-
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         self.waiting.append(waiting)
         return max(1, sum(total <= self.worth for total in accumulate(num_tokens)))
