@@ -27,8 +27,7 @@ from benchmarks.bench_latency import print_failures
 from benchmarks.ladder.measure import Deadline
 from benchmarks.ladder.rungs import RUNGS
 from benchmarks.record import gpu, provenance, save, write
-from benchmarks.serving.checkpoint import make_published
-from benchmarks.serving.generic_checkpoint import GENERIC, make_generic
+from benchmarks.serving.checkpoint import GENERIC, make_generic, make_published
 from benchmarks.serving.latency_client import Answer, body, one_by_one, open_loop
 from benchmarks.serving.latency_figures import figures, ladder_text, latency_table, overheads
 from benchmarks.serving.plan import (
