@@ -80,7 +80,7 @@ def list_servers(
         except RungUnavailableError as error:
             skipped.append({"name": rung, "reason": str(error)})
         else:
-            made.append(Served(rung, LABELS[rung], rung))
+            made.append(Served(rung, f"generic encoder, {rung}" if generic else LABELS[rung], rung))
     if gpu and any(one.rung == VARIANT_RUNG for one in made):
         without = f"{LABELS[VARIANT_RUNG]}, language model without graphs"
         made.append(Served(f"{VARIANT_RUNG}-llm-eager", without, VARIANT_RUNG, llm_graphs=False))

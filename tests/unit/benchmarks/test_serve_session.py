@@ -111,6 +111,19 @@ def test_the_configuration_is_one_that_the_application_takes(tmp_path: Path, gpu
     assert total + peers <= (1.0 if gpu else 0.0)
 
 
+def test_a_model_without_a_tower_of_ours_has_vllms_class_and_graphs(tmp_path: Path) -> None:
+    served, _ = list_servers(("eager", "cudagraph"), gpu=True, peers=True, generic=True)
+    config = serve_config(served, tmp_path, gpu=True, port=8123)
+    encoders = {one["name"]: one["args"]["encoder"] for one in config["applications"]}
+    assert encoders == {
+        name: {"implementation": "vllm", "cudagraph_mm_encoder": name == "cudagraph"} for name in ("eager", "cudagraph")
+    }
+    assert problems(yaml.safe_load(yaml.safe_dump(config))) == []
+    graphs = engine_args(next(one for one in served if one.name == "vllm-graphs"), gpu=True)["compilation_config"]
+    assert graphs["cudagraph_mm_encoder"] is True
+    assert "encoder_cudagraph_token_budgets" not in graphs, "those of Qwen's tower"
+
+
 def test_all_language_models_are_alike_but_for_the_switch(tmp_path: Path) -> None:
     served = {one.name: one for one in list_servers(gpu=True, peers=True)[0]}
     plain = engine_args(served["eager"], gpu=True)
