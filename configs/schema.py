@@ -10,7 +10,7 @@ import difflib
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from configs.encoder_config import EncoderConfig
 from configs.renamed import describe_former_key
@@ -24,7 +24,18 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 LoadFactor = Annotated[float, Field(ge=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
-GpuCount = Literal["auto"] | NonNegativeFloat
+
+
+def _as_ray_counts(gpus: str | float) -> str | float:
+    """Raises ValueError for counts that Ray refuses when it starts a replica."""
+    if isinstance(gpus, float) and gpus > 1 and gpus % 1:
+        raise ValueError(f"must be a whole number above 1, got {gpus:g}")
+    if isinstance(gpus, float) and round(gpus, 4) != gpus:
+        raise ValueError(f"must have at most four decimals, got {gpus:g}")
+    return gpus
+
+
+GpuCount = Annotated[Literal["auto"] | NonNegativeFloat, AfterValidator(_as_ray_counts)]
 
 
 class Options(BaseModel):
