@@ -26,12 +26,15 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 
 
+LEAST_GPU_SHARE = 0.0001
+
+
 def _as_ray_counts(gpus: str | float) -> str | float:
     """Raises ValueError for counts that Ray refuses when it starts a replica."""
     if isinstance(gpus, float) and gpus > 1 and gpus % 1:
         raise ValueError(f"must be a whole number above 1, got {gpus:g}")
-    if isinstance(gpus, float) and round(gpus, 4) != gpus:
-        raise ValueError(f"must have at most four decimals, got {gpus:g}")
+    if isinstance(gpus, float) and 0 < gpus < LEAST_GPU_SHARE:
+        raise ValueError(f"must be 0 or at least {LEAST_GPU_SHARE}, got {gpus}")
     return gpus
 
 

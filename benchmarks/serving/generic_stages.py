@@ -67,7 +67,7 @@ def measure(name: str, folder: Path) -> None:
         config = EncoderConfig(cudagraph_mm_encoder=graphs)
         encoder = VllmEncoder(VllmTower(path, config, ENGINE), config)
         began = time.perf_counter()
-        encoder.warm_up(items[:1])
+        encoder.warm_up(["image"], lambda _: items[0])
         print(f"{name}, graphs {graphs}: first image {time.perf_counter() - began:.2f} s", flush=True)
         for count in COUNTS:
             took = milliseconds(partial(encode, encoder, items[:count]))

@@ -27,6 +27,7 @@ logger = logging.getLogger("ray.serve")
 GENERIC_ENGINE_ARGS = (
     "dtype", "hf_overrides", "config_format", "tokenizer", "tokenizer_mode", "quantization", "max_model_len",
     "media_io_kwargs", "mm_processor_kwargs",
+    "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
 )  # fmt: skip
 """Keys of `llm.engine_args` that also concern vLLM's processor and towers."""
 

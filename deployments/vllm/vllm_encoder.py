@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
 from deployments.vllm.preparer import VllmInputs
+from encoder.device_errors import is_cuda_error
 from encoder.graphs.budgets import resolve_budgets
 from encoder.images.generic_identity import GenericIdentity
 from encoder.packing.greedy import Batch, pack
@@ -29,7 +31,7 @@ from encoder.staging.staging import HostAllocator
 logger = logging.getLogger(__name__)
 
 MAX_GRAPH_DIFFERENCE = 0.5
-"""Largest norm of the difference between a graph's embedding and the eager one, over the eager one's. The error of
+"""Largest norm of the difference between a row of a graph and of the eager forward, over the eager one's. The error of
 bfloat16 alone is 0.01 with random weights and 0.2 with massive activations; rows of another image differ by about 1."""
 
 
@@ -44,9 +46,13 @@ class VllmBatch:
     batch: Batch
     outputs: list[Tensor]
     run_record: RunRecord
+    ready: torch.cuda.Event | None = None
+    """Recorded after the outputs, whose stream the thread that fetches them need not have; None on the CPU."""
 
     def fetch(self, allocate: HostAllocator | None = None) -> list[Tensor]:
         """Copies the embeddings to host memory, from `allocate` if it returns memory. Blocks."""
+        if self.ready is not None:
+            self.ready.synchronize()
         fetched = []
         for output in self.outputs:
             rows, width = output.shape
@@ -98,15 +104,17 @@ class VllmEncoder:
     def counts(self) -> RunCounts:
         return self._counts
 
-    def warm_up(self, items: Iterable[VllmInputs]) -> None:
-        """Encodes items one by one, so that the first ones of requests do not wait for kernels to load and compile.
-        Failures are logged: a model may fail for one modality only."""
-        for item in items:
+    def warm_up(self, modalities: Iterable[str], prepare: Callable[[str], VllmInputs]) -> None:
+        """Encodes an item of each modality, so that the first ones of requests do not wait for kernels to load and
+        compile. Failures are logged, unless the device is lost: a model may fail for one modality only."""
+        for modality in modalities:
             try:
-                for batch in self.launch_batches([item]):
+                for batch in self.launch_batches([prepare(modality)]):
                     batch.fetch()
             except Exception as error:  # models raise exceptions of any class
-                logger.warning("a blank %s could not be encoded at the start: %s", item.header.modality, error)
+                if is_cuda_error(error):
+                    raise
+                logger.warning("a blank %s could not be encoded at the start: %s", modality, error)
 
     def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
         """Packs the items of each modality, since vLLM's towers take one modality at a time."""
@@ -115,9 +123,11 @@ class VllmEncoder:
             by_modality.setdefault(item.header.modality, []).append(index)
         batches = [
             Batch(tuple(indices[packed] for packed in batch.indices), None)
-            for indices in by_modality.values()
+            for modality, indices in by_modality.items()
             for batch in pack(
-                [items[index].num_tokens for index in indices], budgets=self._budgets, max_images=self._max_items
+                [items[index].num_tokens for index in indices],
+                budgets=self._budgets,
+                max_images=1 if self._tower.encodes_alone(modality) else self._max_items,
             )
         ]
         return sorted(batches, key=lambda batch: min(batch.indices))
@@ -137,7 +147,7 @@ class VllmEncoder:
             self._counts.add_replay(num_tokens, num_tokens)
         else:
             self._counts.add_eager_run(num_tokens, reason)
-        return VllmBatch(batch, outputs, RunRecord(None, reason, num_tokens, len(batched)))
+        return VllmBatch(batch, outputs, RunRecord(None, reason, num_tokens, len(batched)), self._tower.mark())
 
 
 class VllmTower:
@@ -154,6 +164,7 @@ class VllmTower:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader import get_model
         from vllm.multimodal.inputs import MultiModalKwargsItem
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.serial_utils import MsgpackDecoder
 
         if vllm.envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
@@ -166,7 +177,8 @@ class VllmTower:
             "enforce_eager": True,
             "compilation_config": _graph_settings(config),
         }
-        self._config = EngineArgs(**arguments).create_engine_config()
+        # Budgets of graphs end at max_num_batched_tokens, whose default depends on the context: that of `vllm serve`.
+        self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._device = torch.device(self._config.device_config.device)
         on_gpu = self._device.type == "cuda"
         if not on_gpu:  # or vLLM's loader would synchronise with an accelerator that does not exist
@@ -198,15 +210,28 @@ class VllmTower:
         on_gpu = self._device.type == "cuda"
         outputs: list[Tensor] = []
         reason: Reason | None = None
-        for modality, _, batch in group_and_batch_mm_kwargs(pairs, device=self._device, pin_memory=on_gpu):
-            replayed = None if self._graphs is None else self._graphs.replay(modality, batch)
-            if replayed is None:
-                refused = self._graphs is not None and self._graphs.refused
-                reason = Reason.REFUSED if refused else self._no_graphs
-            outputs.extend(self._model.embed_multimodal(**batch) if replayed is None else replayed)
+        for modality, count, batch in group_and_batch_mm_kwargs(pairs, device=self._device, pin_memory=on_gpu):
+            rows = [item.header.num_embeds for item in items[len(outputs) : len(outputs) + count]]
+            found = self._no_graphs if self._graphs is None else self._graphs.replay(modality, batch, rows)
+            if isinstance(found, Reason):
+                reason, found = found, self._model.embed_multimodal(**batch)
+            outputs.extend(found)
         return outputs, reason
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Returns an event after all that was launched so far; None on the CPU."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event
+
+    def encodes_alone(self, modality: str) -> bool:
+        """Whether items of the modality must not share a batch."""
+        return modality == "video" and getattr(self._model, "requires_sequential_video_encoding", False)
+
     def _capture_graphs(self) -> CheckedGraphs | None:
+        from vllm.distributed.parallel_state import graph_capture
         from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
         from vllm.platforms import current_platform
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -215,49 +240,73 @@ class VllmTower:
             return None
         dtype = self._config.model_config.dtype
         manager = EncoderCudaGraphManager(self._config, self._device, dtype, self._model)
-        with torch.inference_mode():
-            manager.capture(current_platform.graph_pool_handle())
+        # One frame per item. With vLLM's room for videos of hundreds of frames, each graph of GLM-4V computes 76,800
+        # patches or more, also for one small image.
+        manager.max_frames_per_batch = manager.max_batch_size
+        try:
+            # vLLM captures on a stream of its own; this context restores the thread's.
+            with torch.inference_mode(), graph_capture(self._device):
+                manager.capture(current_platform.graph_pool_handle())
+        except torch.OutOfMemoryError as error:
+            logger.warning("no graphs of vLLM's encoder: %s", error)
+            return None
         return CheckedGraphs(manager, self._model.embed_multimodal)
 
 
 class CheckedGraphs:
-    """vLLM's encoder graphs. The first batch of each modality and power of two of rows is compared with the eager
-    forward: its budgets are powers of two, each with a graph."""
+    """vLLM's encoder graphs. The first batch of each budget is compared with the eager forward."""
 
     def __init__(self, manager: Any, eager: Callable[..., Sequence[Tensor]]) -> None:  # noqa: ANN401 - vLLM's
         """`manager`: an EncoderCudaGraphManager. `eager`: the model's `embed_multimodal`."""
         self._manager, self._eager = manager, eager
         self._checked: set[tuple[str, int]] = set()
-        self.refused = False
-        """Whether a graph differed, so that none is replayed any more."""
 
-    def replay(self, modality: str, batch: Mapping[str, object]) -> list[Tensor] | None:
-        """Returns the output of a graph; None if there is none, or if it differed from the eager forward."""
-        if self.refused or not self._manager.supports_modality(modality):
-            return None
-        replayed: list[Tensor] | None = self._manager.execute(batch)
-        if replayed is None:
-            return None
-        kind = modality, sum(map(len, replayed)).bit_length()
+    def replay(self, modality: str, batch: Mapping[str, object], rows: Sequence[int]) -> list[Tensor] | Reason:
+        """Returns the output of graphs, or why there is none. `rows`: of each item's embedding."""
+        if self._manager is None:
+            return Reason.REFUSED
+        if modality == "video" or not self._manager.supports_modality(modality):
+            return Reason.NOT_CAPTURED
+        budgets = self._manager.token_budgets
+        if max(rows) > budgets[-1]:
+            return Reason.OVER_LARGEST
+        replayed: list[Tensor] = self._manager.execute(batch)
+        # vLLM splits what is over its largest budget, which counts as another one.
+        kind = modality, bisect_left(budgets, sum(rows))
         if kind not in self._checked:
-            self._checked.add(kind)
-            differences = map(_difference, replayed, self._eager(**batch))
-            # Not `>`, since NaN must be refused.
-            self.refused = not all(each <= MAX_GRAPH_DIFFERENCE for each in differences)
-            if self.refused:
+            if not _agree(replayed, self._eager(**batch)) or self._share_memory(replayed):
                 logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
-                return None
+                self._manager = None
+                return Reason.REFUSED
+            self._checked.add(kind)
         return replayed
 
+    def _share_memory(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether outputs are views of a graph's buffer, which the next replay overwrites."""
+        graphs = [graph for each in self._manager.budget_graphs.values() for graph in each.values()]
+        buffers = {graph.output_buffer.untyped_storage().data_ptr() for graph in graphs}
+        return any(output.untyped_storage().data_ptr() in buffers for output in outputs)
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one.float() - other.float()).norm() / other.float().norm())
+
+def _agree(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether of each embedding at most one row in a hundred differs by more than `MAX_GRAPH_DIFFERENCE`."""
+    if [one.shape for one in outputs] != [other.shape for other in others]:
+        return False
+    for one, other in zip(outputs, others, strict=True):
+        lengths = other.float().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        differences = (one.float() - other.float()).norm(dim=1) / lengths
+        if not differences.quantile(0.99) <= MAX_GRAPH_DIFFERENCE:  # not `>`, since NaN must be refused
+            return False
+    return True
 
 
 def _graph_settings(config: EncoderConfig) -> dict[str, Any]:
     """Returns vLLM's compilation settings of encoder graphs; it chooses budgets itself unless they are configured."""
     settings: dict[str, Any] = {"cudagraph_mm_encoder": config.cudagraph_mm_encoder is not False}
     if config.encoder_cudagraph_token_budgets != "auto":
-        settings["encoder_cudagraph_token_budgets"] = list(config.encoder_cudagraph_token_budgets)
-        settings["encoder_cudagraph_max_vision_items_per_batch"] = config.encoder_cudagraph_max_images_per_batch
+        budgets = config.encoder_cudagraph_token_budgets
+        settings["encoder_cudagraph_token_budgets"] = list(budgets)
+        # vLLM refuses more items than the smallest budget has tokens.
+        most_items = min(config.encoder_cudagraph_max_images_per_batch, budgets[0])
+        settings["encoder_cudagraph_max_vision_items_per_batch"] = most_items
     return settings

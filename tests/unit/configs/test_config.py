@@ -116,7 +116,7 @@ def test_budgets_must_be_there_and_positive(budgets: list[int]) -> None:
         ("encoder_replica.num_gpus", "all", "auto"),
         ("encoder_replica.num_gpus", float("inf"), "finite"),
         ("encoder_replica.num_gpus", 1.5, "must be a whole number above 1, got 1.5"),
-        ("llm.num_gpus", 0.00001, "must have at most four decimals, got 1e-05"),
+        ("llm.num_gpus", 0.00001, "must be 0 or at least 0.0001, got 1e-05"),
         ("encoder_replica.cache_bytes", -1, "0"),
         ("encoder_replica.max_queued_tokens", 0, "0"),
         ("encoder_replica.decode_timeout_s", float("nan"), "finite"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,12 +14,14 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import vllm_encoder as module
 from deployments.vllm.preparer import VllmInputs
-from deployments.vllm.vllm_encoder import CheckedGraphs, RowCountError, VllmEncoder, VllmTower
+from deployments.vllm.vllm_encoder import CheckedGraphs, RowCountError, VllmBatch, VllmEncoder, VllmTower
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
+from encoder.images.size import ImageError
 from encoder.interface import ItemEncoder
 from encoder.item_header import ItemHeader, PromptPrefix, PromptRun, PromptUpdate, Target
-from encoder.packing.run_counts import Reason
+from encoder.packing.greedy import Batch
+from encoder.packing.run_counts import Reason, RunRecord
 from encoder.pixels.preprocess import Pixels
 
 WIDTH = 4
@@ -44,6 +47,12 @@ class FakeTower:
         rows = [each.header.num_embeds - (each.inputs == b"short") for each in items]
         values = [float(name) if name.isdigit() else 0.0 for name in names]
         return [torch.full((count, WIDTH), value) for count, value in zip(rows, values, strict=True)], Reason.NO_GPU
+
+    def mark(self) -> None:
+        """On the CPU, nothing is to be waited for."""
+
+    def encodes_alone(self, modality: str) -> bool:
+        return modality == "video"
 
 
 def make(budgets: tuple[int, ...] = (64,), max_items: int = 16) -> tuple[VllmEncoder, FakeTower]:
@@ -94,22 +103,58 @@ def test_a_warm_up_that_fails_for_one_modality_goes_on(monkeypatch: pytest.Monke
     encoder, tower = make()
     warnings: list[str] = []
     monkeypatch.setattr(module.logger, "warning", lambda text, *values: warnings.append(text % values))
-    encoder.warm_up([item(2, "1"), item(2, "bad", "audio"), item(2, "2", "video")])
-    assert tower.batches == [["1"], ["bad"], ["2"]]
-    assert warnings == ["a blank audio could not be encoded at the start: the tower cannot encode it"]
+
+    def prepare(modality: str) -> VllmInputs:
+        if modality == "video":
+            raise ImageError("4 frames of the video would be encoded, the limit is 2")
+        return item(2, "bad" if modality == "audio" else "1", modality)
+
+    encoder.warm_up(["audio", "video", "image"], prepare)
+    assert tower.batches == [["bad"], ["1"]]
+    assert warnings == [
+        "a blank audio could not be encoded at the start: the tower cannot encode it",
+        "a blank video could not be encoded at the start: 4 frames of the video would be encoded, the limit is 2",
+    ]
+
+
+def test_a_warm_up_that_loses_the_device_raises() -> None:
+    encoder, _ = make()
+
+    def prepare(_: str) -> VllmInputs:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        encoder.warm_up(["image"], prepare)
+
+
+def test_items_that_must_not_share_a_batch_are_encoded_alone() -> None:
+    encoder, tower = make()
+    list(encoder.launch_batches([item(2, "1", "video"), item(2, "2"), item(2, "3", "video"), item(2, "4")]))
+    assert tower.batches == [["1"], ["2", "4"], ["3"]]
+
+
+def test_embeddings_are_copied_only_once_they_are_ready() -> None:
+    """The thread that fetches has another stream than the one that launched."""
+    output = torch.zeros(2, WIDTH)
+    ready = SimpleNamespace(synchronize=lambda: output.fill_(7.0))
+    batch = VllmBatch(Batch((0,), None), [output], RunRecord(None, None, 2, 1), cast(torch.cuda.Event, ready))
+    assert batch.fetch()[0].eq(7).all()
 
 
 class Manager:
-    """vLLM's encoder graphs: they return `rows` times `factor`, and have none for sounds."""
+    """vLLM's encoder graphs of three budgets: they return the batch's rows times `factor`, or other `outputs`."""
+
+    token_budgets = (16, 64, 256)
 
     def __init__(self) -> None:
-        self.factor = 1.0
+        self.factor, self.outputs = 1.0, list[Tensor]()
+        self.budget_graphs = {"default": {16: SimpleNamespace(output_buffer=torch.zeros(16, WIDTH))}}
 
     def supports_modality(self, modality: str) -> bool:
         return modality != "audio"
 
     def execute(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
-        return [batch["rows"] * self.factor]
+        return self.outputs or [batch["rows"] * self.factor]
 
 
 class Graphs:
@@ -123,35 +168,70 @@ class Graphs:
         self.eager_rows.append(len(rows))
         return [rows]
 
-    def replay(self, count: int, modality: str = "image") -> list[Tensor] | None:
+    def replay(self, count: int, modality: str = "image") -> list[Tensor] | Reason:
         rows = torch.arange(1, 1 + count * WIDTH, dtype=torch.bfloat16).view(count, WIDTH)
-        return self.checked.replay(modality, {"rows": rows})
+        return self.checked.replay(modality, {"rows": rows}, [count])
 
 
-def test_the_first_batch_of_each_size_is_compared_with_the_eager_tower() -> None:
+def test_the_first_batch_of_each_budget_is_compared_with_the_eager_tower() -> None:
     graphs = Graphs()
     graphs.manager.factor = 1.25  # more than rounding in bfloat16 with massive activations
-    for count in (16, 17, 31, 40, 16):
-        [rows] = graphs.replay(count) or []
-        assert len(rows) == count
-    assert graphs.replay(4, "video") is not None
-    assert graphs.eager_rows == [16, 40, 4]
-    assert graphs.replay(16, "audio") is None
-    assert not graphs.checked.refused
+    for count in (16, 17, 64, 65, 3, 256):
+        found = graphs.replay(count)
+        assert not isinstance(found, Reason)
+        assert len(found[0]) == count
+    assert graphs.eager_rows == [16, 17, 65]
+    assert graphs.replay(257) is Reason.OVER_LARGEST
+    assert graphs.replay(16, "audio") is Reason.NOT_CAPTURED
+    assert graphs.replay(16, "video") is Reason.NOT_CAPTURED
+
+
+def refused(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, count: int = 64) -> None:
+    """Asserts that a batch is refused, and no graph is replayed after it."""
+    errors: list[str] = []
+    monkeypatch.setattr(module.logger, "error", lambda text, *values: errors.append(text % values))
+    assert graphs.replay(count) is Reason.REFUSED
+    assert graphs.replay(8) is Reason.REFUSED
+    assert errors == ["vLLM's encoder graphs differ from the eager tower for image, and are switched off"]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 1.6, math.nan, math.inf])
 def test_graphs_that_differ_are_not_used(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[str] = []
-    monkeypatch.setattr(module.logger, "error", lambda text, *values: errors.append(text % values))
     graphs = Graphs()
-    assert graphs.replay(8) is not None
+    assert graphs.replay(8) is not Reason.REFUSED
     graphs.manager.factor = factor
-    assert graphs.replay(8) is not None, "only the first batch of a size is compared"
-    assert graphs.replay(64) is None
-    assert graphs.replay(8) is None
-    assert graphs.checked.refused
-    assert errors == ["vLLM's encoder graphs differ from the eager tower for image, and are switched off"]
+    assert graphs.replay(8) is not Reason.REFUSED, "only the first batch of a budget is compared"
+    refused(graphs, monkeypatch)
+
+
+def test_a_few_wrong_rows_beside_large_ones_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs()
+    rows = torch.arange(1, 1 + 64 * WIDTH, dtype=torch.bfloat16).view(64, WIDTH)
+    graphs.manager.outputs = [rows.clone()]
+    graphs.manager.outputs[0][:2] = 0  # the smallest
+    refused(graphs, monkeypatch)
+
+
+@pytest.mark.parametrize("outputs", [[torch.ones(1, WIDTH)], [torch.ones(64, WIDTH)] * 2])
+def test_outputs_of_another_shape_are_not_used(outputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs()
+    graphs.manager.outputs = outputs
+    refused(graphs, monkeypatch)
+
+
+def test_views_of_a_graphs_buffer_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next replay would overwrite them before they are copied."""
+    graphs = Graphs()
+    buffer = torch.arange(1, 1 + 16 * WIDTH, dtype=torch.bfloat16).view(16, WIDTH)
+    graphs.manager.budget_graphs["default"][16].output_buffer = buffer
+    graphs.manager.outputs = [buffer[:8]]
+    refused(graphs, monkeypatch, 8)
+
+
+@pytest.mark.parametrize(("budgets", "most_items"), [((64, 1024), 32), ((16, 1024), 16)])
+def test_graphs_hold_no_more_items_than_the_smallest_budget(budgets: tuple[int, ...], most_items: int) -> None:
+    settings = module._graph_settings(EncoderConfig(encoder_cudagraph_token_budgets=budgets))
+    assert settings["encoder_cudagraph_max_vision_items_per_batch"] == most_items
 
 
 def test_inputs_travel_without_pickles() -> None:
