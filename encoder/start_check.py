@@ -152,3 +152,16 @@ def largest_error_on_device(found: Tensor, expected: Tensor, image_tokens: tuple
     """Returns the largest ‖found - expected‖ / ‖expected‖ of an image, float32, infinite for NaN, without
     synchronising."""
     return image_errors(found, expected, image_tokens, found.shape[1]).max()
+
+
+def rows_agree(outputs: Sequence[Tensor], others: Sequence[Tensor], limit: float) -> bool:
+    """Returns whether all embeddings `[rows, width]` have the shapes of the others, and of each at most one row in a
+    hundred differs by more than `limit` times the norm of the other's row."""
+    if [one.shape for one in outputs] != [other.shape for other in others]:
+        return False
+    for one, other in zip(outputs, others, strict=True):
+        lengths = other.float().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        differences = (one.float() - other.float()).norm(dim=1) / lengths
+        if not differences.quantile(0.99) <= limit:  # not `>`, since NaN must not agree
+            return False
+    return True

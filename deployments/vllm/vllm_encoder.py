@@ -21,12 +21,13 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
 from deployments.vllm.preparer import VllmInputs
-from encoder.device_errors import is_cuda_error
+from encoder.device_errors import is_cuda_error, is_out_of_memory
 from encoder.graphs.budgets import resolve_budgets
 from encoder.images.generic_identity import GenericIdentity
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
+from encoder.start_check import rows_agree
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +248,9 @@ class VllmTower:
             # vLLM captures on a stream of its own; this context restores the thread's.
             with torch.inference_mode(), graph_capture(self._device):
                 manager.capture(current_platform.graph_pool_handle())
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             logger.warning("no graphs of vLLM's encoder: %s", error)
             return None
         return CheckedGraphs(manager, self._model.embed_multimodal)
@@ -274,7 +277,7 @@ class CheckedGraphs:
         # vLLM splits what is over its largest budget, which counts as another one.
         kind = modality, bisect_left(budgets, sum(rows))
         if kind not in self._checked:
-            if not _agree(replayed, self._eager(**batch)) or self._share_memory(replayed):
+            if not rows_agree(replayed, self._eager(**batch), MAX_GRAPH_DIFFERENCE) or self._share_memory(replayed):
                 logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
                 self._manager = None
                 return Reason.REFUSED
@@ -286,18 +289,6 @@ class CheckedGraphs:
         graphs = [graph for each in self._manager.budget_graphs.values() for graph in each.values()]
         buffers = {graph.output_buffer.untyped_storage().data_ptr() for graph in graphs}
         return any(output.untyped_storage().data_ptr() in buffers for output in outputs)
-
-
-def _agree(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether of each embedding at most one row in a hundred differs by more than `MAX_GRAPH_DIFFERENCE`."""
-    if [one.shape for one in outputs] != [other.shape for other in others]:
-        return False
-    for one, other in zip(outputs, others, strict=True):
-        lengths = other.float().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-        differences = (one.float() - other.float()).norm(dim=1) / lengths
-        if not differences.quantile(0.99) <= MAX_GRAPH_DIFFERENCE:  # not `>`, since NaN must be refused
-            return False
-    return True
 
 
 def _graph_settings(config: EncoderConfig) -> dict[str, Any]:
