@@ -51,8 +51,8 @@ def page() -> str:
         "where its embedding is stored. A request cannot set `min_pixels` and `max_pixels`, and `detail` has "
         "no effect, as in vLLM alone. The application takes images, sounds and videos of the models that do.",
         "The generic encoder's kernels are vLLM's. In its only measurement on a GPU, with GLM-4.1V's tower, a request "
-        "with four new images took 1.4 to 1.6 times as long as with vLLM alone; its causes are mended since, without "
-        "another measurement ([log](../benchmarks/log/2026-11-29-generic-encoder-gpu.md)).",
+        "with four new images took 1.4 to 1.6 times as long as with vLLM alone; the causes that were found are mended, "
+        "and it was not measured again ([log](../benchmarks/log/2026-11-29-generic-encoder-gpu.md)).",
         GENERATED,
         "## Tested",
         "A small checkpoint with random weights of each architecture answered the same questions twice on a CPU, by "
