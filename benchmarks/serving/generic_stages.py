@@ -7,7 +7,6 @@ each number of images those from its output to embeddings in host memory, with a
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import tempfile
 import time
@@ -19,14 +18,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import numpy as np
 import torch
-from PIL import Image
 
+from benchmarks.ladder.measure import timed
 from benchmarks.serving.checkpoint import GENERIC, make_generic
 from configs.encoder_config import EncoderConfig
 from deployments.vllm.preparer import Preparer, VllmInputs
 from deployments.vllm.vllm_encoder import VllmEncoder, VllmTower
+from tests.models.media import image
 
 SIDE, ROUNDS = 448, 7
 COUNTS = (1, 2, 3, 4, 8)
@@ -35,20 +34,8 @@ ENGINE: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 16384}
 
 def milliseconds(run: Callable[[], object]) -> float:
     """Returns the median of ROUNDS runs after one more."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return round(median(times[1:]), 2)
-
-
-def picture(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
-    return file.getvalue()
+    device = torch.device("cuda")
+    return round(median([timed(run, device) for _ in range(ROUNDS + 1)][1:]), 2)
 
 
 def encode(encoder: VllmEncoder, items: Sequence[VllmInputs]) -> None:
@@ -59,7 +46,7 @@ def encode(encoder: VllmEncoder, items: Sequence[VllmInputs]) -> None:
 def measure(name: str, folder: Path) -> None:
     path = make_generic(name, folder / name)
     preparer = Preparer(path, ENGINE)
-    files = [picture(seed) for seed in range(max(COUNTS))]
+    files = [image(seed, SIDE, SIDE) for seed in range(max(COUNTS))]
     items = [preparer.prepare(file, "image", f"{seed:064x}") for seed, file in enumerate(files)]
     took = milliseconds(lambda: preparer.prepare(files[0], "image", "0" * 64))
     print(f"{name}: processor {took} ms, {len(items[0].inputs)} bytes, {items[0].num_tokens} tokens", flush=True)

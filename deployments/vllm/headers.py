@@ -86,8 +86,11 @@ def declared_fields(processor: Any, item: MultiModalKwargsItem, modality: str) -
     if hasattr(parser, "placeholder_metadata_fields"):
         declared: Collection[str] = parser.placeholder_metadata_fields(modality)
         return declared
-    values = {name: element.data for name, element in item.items()}
-    return [name for name, data in values.items() if isinstance(data, torch.Tensor) and data.nbytes <= _FEW_BYTES]
+    return [
+        name
+        for name, element in item.items()
+        if isinstance(element.data, torch.Tensor) and element.data.nbytes <= _FEW_BYTES
+    ]
 
 
 def _metadata(modality: str, kept: MultiModalKwargsItem) -> tuple[int, int, int] | bytes:

@@ -63,6 +63,9 @@ HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 Shapes = dict[str, tuple[int, ...]]
 """Sizes of tensors by name."""
 
+Settings = Mapping[str, Any]
+"""Values of a configuration by name."""
+
 Rename = Callable[[str], str | None]
 """Name of a tensor in released checkpoints, by its name in transformers 5; None drops the tensor."""
 
@@ -84,8 +87,12 @@ class Recipe:
 class Draft:
     """A checkpoint folder that is being written."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(
+        self, out: Path, *, dtype: str = "float32", device: str = "cpu", spread: float = WEIGHT_SPREAD
+    ) -> None:
+        """`dtype` and `spread`, the standard deviation: of the weights, which are made on `device`."""
         self.out = out
+        self._dtype, self._device, self._spread = dtype, device, spread
         out.mkdir(parents=True, exist_ok=True)
         self._tokenizer = Tokenizer.from_file(str(SCENES / "tokenizer.json"))
 
@@ -122,28 +129,19 @@ class Draft:
         for name in names:
             shutil.copyfile(SCENES / name, self.out / name)
 
-    def weights(
-        self,
-        model_class: type[Any],
-        config: Any,
-        rename: Rename | None = None,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        spread: float = WEIGHT_SPREAD,
-    ) -> None:
-        """Writes config.json and random weights of transformers' class, made on `device`."""
+    def weights(self, model_class: type[Any], config: Any, rename: Rename | None = None) -> None:
+        """Writes config.json and random weights of transformers' class."""
         import torch  # not needed by those who only look at RECIPES
         from safetensors.torch import load_file, save_file
 
         torch.manual_seed(0)
-        config.dtype = dtype
-        with torch.device(device):
-            model = model_class(config).to(getattr(torch, dtype)).eval()
+        config.dtype = self._dtype
+        with torch.device(self._device):
+            model = model_class(config).to(getattr(torch, self._dtype)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
-                    parameter.normal_(0, spread)
+                    parameter.normal_(0, self._spread)
         model.save_pretrained(self.out)
         if rename is not None:
             path = self.out / "model.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.models.checkpoints import HALF, VISION, Draft, delta_net, prefix
+from tests.models.checkpoints import HALF, VISION, Draft, Settings, delta_net, prefix
 
 QWEN_TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -24,6 +24,15 @@ WHISPER_FEATURES: dict[str, Any] = {
     "n_fft": 400,
     "return_attention_mask": True,
 }
+
+GLM4V_TEXT = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5,
+    }
+}  # fmt: skip
+GLM4V_VISION = {
+    "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128, "image_size": 112,
+}  # fmt: skip
 
 
 def _qwen_processors(to: Draft, image: str, video: str, processor: str, **settings: object) -> None:
@@ -198,17 +207,15 @@ def qwen2_audio(to: Draft) -> None:
     to.json("preprocessor_config.json", {**features, **window, "processor_class": "Qwen2AudioProcessor"})
 
 
-def glm4v(to: Draft) -> None:
+def glm4v(to: Draft, *, text: Settings = GLM4V_TEXT, vision: Settings = GLM4V_VISION, **processors: object) -> None:
     """GLM-4.1V and GLM-4.6V: positions in three dimensions, tokens of their own around an item."""
     from transformers import Glm4vConfig, Glm4vForConditionalGeneration
 
     ends = {f"{kind}_{end}": f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end")}
     to.tokens("<|image|>", "<|video|>", *ends.values(), image="<|begin_of_image|><|image|><|end_of_image|>")
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
     config = Glm4vConfig(
-        text_config=to.text(rope_parameters=rope),
-        vision_config={**vision, "image_size": 112},
+        text_config=to.text(**text),
+        vision_config=dict(vision),
         image_token_id=to.id("<|image|>"),
         video_token_id=to.id("<|video|>"),
         image_start_token_id=to.id(ends["image_begin"]),
@@ -217,7 +224,7 @@ def glm4v(to: Draft) -> None:
         video_end_token_id=to.id(ends["video_end"]),
     )
     to.weights(Glm4vForConditionalGeneration, config)
-    _qwen_processors(to, "Glm4vImageProcessor", "Glm4vVideoProcessor", "Glm4vProcessor")
+    _qwen_processors(to, "Glm4vImageProcessor", "Glm4vVideoProcessor", "Glm4vProcessor", **processors)
 
 
 def paddleocr_vl(to: Draft) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.models.checkpoints import HALF, VISION, Draft, delta_net, prefix
+from tests.models.checkpoints import HALF, VISION, Draft, Settings, delta_net, prefix
 
 SQUARE = {"height": 112, "width": 112}
 SIGLIP = {**VISION, "vision_use_head": False}
+GEMMA3_TEXT = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512}
 PINPOINTS = [[112, 112], [112, 224], [224, 112], [224, 224]]
 
 
@@ -13,7 +14,9 @@ def _with_vision_model(name: str) -> str:
     return name.replace("vision_tower.", "vision_tower.vision_model.", 1) if ".vision_model." not in name else name
 
 
-def gemma3(to: Draft) -> None:
+def gemma3(
+    to: Draft, *, side: int = 112, tokens: int = 16, text: Settings = GEMMA3_TEXT, vision: Settings = VISION
+) -> None:
     """SigLIP with 16 tokens a picture between two of their own; pictures attend to themselves in both directions."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -22,16 +25,16 @@ def gemma3(to: Draft) -> None:
     to.tokens(*names.values(), *newlines, image="Picture <start_of_image> ends.")
     to.tokenizer_config(**names, extra_special_tokens=names)
     config = Gemma3Config(
-        text_config=to.text(head_dim=32, query_pre_attn_scalar=32, sliding_window=512),
-        vision_config={**VISION, "vision_use_head": False},
-        mm_tokens_per_image=16,
+        text_config=to.text(**text),
+        vision_config={**vision, "image_size": side, "vision_use_head": False},
+        mm_tokens_per_image=tokens,
         **{key: to.id(names[key.removesuffix("_index")]) for key in ("boi_token_index", "eoi_token_index")},
         image_token_index=to.id("<image_soft_token>"),
     )
     to.weights(Gemma3ForConditionalGeneration, config, prefix("vision_tower.", "vision_tower.vision_model."))
-    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 16}
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": tokens}
     to.json("processor_config.json", processor)
-    image = {"image_processor_type": "Gemma3ImageProcessor", "size": SQUARE, **HALF}
+    image = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": side, "width": side}, **HALF}
     to.json("preprocessor_config.json", {**image, **processor})
 
 
