@@ -28,7 +28,7 @@ from deployments.vllm.vllm_encoder import VllmEncoder, VllmTower
 from tests.models.media import image
 
 SIDE, ROUNDS = 448, 7
-COUNTS = (1, 2, 3, 4, 8)
+COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 ENGINE: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 16384}
 
 
@@ -54,8 +54,8 @@ def measure(name: str, folder: Path) -> None:
         config = EncoderConfig(cudagraph_mm_encoder=graphs)
         encoder = VllmEncoder(VllmTower(path, config, ENGINE), config)
         began = time.perf_counter()
-        encoder.warm_up(["image"], lambda _: items[0])
-        print(f"{name}, graphs {graphs}: first image {time.perf_counter() - began:.2f} s", flush=True)
+        encoder.warm_up(["image"], lambda file, modality: preparer.prepare(file, modality, "0" * 64))
+        print(f"{name}, graphs {graphs}: warm-up {time.perf_counter() - began:.2f} s", flush=True)
         for count in COUNTS:
             took = milliseconds(partial(encode, encoder, items[:count]))
             print(f"{name}, graphs {graphs}, {count} images: {took} ms", flush=True)

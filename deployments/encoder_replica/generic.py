@@ -19,7 +19,7 @@ from encoder.images.generic_identity import GenericIdentity
 
 def load_generic_encoder(path: Path, config: AppConfig, pool: PreparePool) -> VllmEncoder:
     """Loads the checkpoint's towers, counts the tokens of images of several sizes, of sounds and of a video in `pool`,
-    and encodes a blank item of each modality."""
+    encodes a small item of each modality, and measures the graphs."""
     arguments = generic_engine_args(config)
     settings = json.dumps([vllm_version(), arguments], sort_keys=True)
     # Budgets of graphs end at it. It changes no embedding, so that it is not in the identity.
@@ -35,5 +35,5 @@ def load_generic_encoder(path: Path, config: AppConfig, pool: PreparePool) -> Vl
     encoder.identity = GenericIdentity(
         checkpoint_fingerprint(path), settings, images, audio_tokens=sounds, video_tokens=videos
     )
-    encoder.warm_up(encoder.identity.modalities, pool.blank_item)
+    encoder.warm_up(encoder.identity.modalities, pool.prepare_at_start)
     return encoder

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import wave
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -274,6 +275,13 @@ def count_tokens(num_tokens: Callable[[bytes], int], apply: Apply = map) -> tupl
 def blank_image(width: int, height: int) -> bytes:
     """Returns a PNG file."""
     Image.new("RGB", (width, height)).save(file := BytesIO(), "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def noise_image(side: int, seed: int) -> bytes:
+    """Returns a square PNG file of random pixels, the same for the same seed."""
+    pixels = random.Random(seed).randbytes(3 * side * side)
+    Image.frombytes("RGB", (side, side), pixels).save(file := BytesIO(), "PNG", compress_level=1)
     return file.getvalue()
 
 

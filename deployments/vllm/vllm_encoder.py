@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from bisect import bisect_left
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,22 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
-from deployments.vllm.preparer import VllmInputs
+from deployments.vllm.checked_graphs import CheckedGraphs
+from deployments.vllm.preparer import VllmInputs, noise_image, sample
 from encoder.device_errors import is_cuda_error, is_out_of_memory
 from encoder.graphs.budgets import resolve_budgets
 from encoder.images.generic_identity import GenericIdentity
+from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
-from encoder.start_check import rows_agree
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPH_DIFFERENCE = 0.5
-"""Largest norm of the difference between a row of a graph and of the eager forward, over the eager one's. The error of
-bfloat16 alone is 0.01 with random weights and 0.2 with massive activations; rows of another image differ by about 1."""
+SAMPLE_SIDES = (64, 112, 224, 448)
+"""Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
+DIFFERENT_SAMPLES = 4
+"""Images of each side, so that a graph that mixes up images is found."""
 
 
 class RowCountError(RuntimeError):
@@ -82,6 +85,9 @@ class VllmEncoder:
         self._tower = tower
         self._budgets = resolve_budgets(config.encoder_cudagraph_token_budgets, graphs=False)
         self._max_items = config.encoder_cudagraph_max_images_per_batch
+        self._cost_based = config.packing == "cost"
+        self._costs: CostTable | None = None
+        """Of images, once `warm_up` has measured them; None without graphs."""
         self._counts = RunCounts()
 
     def launch_batches(self, items: Sequence[VllmInputs]) -> Iterator[VllmBatch]:
@@ -105,17 +111,25 @@ class VllmEncoder:
     def counts(self) -> RunCounts:
         return self._counts
 
-    def warm_up(self, modalities: Iterable[str], prepare: Callable[[str], VllmInputs]) -> None:
+    def warm_up(self, modalities: Iterable[str], prepare: Callable[[bytes, str], VllmInputs]) -> None:
         """Encodes an item of each modality, so that the first ones of requests do not wait for kernels to load and
-        compile. Failures are logged, unless the device is lost: a model may fail for one modality only."""
+        compile, and checks and measures the graphs. `prepare` takes a file and its modality. Failures are logged,
+        unless the device is lost: a model may fail for one modality only."""
         for modality in modalities:
             try:
-                for batch in self.launch_batches([prepare(modality)]):
+                for batch in self.launch_batches([prepare(sample(modality), modality)]):
                     batch.fetch()
+                if modality == "image" and self._tower.graph_budgets:
+                    samples = [
+                        [prepare(noise_image(side, seed), modality) for seed in range(DIFFERENT_SAMPLES)]
+                        for side in SAMPLE_SIDES
+                    ]
+                    costs = self._tower.measure_graphs(samples, self._max_items)
+                    self._costs = costs if self._cost_based else None
             except Exception as error:  # models raise exceptions of any class
                 if is_cuda_error(error):
                     raise
-                logger.warning("a blank %s could not be encoded at the start: %s", modality, error)
+                logger.warning("a sample %s could not be encoded at the start: %s", modality, error)
 
     def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
         """Packs the items of each modality, since vLLM's towers take one modality at a time."""
@@ -123,19 +137,28 @@ class VllmEncoder:
         for index, item in enumerate(items):
             by_modality.setdefault(item.header.modality, []).append(index)
         batches = [
-            Batch(tuple(indices[packed] for packed in batch.indices), None)
+            Batch(tuple(indices[packed] for packed in batch.indices), batch.budget)
             for modality, indices in by_modality.items()
-            for batch in pack(
-                [items[index].num_tokens for index in indices],
-                budgets=self._budgets,
-                max_images=1 if self._tower.encodes_alone(modality) else self._max_items,
-            )
+            for batch in self._pack([items[index].num_tokens for index in indices], modality)
         ]
         return sorted(batches, key=lambda batch: min(batch.indices))
 
+    def _pack(self, num_tokens: Sequence[int], modality: str) -> list[Batch]:
+        """Packs items of one modality: images by the measured costs. A batch without costs has no budget."""
+        if modality == "image" and self._costs is not None:
+            images = [ImageCost(count, 0.0) for count in num_tokens]
+            most = self._budgets[-1]
+            return plan_batches(images, table=self._costs, max_images=self._max_items, max_tokens=most)
+        most_items = 1 if self._tower.encodes_alone(modality) else self._max_items
+        packed = pack(num_tokens, budgets=self._budgets, max_images=most_items)
+        return [Batch(batch.indices, None) for batch in packed]
+
     def _run(self, items: Sequence[VllmInputs], batch: Batch) -> VllmBatch:
         batched = [items[index] for index in batch.indices]
-        outputs, reason = self._tower.embed(batched)
+        eagerly = batched[0].header.modality == "image" and self._costs is not None and batch.budget is None
+        outputs, reason = self._tower.embed(batched, eagerly=eagerly)
+        if reason is Reason.REFUSED:
+            self._costs = None
         if len(outputs) != len(batched):
             raise RowCountError(f"the tower returned {len(outputs)} embeddings for {len(batched)} items")
         for item, output in zip(batched, outputs, strict=True):
@@ -143,12 +166,12 @@ class VllmEncoder:
                 raise RowCountError(
                     f"the tower returned shape {tuple(output.shape)} for an item of {item.header.num_embeds} rows"
                 )
-        num_tokens = sum(item.num_tokens for item in batched)
+        num_tokens, budget = sum(item.num_tokens for item in batched), batch.budget if reason is None else None
         if reason is None:
-            self._counts.add_replay(num_tokens, num_tokens)
+            self._counts.add_replay(num_tokens, budget or num_tokens)
         else:
             self._counts.add_eager_run(num_tokens, reason)
-        return VllmBatch(batch, outputs, RunRecord(None, reason, num_tokens, len(batched)), self._tower.mark())
+        return VllmBatch(batch, outputs, RunRecord(budget, reason, num_tokens, len(batched)), self._tower.mark())
 
 
 class VllmTower:
@@ -201,7 +224,7 @@ class VllmTower:
             self._graphs = self._capture_graphs()
 
     @torch.inference_mode()
-    def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
+    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> tuple[list[Tensor], Reason | None]:
         """Returns one tensor `[num_embeds, width]` per item in order, on the device, and why no graph was replayed.
 
         vLLM stacks consecutive items whose fields agree."""
@@ -213,10 +236,17 @@ class VllmTower:
         reason: Reason | None = None
         for modality, count, batch in group_and_batch_mm_kwargs(pairs, device=self._device, pin_memory=on_gpu):
             rows = [item.header.num_embeds for item in items[len(outputs) : len(outputs) + count]]
-            found = self._no_graphs if self._graphs is None else self._graphs.replay(modality, batch, rows)
+            if self._graphs is None:
+                found: list[Tensor] | Reason = self._no_graphs
+            elif eagerly:
+                found = self._graphs.eager_reason(rows)
+            else:
+                found = self._graphs.replay(modality, batch, rows)
             if isinstance(found, Reason):
-                reason, found = found, self._model.embed_multimodal(**batch)
-            outputs.extend(found)
+                reason = found
+                outputs.extend(self._model.embed_multimodal(**batch))
+            else:
+                outputs.extend(found)
         return outputs, reason
 
     def mark(self) -> torch.cuda.Event | None:
@@ -226,6 +256,43 @@ class VllmTower:
         event = torch.cuda.Event(blocking=True)
         event.record()
         return event
+
+    @property
+    def graph_budgets(self) -> tuple[int, ...]:
+        """Token budgets of the graphs, ascending; empty without graphs."""
+        return () if self._graphs is None else self._graphs.budgets
+
+    def measure_graphs(self, samples: Sequence[Sequence[VllmInputs]], max_items: int) -> CostTable | None:
+        """Compares the graph of each budget with the eager forward and times both, on batches that fill it. Takes
+        seconds. `samples`: different images of one size, for each of several sizes, ascending. Budgets that they
+        cannot fill, even by half, are left out. Returns None if no budget is left, or the graphs differ."""
+        replays: list[tuple[int, float]] = []
+        eager: dict[int, float] = {}
+        for before, budget in pairwise((0, *self.graph_budgets)):
+            fitting = [images for images in samples if images[0].num_tokens <= budget]
+            if not fitting:
+                continue
+            images, tokens = fitting[-1], fitting[-1][0].num_tokens
+            count = min(budget // tokens, max_items)
+            if count * tokens <= max(before, budget // 2):
+                continue
+            batch = list(islice(cycle(images), count))
+            if self.embed(batch)[1] is not None:
+                return None
+            replays.append((budget, self._time(batch, eagerly=False)))
+            eager[count * tokens] = self._time(batch, eagerly=True)
+        return CostTable(tuple(replays), tuple(sorted(eager.items())), work_ms=0.0) if replays else None
+
+    def _time(self, items: Sequence[VllmInputs], *, eagerly: bool) -> float:
+        """Returns the shorter time of two runs in milliseconds, from host memory to embeddings on the device."""
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            self.embed(items, eagerly=eagerly)
+            if (event := self.mark()) is not None:
+                event.synchronize()
+            times.append(time.perf_counter() - began)
+        return 1000 * min(times)
 
     def encodes_alone(self, modality: str) -> bool:
         """Whether items of the modality must not share a batch."""
@@ -254,41 +321,6 @@ class VllmTower:
             logger.warning("no graphs of vLLM's encoder: %s", error)
             return None
         return CheckedGraphs(manager, self._model.embed_multimodal)
-
-
-class CheckedGraphs:
-    """vLLM's encoder graphs. The first batch of each budget is compared with the eager forward."""
-
-    def __init__(self, manager: Any, eager: Callable[..., Sequence[Tensor]]) -> None:  # noqa: ANN401 - vLLM's
-        """`manager`: an EncoderCudaGraphManager. `eager`: the model's `embed_multimodal`."""
-        self._manager, self._eager = manager, eager
-        self._checked: set[tuple[str, int]] = set()
-
-    def replay(self, modality: str, batch: Mapping[str, object], rows: Sequence[int]) -> list[Tensor] | Reason:
-        """Returns the output of graphs, or why there is none. `rows`: of each item's embedding."""
-        if self._manager is None:
-            return Reason.REFUSED
-        if modality == "video" or not self._manager.supports_modality(modality):
-            return Reason.NOT_CAPTURED
-        budgets = self._manager.token_budgets
-        if max(rows) > budgets[-1]:
-            return Reason.OVER_LARGEST
-        replayed: list[Tensor] = self._manager.execute(batch)
-        # vLLM splits what is over its largest budget, which counts as another one.
-        kind = modality, bisect_left(budgets, sum(rows))
-        if kind not in self._checked:
-            if not rows_agree(replayed, self._eager(**batch), MAX_GRAPH_DIFFERENCE) or self._share_memory(replayed):
-                logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
-                self._manager = None
-                return Reason.REFUSED
-            self._checked.add(kind)
-        return replayed
-
-    def _share_memory(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether outputs are views of a graph's buffer, which the next replay overwrites."""
-        graphs = [graph for each in self._manager.budget_graphs.values() for graph in each.values()]
-        buffers = {graph.output_buffer.untyped_storage().data_ptr() for graph in graphs}
-        return any(output.untyped_storage().data_ptr() in buffers for output in outputs)
 
 
 def _graph_settings(config: EncoderConfig) -> dict[str, Any]:

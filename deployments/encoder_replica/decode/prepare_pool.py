@@ -96,14 +96,14 @@ class PreparePool:
         WorkerEndedError if no process can be started."""
 
         def count(file: bytes, modality: str = "image") -> int:
-            return self._prepare(ItemFile(file, modality), NO_DIGEST, START_TIMEOUT_S).num_tokens
+            return self.prepare_at_start(file, modality).num_tokens
 
         sounds, videos = (partial(count, modality=modality) for modality in ("audio", "video"))
         return count_tokens(count, self._workers.threads.map), count_audio_tokens(sounds), count_video_tokens(videos)
 
-    def blank_item(self, modality: str) -> VllmInputs:
-        """Prepares a small blank file. Raises ImageError and WorkerEndedError as `prepare`."""
-        return self._prepare(ItemFile(sample(modality), modality), NO_DIGEST, START_TIMEOUT_S)
+    def prepare_at_start(self, file: bytes, modality: str) -> VllmInputs:
+        """Prepares a file of no request. Raises ImageError and WorkerEndedError as `prepare`."""
+        return self._prepare(ItemFile(file, modality), NO_DIGEST, START_TIMEOUT_S)
 
     def _prepare(self, item: ItemFile, digest: str, timeout_s: float | None = None) -> VllmInputs:
         def parse(header: bytes, receive: Receive) -> VllmInputs:

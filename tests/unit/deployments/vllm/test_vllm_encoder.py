@@ -5,21 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
+from deployments.vllm import checked_graphs
 from deployments.vllm import vllm_encoder as module
+from deployments.vllm.checked_graphs import CheckedGraphs
 from deployments.vllm.preparer import VllmInputs
-from deployments.vllm.vllm_encoder import CheckedGraphs, RowCountError, VllmBatch, VllmEncoder, VllmTower
+from deployments.vllm.vllm_encoder import (
+    DIFFERENT_SAMPLES,
+    SAMPLE_SIDES,
+    RowCountError,
+    VllmBatch,
+    VllmEncoder,
+    VllmTower,
+)
 from encoder.encoder import Encoder
 from encoder.images.decoded import Decoded
 from encoder.images.size import ImageError
 from encoder.interface import ItemEncoder
 from encoder.item_header import ItemHeader, PromptPrefix, PromptRun, PromptUpdate, Target
+from encoder.packing.cost_based import CostTable
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import Reason, RunRecord
 from encoder.pixels.preprocess import Pixels
@@ -38,15 +48,24 @@ class FakeTower:
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
+        self.eager: list[bool] = []
+        self.graph_budgets: tuple[int, ...] = ()
+        self.reason: Reason | None = Reason.NO_GPU
+        self.sampled: list[list[int]] = []
 
-    def embed(self, items: Sequence[VllmInputs]) -> tuple[list[Tensor], Reason | None]:
+    def measure_graphs(self, samples: Sequence[Sequence[VllmInputs]], max_items: int) -> CostTable:
+        self.sampled = [[each.num_tokens for each in images] for images in samples]
+        return CostTable(((16, 3.0), (32, 4.0), (64, 8.0)), ((8, 9.0), (16, 9.0), (64, 9.0)), work_ms=0.0)
+
+    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool) -> tuple[list[Tensor], Reason | None]:
         names = [each.inputs.decode() for each in items]
         self.batches.append(names)
+        self.eager.append(eagerly)
         if "bad" in names:
             raise ValueError("the tower cannot encode it")
         rows = [each.header.num_embeds - (each.inputs == b"short") for each in items]
         values = [float(name) if name.isdigit() else 0.0 for name in names]
-        return [torch.full((count, WIDTH), value) for count, value in zip(rows, values, strict=True)], Reason.NO_GPU
+        return [torch.full((count, WIDTH), value) for count, value in zip(rows, values, strict=True)], self.reason
 
     def mark(self) -> None:
         """On the CPU, nothing is to be waited for."""
@@ -104,7 +123,7 @@ def test_a_warm_up_that_fails_for_one_modality_goes_on(monkeypatch: pytest.Monke
     warnings: list[str] = []
     monkeypatch.setattr(module.logger, "warning", lambda text, *values: warnings.append(text % values))
 
-    def prepare(modality: str) -> VllmInputs:
+    def prepare(_: bytes, modality: str) -> VllmInputs:
         if modality == "video":
             raise ImageError("4 frames of the video would be encoded, the limit is 2")
         return item(2, "bad" if modality == "audio" else "1", modality)
@@ -112,19 +131,96 @@ def test_a_warm_up_that_fails_for_one_modality_goes_on(monkeypatch: pytest.Monke
     encoder.warm_up(["audio", "video", "image"], prepare)
     assert tower.batches == [["bad"], ["1"]]
     assert warnings == [
-        "a blank audio could not be encoded at the start: the tower cannot encode it",
-        "a blank video could not be encoded at the start: 4 frames of the video would be encoded, the limit is 2",
+        "a sample audio could not be encoded at the start: the tower cannot encode it",
+        "a sample video could not be encoded at the start: 4 frames of the video would be encoded, the limit is 2",
     ]
 
 
 def test_a_warm_up_that_loses_the_device_raises() -> None:
     encoder, _ = make()
 
-    def prepare(_: str) -> VllmInputs:
+    def prepare(_: bytes, modality: str) -> VllmInputs:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory"):
         encoder.warm_up(["image"], prepare)
+
+
+def warm(packing: Literal["cost", "greedy"] = "cost") -> tuple[VllmEncoder, FakeTower]:
+    """Returns an encoder with graphs of 16, 32 and 64 tokens that are cheaper than an eager run below 56 tokens."""
+    tower = FakeTower()
+    tower.graph_budgets, tower.reason = (16, 32, 64), None
+    config = EncoderConfig(encoder_cudagraph_token_budgets=(16, 32, 64), packing=packing)
+    encoder = VllmEncoder(cast(VllmTower, tower), config)
+    encoder.warm_up(["image"], lambda file, modality: item(len(file) // 1000 + 1, "1", modality))
+    tower.batches.clear()
+    tower.eager.clear()
+    return encoder, tower
+
+
+def test_images_are_packed_by_the_measured_costs_of_graphs() -> None:
+    """Five of eight tokens fill the budgets of 32 and 8 of 16, which take 7 ms; together they would take the 64's 8."""
+    encoder, tower = warm()
+    assert [len(images) for images in tower.sampled] == [DIFFERENT_SAMPLES] * len(SAMPLE_SIDES)
+    assert tower.sampled == sorted(tower.sampled)
+    batches = list(encoder.launch_batches([item(8, str(number)) for number in range(5)]))
+    assert sorted((batch.batch.budget, len(batch.outputs)) for batch in batches) == [(16, 1), (32, 4)]
+    assert [batch.run_record.budget for batch in batches] == [batch.batch.budget for batch in batches]
+    assert tower.eager == [False, False]
+    assert (encoder.counts.replays, encoder.counts.padding_tokens) == (1 + 2, 8), "one at the start"
+    list(encoder.launch_batches([item(70, "1"), item(8, "1", "audio")]))
+    assert sorted(zip(tower.batches[2:], tower.eager[2:], strict=True)) == [(["1"], False), (["1"], True)]
+
+
+def test_greedy_packing_ignores_costs() -> None:
+    encoder, tower = warm("greedy")
+    [batch] = encoder.launch_batches([item(8, str(number)) for number in range(5)])
+    assert (batch.batch.budget, tower.eager) == (None, [False])
+
+
+def test_refused_graphs_have_no_costs() -> None:
+    encoder, tower = warm()
+    tower.reason = Reason.REFUSED
+    list(encoder.launch_batches([item(8, "1")]))
+    [batch] = encoder.launch_batches([item(8, str(number)) for number in range(5)])
+    assert (batch.batch.budget, batch.run_record.budget) == (None, None)
+
+
+class TimedTower(VllmTower):
+    """Graphs of a Manager on the CPU; `runs` are the images of each run, and whether it was eager."""
+
+    def __init__(self, reason: Reason | None = None) -> None:
+        self._device, self._graphs = torch.device("cpu"), CheckedGraphs(Manager(), lambda rows: [rows])
+        self._reason = reason
+        self.runs: list[tuple[list[str], bool]] = []
+
+    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> tuple[list[Tensor], Reason | None]:
+        self.runs.append(([each.inputs.decode() for each in items], eagerly))
+        return [], self._reason
+
+
+def test_each_budget_is_measured_with_batches_that_fill_it() -> None:
+    tower = TimedTower()
+    samples = [[item(12, "a"), item(12, "b")], [item(40, "c"), item(40, "d")]]
+    costs = tower.measure_graphs(samples, 32)
+    assert costs is not None
+    assert costs.budgets == (16, 64, 256)
+    assert [tokens for tokens, _ in costs.eager_ms] == [12, 40, 240]
+    filling = [["a"], ["c"], ["c", "d", "c", "d", "c", "d"]]
+    assert tower.runs == [(names, eagerly) for names in filling for eagerly in (False, False, False, True, True)]
+
+
+def test_budgets_that_no_batch_fills_are_not_measured() -> None:
+    costs = TimedTower().measure_graphs([[item(20, "a")]], 4)
+    assert costs is not None
+    assert costs.budgets == (64,), "16 is too small for one, 4 are too few for 256"
+    assert TimedTower().measure_graphs([[item(300, "a")]], 4) is None
+
+
+def test_graphs_that_are_refused_when_they_are_measured_have_no_costs() -> None:
+    tower = TimedTower(Reason.REFUSED)
+    assert tower.measure_graphs([[item(12, "a")]], 32) is None
+    assert len(tower.runs) == 1
 
 
 def test_items_that_must_not_share_a_batch_are_encoded_alone() -> None:
@@ -182,6 +278,8 @@ def test_the_first_batch_of_each_budget_is_compared_with_the_eager_tower() -> No
         assert len(found[0]) == count
     assert graphs.eager_rows == [16, 17, 65]
     assert graphs.replay(257) is Reason.OVER_LARGEST
+    assert graphs.checked.eager_reason([256, 1]) is Reason.OVER_LARGEST
+    assert graphs.checked.eager_reason([256]) is Reason.CHEAPER
     assert graphs.replay(16, "audio") is Reason.NOT_CAPTURED
     assert graphs.replay(16, "video") is Reason.NOT_CAPTURED
 
@@ -189,9 +287,10 @@ def test_the_first_batch_of_each_budget_is_compared_with_the_eager_tower() -> No
 def refused(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, count: int = 64) -> None:
     """Asserts that a batch is refused, and no graph is replayed after it."""
     errors: list[str] = []
-    monkeypatch.setattr(module.logger, "error", lambda text, *values: errors.append(text % values))
+    monkeypatch.setattr(checked_graphs.logger, "error", lambda text, *values: errors.append(text % values))
     assert graphs.replay(count) is Reason.REFUSED
-    assert graphs.replay(8) is Reason.REFUSED
+    assert graphs.replay(8) is graphs.checked.eager_reason([8]) is Reason.REFUSED
+    assert graphs.checked.budgets == ()
     assert errors == ["vLLM's encoder graphs differ from the eager tower for image, and are switched off"]
 
 
