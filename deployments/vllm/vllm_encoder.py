@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -26,13 +27,15 @@ from deployments.vllm.preparer import VllmInputs, noise_image, sample
 from encoder.device_errors import is_cuda_error, is_out_of_memory
 from encoder.graphs.budgets import resolve_budgets
 from encoder.images.generic_identity import GenericIdentity
-from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
+from encoder.packing.cost_based import CostTable, ImageCost, launch_together, plan_batches
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger(__name__)
 
+MAX_IN_FLIGHT = 2
+"""Batches that are launched before the oldest is awaited: one runs and the next is queued."""
 SAMPLE_SIDES = (64, 112, 224, 448)
 """Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
 DIFFERENT_SAMPLES = 4
@@ -89,17 +92,26 @@ class VllmEncoder:
         self._costs: CostTable | None = None
         """Of images, once `warm_up` has measured them; None without graphs."""
         self._counts = RunCounts()
+        self._in_flight: deque[torch.cuda.Event] = deque()
 
     def launch_batches(self, items: Sequence[VllmInputs]) -> Iterator[VllmBatch]:
-        """Yields each batch once it has been launched; the caller retries the items of a batch that raised."""
+        """Yields each batch once it has been launched; the caller retries the items of a batch that raised. At most
+        MAX_IN_FLIGHT batches are in flight."""
         for batch in self._plan(items):
-            yield self._run(items, batch)
+            self.wait_for_room()
+            launched = self._run(items, batch)
+            if launched.ready is not None:
+                self._in_flight.append(launched.ready)
+            yield launched
 
     def wait_for_room(self) -> None:
-        """Returns at once: `embed_multimodal` of most models synchronises with the device."""
+        """Blocks while MAX_IN_FLIGHT batches are in flight, so that items that arrive meanwhile are packed too."""
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().synchronize()
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
-        return len(num_tokens)
+        enough = None if self._costs is None else self._costs.worthwhile_tokens
+        return launch_together(num_tokens, waiting, enough, self._budgets[-1])
 
     def count_tokens(self, item: VllmInputs) -> int:
         return item.num_tokens

@@ -146,11 +146,14 @@ def test_a_warm_up_that_loses_the_device_raises() -> None:
         encoder.warm_up(["image"], prepare)
 
 
+BUDGETS = (16, 32, 64)
+
+
 def warm(packing: Literal["cost", "greedy"] = "cost") -> tuple[VllmEncoder, FakeTower]:
     """Returns an encoder with graphs of 16, 32 and 64 tokens that are cheaper than an eager run below 56 tokens."""
     tower = FakeTower()
-    tower.graph_budgets, tower.reason = (16, 32, 64), None
-    config = EncoderConfig(encoder_cudagraph_token_budgets=(16, 32, 64), packing=packing)
+    tower.graph_budgets, tower.reason = BUDGETS, None
+    config = EncoderConfig(encoder_cudagraph_token_budgets=BUDGETS, packing=packing)
     encoder = VllmEncoder(cast(VllmTower, tower), config)
     encoder.warm_up(["image"], lambda file, modality: item(len(file) // 1000 + 1, "1", modality))
     tower.batches.clear()
@@ -170,6 +173,37 @@ def test_images_are_packed_by_the_measured_costs_of_graphs() -> None:
     assert (encoder.counts.replays, encoder.counts.padding_tokens) == (1 + 2, 8), "one at the start"
     list(encoder.launch_batches([item(70, "1"), item(8, "1", "audio")]))
     assert sorted(zip(tower.batches[2:], tower.eager[2:], strict=True)) == [(["1"], False), (["1"], True)]
+
+
+def test_a_short_queue_is_launched_in_batches_that_are_worth_a_launch() -> None:
+    """By the measured costs a token is cheapest in a batch of 32 or 64."""
+    encoder, _ = warm()
+    assert encoder.num_to_launch([8] * 9, 4 * BUDGETS[-1]) == 4
+    assert encoder.num_to_launch([40, 8], 48) == 1
+    assert encoder.num_to_launch([8] * 9, 4 * BUDGETS[-1] + 1) == 9
+    assert warm("greedy")[0].num_to_launch([8] * 9, 72) == 9
+
+
+class Mark:
+    """Stands for the event of a batch; `waited` are those that were awaited."""
+
+    def __init__(self, number: int, waited: list[int]) -> None:
+        self._number, self._waited = number, waited
+
+    def synchronize(self) -> None:
+        self._waited.append(self._number)
+
+
+def test_at_most_two_batches_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, tower = make()
+    waited: list[int] = []
+    monkeypatch.setattr(tower, "mark", lambda: Mark(len(tower.batches), waited))
+    batches = encoder.launch_batches([item(2, str(number), "video") for number in range(3)])
+    next(batches), next(batches)
+    assert waited == []
+    encoder.wait_for_room()
+    next(batches)
+    assert (waited, len(tower.batches)) == ([1], 3), "awaited once, before the third was launched"
 
 
 def test_greedy_packing_ignores_costs() -> None:
