@@ -63,17 +63,12 @@ def measure(name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
     parser = argparse.ArgumentParser(description="Time a generic encoder.")
     parser.add_argument("names", nargs="+", choices=tuple(GENERIC))
     torch.set_num_threads(1)
     for name in parser.parse_args().names:
         with tempfile.TemporaryDirectory() as folder:
             measure(name, Path(folder))
-    # Otherwise the process waits minutes for NCCL's threads at its end.
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 if __name__ == "__main__":

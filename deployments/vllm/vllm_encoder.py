@@ -225,7 +225,8 @@ class VllmTower:
         self._config.kernel_config.ir_op_priority.set_default()
         vllm.ir.set_default_torch_wrap(self._config.compilation_config.ir_enable_torch_wrap)
         with set_current_vllm_config(self._config), tempfile.TemporaryDirectory() as folder:
-            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "nccl" if on_gpu else "gloo")
+            # Nothing is sent in a group of one. NCCL's would start threads for which a process waits at its end.
+            init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
             self._model: Any = get_model(vllm_config=self._config)
         self._decoder = MsgpackDecoder(t=MultiModalKwargsItem)
