@@ -38,6 +38,8 @@ MAX_IN_FLIGHT = 2
 """Batches that are launched before the oldest is awaited: one runs and the next is queued."""
 SAMPLE_SIDES = (64, 112, 224, 448)
 """Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
+EAGER_MARGIN = 1.1
+"""An eager run must be so much faster than a graph to be chosen: a busy host slows it."""
 DIFFERENT_SAMPLES = 4
 """Images of each side, so that a graph that mixes up images is found."""
 
@@ -276,9 +278,10 @@ class VllmTower:
         return () if self._graphs is None else self._graphs.budgets
 
     def measure_graphs(self, samples: Sequence[Sequence[VllmInputs]], max_items: int) -> CostTable | None:
-        """Compares the graph of each budget with the eager forward and times both, on batches that fill it. Takes
-        seconds. `samples`: different images of one size, for each of several sizes, ascending. Budgets that they
-        cannot fill, even by half, are left out. Returns None if no budget is left, or the graphs differ."""
+        """Compares the graph of each budget with the eager forward and times both, on batches that fill it; eager times
+        include EAGER_MARGIN. Takes seconds. `samples`: different images of one size, for each of several sizes,
+        ascending. Budgets that they cannot fill, even by half, are left out. Returns None if no budget is left, or the
+        graphs differ."""
         replays: list[tuple[int, float]] = []
         eager: dict[int, float] = {}
         for before, budget in pairwise((0, *self.graph_budgets)):
@@ -293,7 +296,7 @@ class VllmTower:
             if self.embed(batch)[1] is not None:
                 return None
             replays.append((budget, self._time(batch, eagerly=False)))
-            eager[count * tokens] = self._time(batch, eagerly=True)
+            eager[count * tokens] = EAGER_MARGIN * self._time(batch, eagerly=True)
         return CostTable(tuple(replays), tuple(sorted(eager.items())), work_ms=0.0) if replays else None
 
     def _time(self, items: Sequence[VllmInputs], *, eagerly: bool) -> float:

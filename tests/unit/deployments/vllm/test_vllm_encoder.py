@@ -244,6 +244,17 @@ def test_each_budget_is_measured_with_batches_that_fill_it() -> None:
     assert tower.runs == [(names, eagerly) for names in filling for eagerly in (False, False, False, True, True)]
 
 
+@pytest.mark.parametrize(("eager_ms", "budget"), [(9.5, 16), (9.0, None)])
+def test_a_graph_that_takes_little_longer_than_an_eager_run_is_preferred(
+    eager_ms: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = TimedTower()
+    monkeypatch.setattr(tower, "_time", lambda _, *, eagerly: eager_ms if eagerly else 10.0)
+    costs = tower.measure_graphs([[item(16, "a")]], 1)
+    assert costs is not None
+    assert costs.cheapest_budget(16) == budget
+
+
 def test_budgets_that_no_batch_fills_are_not_measured() -> None:
     costs = TimedTower().measure_graphs([[item(20, "a")]], 4)
     assert costs is not None
