@@ -115,6 +115,7 @@ def carriers(url: str) -> list[Body]:
         {"query": {"content": [part]}, "documents": [{"content": [part]}]},
         {"data": {"image": url}, "url": url, "file": url, "model_path": url, "lora_name": "x", "lora_path": url},
         {"messages": [user(text("x"))], "kv_transfer_params": {"do_remote_prefill": True, "remote_host": url}},
+        {"messages": [user(text("x"))], "vllm_xargs": {"kv_transfer_params": url, "ec_transfer_params": url}},
     ]
     return found
 

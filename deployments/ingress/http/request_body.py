@@ -183,9 +183,11 @@ def _number(text: str) -> float:
 
 def refuse_fields(body: Body) -> None:
     """Raises ApiError 400 for fields by which a client could pass embeddings to vLLM or make it fetch something."""
-    for name, reason in REFUSED_FIELDS.items():
-        if body.get(name) not in (None, False):
-            raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_field")
+    # vLLM takes the entries of `vllm_xargs` for fields of the engine's request.
+    for where, fields in (("", body), ("vllm_xargs.", body.get("vllm_xargs"))):
+        for name, reason in REFUSED_FIELDS.items():
+            if isinstance(fields, Mapping) and fields.get(name) not in (None, False):
+                raise ApiError(400, f"{where}{name}: {reason}", param=where + name, code="unsupported_field")
 
 
 def check_limits(body: Mapping[str, Any], *, max_answers: int) -> None:

@@ -55,6 +55,15 @@ def test_redirects_end_at_the_limit() -> None:
     asyncio.run(scenario())
 
 
+def test_a_redirect_with_spaces_is_followed() -> None:
+    async def scenario() -> None:
+        async with serving(redirects({"/": "/a cat.png"})) as server, fetching() as fetcher:
+            assert await fetcher.fetch(f"{server.url}/") == b"image"
+            assert server.requests[1].startswith("GET /a%20cat.png ")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("location", "told"),
     [
@@ -64,6 +73,8 @@ def test_redirects_end_at_the_limit() -> None:
         ("http://user:password@127.0.0.1/", "must not carry credentials"),
         ("http://127.0.0.1:99999/", "port is 99999"),
         ("http://[::1/", "could not be fetched"),
+        ("http://127.0.0.1 .example/", "could not be fetched"),
+        ("http://exa\\mple/", "backslash"),
     ],
 )
 def test_a_redirect_is_checked_as_the_url_was(location: str, told: str) -> None:
@@ -169,9 +180,10 @@ def test_a_compressed_body_is_refused_unread(encoding: str) -> None:
     asyncio.run(scenario())
 
 
-def test_identity_is_no_encoding() -> None:
+@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+def test_identity_is_no_encoding(encoding: str) -> None:
     async def scenario() -> None:
-        async with serving(answer(b"image", "Content-Encoding: identity")) as server, fetching() as fetcher:
+        async with serving(answer(b"image", f"Content-Encoding: {encoding}")) as server, fetching() as fetcher:
             assert await fetcher.fetch(f"{server.url}/") == b"image"
 
     asyncio.run(scenario())

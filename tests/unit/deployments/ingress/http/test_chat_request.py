@@ -61,6 +61,15 @@ def test_fields_that_carry_media_are_refused(name: str) -> None:
     refuse_fields({name: None, "model": "m"})
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_fields_of_the_engine_are_refused_in_xargs_too(name: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        refuse_fields({"vllm_xargs": {name: "remote"}})
+    assert (refused.value.status, refused.value.param) == (400, f"vllm_xargs.{name}")
+    refuse_fields({"vllm_xargs": {"custom": "value"}})
+    refuse_fields({"vllm_xargs": None})
+
+
 @pytest.mark.parametrize(
     ("kwargs", "sampling"),
     [
