@@ -31,13 +31,11 @@ def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
     """Returns the settings with "auto" in `model` and `num_gpus` resolved.
 
     The operator's `engine_args` override the preset's key by key, and a named model is kept. Raises ValueError if
-    `num_gpus` and `tensor_parallel_size` of the language model do not fit.
+    `num_gpus` of the language model is too small for its parallel sizes.
     """
     preset = load_preset("gpu" if cluster.has_gpu else "laptop")
     engine_args: dict[str, JsonValue] = {**preset.llm.engine_args, **config.llm.engine_args}
-    tensor_parallel = engine_args.get("tensor_parallel_size", 1)
-    if type(tensor_parallel) is not int or tensor_parallel < 1:
-        raise ValueError(f"llm.engine_args.tensor_parallel_size must be a positive integer, got {tensor_parallel!r}")
+    workers = _positive(engine_args, "tensor_parallel_size") * _positive(engine_args, "pipeline_parallel_size")
 
     encoder_gpus = config.encoder_replica.num_gpus
     if encoder_gpus == "auto":
@@ -46,9 +44,12 @@ def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
         encoder_gpus = 0.0  # no encoder runs
     llm_gpus = config.llm.num_gpus
     if llm_gpus == "auto":
-        llm_gpus = float(tensor_parallel) if cluster.has_gpu else 0.0
-    if 0 < llm_gpus < tensor_parallel and tensor_parallel > 1:
-        raise ValueError(f"llm.num_gpus is {llm_gpus:g}, but llm.engine_args.tensor_parallel_size is {tensor_parallel}")
+        llm_gpus = float(workers) if cluster.has_gpu else 0.0
+    if 0 < llm_gpus < workers and workers > 1:
+        raise ValueError(
+            f"llm.num_gpus is {llm_gpus:g}, but tensor_parallel_size times pipeline_parallel_size of llm.engine_args "
+            f"is {workers}"
+        )
     if 0 < llm_gpus < 1:
         # vLLM reserves this fraction of the whole GPU; the encoder's share and both CUDA contexts must still fit.
         engine_args.setdefault("gpu_memory_utilization", round(0.95 * llm_gpus, 3))
@@ -61,3 +62,10 @@ def resolve(config: AppConfig, cluster: ClusterFacts) -> AppConfig:
             "llm": config.llm.model_copy(update={"num_gpus": llm_gpus, "engine_args": engine_args}),
         }
     )
+
+
+def _positive(engine_args: dict[str, JsonValue], name: str) -> int:
+    size = engine_args.get(name, 1)
+    if type(size) is not int or size < 1:
+        raise ValueError(f"llm.engine_args.{name} must be a positive integer, got {size!r}")
+    return size

@@ -112,7 +112,8 @@ class LLMConfig(Options):
     """The vLLM replicas. Keys of `engine_args` and `server_args` are vLLM's option names without the dashes."""
 
     num_gpus: GpuCount = "auto"
-    """GPUs of a replica. "auto": tensor_parallel_size if the cluster has GPUs or can get them, else none."""
+    """GPUs of a replica. "auto": tensor_parallel_size times pipeline_parallel_size if the cluster has GPUs or can get
+    them, else none."""
     num_cpus: NonNegativeFloat = 1.0
     """CPUs that Ray reserves for a replica."""
     accelerator_type: str | None = None

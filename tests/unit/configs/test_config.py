@@ -218,24 +218,30 @@ def test_the_operators_memory_share_wins_over_the_fractions() -> None:
     assert resolve(config(llm=llm), GPU_CLUSTER).llm.engine_args["gpu_memory_utilization"] == 0.5
 
 
-def test_auto_takes_a_gpu_for_every_tensor_parallel_rank() -> None:
-    llm = {"engine_args": {"tensor_parallel_size": 4}}
-    assert resolve(config(llm=llm), GPU_CLUSTER).llm.num_gpus == 4.0
+@pytest.mark.parametrize(
+    ("engine_args", "num_gpus"),
+    [({"tensor_parallel_size": 4}, 4.0), ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6.0)],
+)
+def test_auto_takes_a_gpu_for_every_worker_of_the_engine(engine_args: dict[str, int], num_gpus: float) -> None:
+    llm = {"engine_args": engine_args}
+    assert resolve(config(llm=llm), GPU_CLUSTER).llm.num_gpus == num_gpus
     assert resolve(config(llm=llm), LAPTOP).llm.num_gpus == 0.0
 
 
 @pytest.mark.parametrize("num_gpus", [0.5, 1, 2])
-def test_fewer_gpus_than_tensor_parallel_ranks_are_refused(num_gpus: float) -> None:
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_fewer_gpus_than_workers_are_refused(name: str, num_gpus: float) -> None:
     """Ray would hide the missing devices from vLLM, which would fail minutes later."""
-    llm = {"num_gpus": num_gpus, "engine_args": {"tensor_parallel_size": 3}}
-    with pytest.raises(ValueError, match=rf"llm\.num_gpus is {num_gpus:g}.*tensor_parallel_size is 3"):
+    llm = {"num_gpus": num_gpus, "engine_args": {name: 3}}
+    with pytest.raises(ValueError, match=rf"llm\.num_gpus is {num_gpus:g}, .* is 3"):
         resolve(config(llm=llm), GPU_CLUSTER)
 
 
 @pytest.mark.parametrize("size", [0, -1, "two", 1.5, None, True])
-def test_tensor_parallel_size_must_be_a_positive_integer(size: object) -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be a positive integer, got") as refused:
-        resolve(config(llm={"engine_args": {"tensor_parallel_size": size}}), GPU_CLUSTER)
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_parallel_sizes_must_be_positive_integers(name: str, size: object) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got") as refused:
+        resolve(config(llm={"engine_args": {name: size}}), GPU_CLUSTER)
     assert repr(size) in str(refused.value)
 
 
