@@ -32,12 +32,6 @@ class CheckedGraphs:
         """Token budgets, ascending; none once the graphs were refused."""
         return () if self._manager is None else tuple(self._manager.token_budgets)
 
-    def eager_reason(self, rows: Sequence[int]) -> Reason:
-        """Returns why a batch of images with so many rows, of which a plan says so, runs eagerly."""
-        if not self.budgets:
-            return Reason.REFUSED
-        return Reason.OVER_LARGEST if sum(rows) > self.budgets[-1] else Reason.CHEAPER
-
     def replay(self, modality: str, batch: Mapping[str, object], rows: Sequence[int]) -> list[Tensor] | Reason:
         """Returns the output of graphs, or why there is none. `rows`: of each item's embedding."""
         if self._manager is None:

@@ -169,7 +169,10 @@ class VllmEncoder:
 
     def _run(self, items: Sequence[VllmInputs], batch: Batch) -> VllmBatch:
         batched = [items[index] for index in batch.indices]
-        eagerly = batched[0].header.modality == "image" and self._costs is not None and batch.budget is None
+        num_tokens = sum(item.num_tokens for item in batched)
+        # Above what was measured, vLLM may have a graph whose time is not known.
+        measured = 0 if self._costs is None else self._costs.budgets[-1]
+        eagerly = batched[0].header.modality == "image" and batch.budget is None and num_tokens <= measured
         outputs, reason = self._tower.embed(batched, eagerly=eagerly)
         if reason is Reason.REFUSED:
             self._costs = None
@@ -180,7 +183,7 @@ class VllmEncoder:
                 raise RowCountError(
                     f"the tower returned shape {tuple(output.shape)} for an item of {item.header.num_embeds} rows"
                 )
-        num_tokens, budget = sum(item.num_tokens for item in batched), batch.budget if reason is None else None
+        budget = batch.budget if reason is None else None
         if reason is None:
             self._counts.add_replay(num_tokens, budget or num_tokens)
         else:
@@ -242,7 +245,7 @@ class VllmTower:
     def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> tuple[list[Tensor], Reason | None]:
         """Returns one tensor `[num_embeds, width]` per item in order, on the device, and why no graph was replayed.
 
-        vLLM stacks consecutive items whose fields agree."""
+        vLLM stacks consecutive items whose fields agree. `eagerly`: without a graph, which takes longer."""
         from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
         pairs = [(item.header.modality, self._decoder.decode(item.inputs)) for item in items]
@@ -254,7 +257,7 @@ class VllmTower:
             if self._graphs is None:
                 found: list[Tensor] | Reason = self._no_graphs
             elif eagerly:
-                found = self._graphs.eager_reason(rows)
+                found = Reason.CHEAPER
             else:
                 found = self._graphs.replay(modality, batch, rows)
             if isinstance(found, Reason):
