@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from encoder.forwards import choose_forward
 from encoder.images.decoded import Decoded, decode
 from encoder.images.identity import EncoderIdentity
 from encoder.images.size import ImageRules, PixelBounds, image_grid, num_tokens
-from encoder.packing.cost_based import launch_together
 from encoder.packing.greedy import Batch
 from encoder.packing.run_counts import RunCounts
 from encoder.pixels.preprocess import Pixels, resize
@@ -35,6 +35,8 @@ from encoder.towers.weights import load_tower, weights_identity
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS_PER_SIDE = 8
+DEEP_QUEUE_BATCHES = 4
+"""Queue depth, in batches of the largest budget, above which throughput counts more than the first images' latency."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,16 @@ class Encoder:
         self._pipeline.wait_for_room()
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
-        """Returns how many of the first queued images, of `num_tokens` each, to launch together: `launch_together` with
-        `TowerRunner.worthwhile_tokens`. `waiting`: tokens in the whole queue."""
-        return launch_together(num_tokens, waiting, self.runner.worthwhile_tokens, self.runner.largest_budget)
+        """Returns how many of the first queued images, of `num_tokens` each, to launch together.
+
+        That is as many as fill `TowerRunner.worthwhile_tokens`, so that the first embeddings are ready before the last
+        images start; or all if more tokens than in DEEP_QUEUE_BATCHES largest batches are `waiting`, for maximum
+        throughput.
+        """
+        enough = self.runner.worthwhile_tokens
+        if enough is None or waiting > DEEP_QUEUE_BATCHES * self.runner.largest_budget:
+            return len(num_tokens)
+        return max(1, sum(total <= enough for total in accumulate(num_tokens)))
 
     def count_tokens(self, image: Pixels | Decoded) -> int:
         return num_tokens(image.grid_thw, self.identity.rules.merge_size)

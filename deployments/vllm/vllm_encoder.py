@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -22,26 +22,24 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
-from deployments.vllm.checked_graphs import CheckedGraphs
+from deployments.vllm.checked_graphs import CheckedGraphs, Replay
 from deployments.vllm.preparer import VllmInputs, noise_image, sample
 from encoder.device_errors import is_cuda_error, is_out_of_memory
 from encoder.graphs.budgets import resolve_budgets
 from encoder.images.generic_identity import GenericIdentity
-from encoder.packing.cost_based import CostTable, ImageCost, launch_together, plan_batches
+from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 2
-"""Batches that are launched before the oldest is awaited: one runs and the next is queued."""
 SAMPLE_SIDES = (64, 112, 224, 448)
 """Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
 EAGER_MARGIN = 1.1
-"""An eager run must be so much faster than a graph to be chosen: a busy host slows it."""
-DIFFERENT_SAMPLES = 4
-"""Images of each side, so that a graph that mixes up images is found."""
+"""An eager run is chosen only if the graph takes at least so many times as long: a busy host slows eager runs."""
+SAMPLES_PER_SIDE = 4
+"""Different images, so that a graph that mixes up images is found."""
 
 
 class RowCountError(RuntimeError):
@@ -73,6 +71,17 @@ class VllmBatch:
         return fetched
 
 
+class Embedded(NamedTuple):
+    """Output of the tower for a batch."""
+
+    outputs: list[Tensor]
+    """`[num_embeds, width]` of each item, on the device."""
+    reason: Reason | None
+    """Why no graph was replayed, for at least one item; None for graphs only."""
+    budgets: tuple[int, ...] = ()
+    """Token budgets of the replayed graphs."""
+
+
 class VllmEncoder:
     """A tower of vLLM with the packing rules of our own towers. Owned by the thread that made it.
 
@@ -94,26 +103,17 @@ class VllmEncoder:
         self._costs: CostTable | None = None
         """Of images, once `warm_up` has measured them; None without graphs."""
         self._counts = RunCounts()
-        self._in_flight: deque[torch.cuda.Event] = deque()
 
     def launch_batches(self, items: Sequence[VllmInputs]) -> Iterator[VllmBatch]:
-        """Yields each batch once it has been launched; the caller retries the items of a batch that raised. At most
-        MAX_IN_FLIGHT batches are in flight."""
+        """Yields each batch once it has been launched; the caller retries the items of a batch that raised."""
         for batch in self._plan(items):
-            self.wait_for_room()
-            launched = self._run(items, batch)
-            if launched.ready is not None:
-                self._in_flight.append(launched.ready)
-            yield launched
+            yield self._run(items, batch)
 
     def wait_for_room(self) -> None:
-        """Blocks while MAX_IN_FLIGHT batches are in flight, so that items that arrive meanwhile are packed too."""
-        while len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._in_flight.popleft().synchronize()
+        """Returns at once: `embed_multimodal` of most models synchronises with the device."""
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
-        enough = None if self._costs is None else self._costs.worthwhile_tokens
-        return launch_together(num_tokens, waiting, enough, self._budgets[-1])
+        return len(num_tokens)
 
     def count_tokens(self, item: VllmInputs) -> int:
         return item.num_tokens
@@ -129,21 +129,32 @@ class VllmEncoder:
         """Encodes an item of each modality, so that the first ones of requests do not wait for kernels to load and
         compile, and checks and measures the graphs. `prepare` takes a file and its modality. Failures are logged,
         unless the device is lost: a model may fail for one modality only."""
+        modalities = tuple(modalities)
         for modality in modalities:
             try:
                 for batch in self.launch_batches([prepare(sample(modality), modality)]):
                     batch.fetch()
-                if modality == "image" and self._tower.graph_budgets:
-                    samples = [
-                        [prepare(noise_image(side, seed), modality) for seed in range(DIFFERENT_SAMPLES)]
-                        for side in SAMPLE_SIDES
-                    ]
-                    costs = self._tower.measure_graphs(samples, self._max_items)
-                    self._costs = costs if self._cost_based else None
             except Exception as error:  # models raise exceptions of any class
                 if is_cuda_error(error):
                     raise
                 logger.warning("a sample %s could not be encoded at the start: %s", modality, error)
+        if "image" in modalities and self._tower.graph_budgets:
+            try:
+                self._measure_graphs(prepare)
+            except Exception as error:
+                if is_cuda_error(error):
+                    raise
+                logger.warning("graphs are replayed without measured times: %s", error)
+
+    def _measure_graphs(self, prepare: Callable[[bytes, str], VllmInputs]) -> None:
+        samples: dict[int, list[VllmInputs]] = {}
+        for side in SAMPLE_SIDES:
+            first = prepare(noise_image(side, 0), "image")
+            if first.num_tokens not in samples:  # most sizes are one to many models
+                others = [prepare(noise_image(side, seed), "image") for seed in range(1, SAMPLES_PER_SIDE)]
+                samples[first.num_tokens] = [first, *others]
+        costs = self._tower.measure_graphs(list(samples.values()), self._max_items)
+        self._costs = costs if self._cost_based else None
 
     def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
         """Packs the items of each modality, since vLLM's towers take one modality at a time."""
@@ -161,8 +172,8 @@ class VllmEncoder:
         """Packs items of one modality: images by the measured costs. A batch without costs has no budget."""
         if modality == "image" and self._costs is not None:
             images = [ImageCost(count, 0.0) for count in num_tokens]
-            most = self._budgets[-1]
-            return plan_batches(images, table=self._costs, max_images=self._max_items, max_tokens=most)
+            most_images = min(self._max_items, self._tower.max_graph_items)
+            return plan_batches(images, table=self._costs, max_images=most_images, max_tokens=self._budgets[-1])
         most_items = 1 if self._tower.encodes_alone(modality) else self._max_items
         packed = pack(num_tokens, budgets=self._budgets, max_images=most_items)
         return [Batch(batch.indices, None) for batch in packed]
@@ -173,7 +184,7 @@ class VllmEncoder:
         # Above what was measured, vLLM may have a graph whose time is not known.
         measured = 0 if self._costs is None else self._costs.budgets[-1]
         eagerly = batched[0].header.modality == "image" and batch.budget is None and num_tokens <= measured
-        outputs, reason = self._tower.embed(batched, eagerly=eagerly)
+        outputs, reason, budgets = self._tower.embed(batched, eagerly=eagerly)
         if reason is Reason.REFUSED:
             self._costs = None
         if len(outputs) != len(batched):
@@ -183,11 +194,11 @@ class VllmEncoder:
                 raise RowCountError(
                     f"the tower returned shape {tuple(output.shape)} for an item of {item.header.num_embeds} rows"
                 )
-        budget = batch.budget if reason is None else None
         if reason is None:
-            self._counts.add_replay(num_tokens, budget or num_tokens)
+            self._counts.add_replay(num_tokens, max(sum(budgets), num_tokens))
         else:
             self._counts.add_eager_run(num_tokens, reason)
+        budget = sum(budgets) if budgets and reason is None else None
         return VllmBatch(batch, outputs, RunRecord(budget, reason, num_tokens, len(batched)), self._tower.mark())
 
 
@@ -242,20 +253,20 @@ class VllmTower:
             self._graphs = self._capture_graphs()
 
     @torch.inference_mode()
-    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> tuple[list[Tensor], Reason | None]:
-        """Returns one tensor `[num_embeds, width]` per item in order, on the device, and why no graph was replayed.
-
-        vLLM stacks consecutive items whose fields agree. `eagerly`: without a graph, which takes longer."""
+    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> Embedded:
+        """Encodes items in order. vLLM stacks consecutive ones whose fields agree. `eagerly`: without a graph, which
+        takes longer."""
         from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
         pairs = [(item.header.modality, self._decoder.decode(item.inputs)) for item in items]
         on_gpu = self._device.type == "cuda"
         outputs: list[Tensor] = []
         reason: Reason | None = None
+        budgets: tuple[int, ...] = ()
         for modality, count, batch in group_and_batch_mm_kwargs(pairs, device=self._device, pin_memory=on_gpu):
             rows = [item.header.num_embeds for item in items[len(outputs) : len(outputs) + count]]
             if self._graphs is None:
-                found: list[Tensor] | Reason = self._no_graphs
+                found: Replay | Reason = self._no_graphs
             elif eagerly:
                 found = Reason.CHEAPER
             else:
@@ -264,8 +275,9 @@ class VllmTower:
                 reason = found
                 outputs.extend(self._model.embed_multimodal(**batch))
             else:
-                outputs.extend(found)
-        return outputs, reason
+                outputs.extend(found.outputs)
+                budgets += found.budgets
+        return Embedded(outputs, reason, budgets)
 
     def mark(self) -> torch.cuda.Event | None:
         """Returns an event after all that was launched so far; None on the CPU."""
@@ -280,26 +292,31 @@ class VllmTower:
         """Token budgets of the graphs, ascending; empty without graphs."""
         return () if self._graphs is None else self._graphs.budgets
 
+    @property
+    def max_graph_items(self) -> int:
+        """Most items in a batch of one graph."""
+        return 0 if self._graphs is None else self._graphs.max_items
+
     def measure_graphs(self, samples: Sequence[Sequence[VllmInputs]], max_items: int) -> CostTable | None:
-        """Compares the graph of each budget with the eager forward and times both, on batches that fill it; eager times
-        include EAGER_MARGIN. Takes seconds. `samples`: different images of one size, for each of several sizes,
-        ascending. Budgets that they cannot fill, even by half, are left out. Returns None if no budget is left, or the
-        graphs differ."""
+        """Compares the graph of each budget with the eager forward and times both, on batches that fill it as far as
+        `max_items` allow; eager times include EAGER_MARGIN. Takes seconds. `samples`: different images of one size, for
+        each of several sizes. Budgets are left out that no batch of one size needs, or for which vLLM replays others.
+        Returns None if no budget is left, or the graphs differ."""
+        most = min(max_items, self.max_graph_items)
         replays: list[tuple[int, float]] = []
         eager: dict[int, float] = {}
         for before, budget in pairwise((0, *self.graph_budgets)):
-            fitting = [images for images in samples if images[0].num_tokens <= budget]
-            if not fitting:
+            fills = [(min(budget // images[0].num_tokens, most) * images[0].num_tokens, images) for images in samples]
+            tokens, images = max(fills, key=itemgetter(0))
+            if tokens <= before:
                 continue
-            images, tokens = fitting[-1], fitting[-1][0].num_tokens
-            count = min(budget // tokens, max_items)
-            if count * tokens <= max(before, budget // 2):
-                continue
-            batch = list(islice(cycle(images), count))
-            if self.embed(batch)[1] is not None:
+            batch = list(islice(cycle(images), tokens // images[0].num_tokens))
+            embedded = self.embed(batch)
+            if embedded.reason is not None:
                 return None
-            replays.append((budget, self._time(batch, eagerly=False)))
-            eager[count * tokens] = EAGER_MARGIN * self._time(batch, eagerly=True)
+            if embedded.budgets == (budget,):
+                replays.append((budget, self._time(batch, eagerly=False)))
+                eager[tokens] = EAGER_MARGIN * self._time(batch, eagerly=True)
         return CostTable(tuple(replays), tuple(sorted(eager.items())), work_ms=0.0) if replays else None
 
     def _time(self, items: Sequence[VllmInputs], *, eagerly: bool) -> float:

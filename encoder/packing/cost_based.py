@@ -10,15 +10,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from operator import itemgetter
 
 from encoder.packing.greedy import Batch, pack
 
 WORTHWHILE = 1.08
 """A budget is worth a launch of its own if its time per token is at most this multiple of the best budget's."""
-DEEP_QUEUE_BATCHES = 4
-"""Queue depth, in batches of the largest budget, above which throughput counts more than the first images' latency."""
 PAIRS_PER_UNIT = 1_000_000
 """Attention work is counted in millions of pairs of patches that attend to each other."""
 
@@ -111,18 +108,6 @@ def interpolate_ms(measured: Sequence[tuple[int, float]], tokens: int) -> float:
         return ms * tokens / size
     (low, low_ms), (high, high_ms) = measured[at - 1], measured[at]
     return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
-
-
-def launch_together(num_tokens: Sequence[int], waiting: int, enough: int | None, largest: int) -> int:
-    """Returns how many of the first queued images, of `num_tokens` each, to launch together.
-
-    As many as `enough` tokens hold (`CostTable.worthwhile_tokens`), so that the first embeddings are ready before the
-    last images start; or all if more tokens than in DEEP_QUEUE_BATCHES batches of `largest` are `waiting`, for maximum
-    throughput, or without measurements (None).
-    """
-    if enough is None or waiting > DEEP_QUEUE_BATCHES * largest:
-        return len(num_tokens)
-    return max(1, sum(total <= enough for total in accumulate(num_tokens)))
 
 
 def plan_batches(images: Sequence[ImageCost], *, table: CostTable, max_images: int, max_tokens: int) -> list[Batch]:

@@ -102,7 +102,7 @@ class PreparePool:
         return count_tokens(count, self._workers.threads.map), count_audio_tokens(sounds), count_video_tokens(videos)
 
     def prepare_at_start(self, file: bytes, modality: str) -> VllmInputs:
-        """Prepares a file of no request. Raises ImageError and WorkerEndedError as `prepare`."""
+        """Prepares a sample file, which no request has sent. Raises ImageError and WorkerEndedError as `prepare`."""
         return self._prepare(ItemFile(file, modality), NO_DIGEST, START_TIMEOUT_S)
 
     def _prepare(self, item: ItemFile, digest: str, timeout_s: float | None = None) -> VllmInputs:

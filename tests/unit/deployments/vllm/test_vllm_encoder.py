@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Literal, cast
 
 import pytest
@@ -14,11 +15,12 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import checked_graphs
 from deployments.vllm import vllm_encoder as module
-from deployments.vllm.checked_graphs import CheckedGraphs
+from deployments.vllm.checked_graphs import CheckedGraphs, Replay
 from deployments.vllm.preparer import VllmInputs
 from deployments.vllm.vllm_encoder import (
-    DIFFERENT_SAMPLES,
     SAMPLE_SIDES,
+    SAMPLES_PER_SIDE,
+    Embedded,
     RowCountError,
     VllmBatch,
     VllmEncoder,
@@ -50,6 +52,7 @@ class FakeTower:
         self.batches: list[list[str]] = []
         self.eager: list[bool] = []
         self.graph_budgets: tuple[int, ...] = ()
+        self.max_graph_items = 16
         self.reason: Reason | None = Reason.NO_GPU
         self.sampled: list[list[int]] = []
 
@@ -57,7 +60,7 @@ class FakeTower:
         self.sampled = [[each.num_tokens for each in images] for images in samples]
         return CostTable(((16, 3.0), (32, 4.0), (64, 10.0)), ((8, 9.0), (16, 9.0), (64, 9.0)), work_ms=0.0)
 
-    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool) -> tuple[list[Tensor], Reason | None]:
+    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool) -> Embedded:
         names = [each.inputs.decode() for each in items]
         self.batches.append(names)
         self.eager.append(eagerly)
@@ -65,7 +68,9 @@ class FakeTower:
             raise ValueError("the tower cannot encode it")
         rows = [each.header.num_embeds - (each.inputs == b"short") for each in items]
         values = [float(name) if name.isdigit() else 0.0 for name in names]
-        return [torch.full((count, WIDTH), value) for count, value in zip(rows, values, strict=True)], self.reason
+        outputs = [torch.full((count, WIDTH), value) for count, value in zip(rows, values, strict=True)]
+        budgets = [budget for budget in self.graph_budgets if budget >= sum(rows)]
+        return Embedded(outputs, self.reason, () if self.reason else tuple(budgets[:1]))
 
     def mark(self) -> None:
         """On the CPU, nothing is to be waited for."""
@@ -164,13 +169,13 @@ def warm(packing: Literal["cost", "greedy"] = "cost") -> tuple[VllmEncoder, Fake
 def test_images_are_packed_by_the_measured_costs_of_graphs() -> None:
     """Five of eight tokens fill the budgets of 32 and 8 of 16, which take 7 ms; together they would take 9, eagerly."""
     encoder, tower = warm()
-    assert [len(images) for images in tower.sampled] == [DIFFERENT_SAMPLES] * len(SAMPLE_SIDES)
+    assert [len(images) for images in tower.sampled] == [SAMPLES_PER_SIDE] * len(SAMPLE_SIDES)
     assert tower.sampled == sorted(tower.sampled)
     batches = list(encoder.launch_batches([item(8, str(number)) for number in range(5)]))
     assert sorted((batch.batch.budget, len(batch.outputs)) for batch in batches) == [(16, 1), (32, 4)]
     assert [batch.run_record.budget for batch in batches] == [batch.batch.budget for batch in batches]
     assert tower.eager == [False, False]
-    assert (encoder.counts.replays, encoder.counts.padding_tokens) == (1 + 2, 8), "one at the start"
+    assert (encoder.counts.replays, encoder.counts.padding_tokens) == (1 + 2, 15 + 8), "one token at the start"
 
 
 def test_an_image_runs_eagerly_where_that_was_measured_to_be_faster() -> None:
@@ -180,37 +185,6 @@ def test_an_image_runs_eagerly_where_that_was_measured_to_be_faster() -> None:
     assert dict(zip([names[0] for names in tower.batches], tower.eager, strict=True)) == {
         "1": True, "2": False, "3": False, "4": False
     }  # fmt: skip
-
-
-def test_a_short_queue_is_launched_in_batches_that_are_worth_a_launch() -> None:
-    """By the measured costs a token is cheapest in a batch of 32."""
-    encoder, _ = warm()
-    assert encoder.num_to_launch([8] * 9, 4 * BUDGETS[-1]) == 4
-    assert encoder.num_to_launch([40, 8], 48) == 1
-    assert encoder.num_to_launch([8] * 9, 4 * BUDGETS[-1] + 1) == 9
-    assert warm("greedy")[0].num_to_launch([8] * 9, 72) == 9
-
-
-class Mark:
-    """Stands for the event of a batch; `waited` are those that were awaited."""
-
-    def __init__(self, number: int, waited: list[int]) -> None:
-        self._number, self._waited = number, waited
-
-    def synchronize(self) -> None:
-        self._waited.append(self._number)
-
-
-def test_at_most_two_batches_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, tower = make()
-    waited: list[int] = []
-    monkeypatch.setattr(tower, "mark", lambda: Mark(len(tower.batches), waited))
-    batches = encoder.launch_batches([item(2, str(number), "video") for number in range(3)])
-    next(batches), next(batches)
-    assert waited == []
-    encoder.wait_for_room()
-    next(batches)
-    assert (waited, len(tower.batches)) == ([1], 3), "awaited once, before the third was launched"
 
 
 def test_greedy_packing_ignores_costs() -> None:
@@ -227,52 +201,116 @@ def test_refused_graphs_have_no_costs() -> None:
     assert (batch.batch.budget, batch.run_record.budget) == (None, None)
 
 
-class TimedTower(VllmTower):
-    """Graphs of a Manager on the CPU; `runs` are the images of each run, and whether it was eager."""
-
-    def __init__(self, reason: Reason | None = None) -> None:
-        self._device, self._graphs = torch.device("cpu"), CheckedGraphs(Manager(), lambda rows: [rows])
-        self._reason = reason
-        self.runs: list[tuple[list[str], bool]] = []
-
-    def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> tuple[list[Tensor], Reason | None]:
-        self.runs.append(([each.inputs.decode() for each in items], eagerly))
-        return [], self._reason
+def test_graphs_hold_fewer_items_than_batches_without_costs() -> None:
+    encoder, tower = warm()
+    tower.max_graph_items = 2
+    list(encoder.launch_batches([item(8, str(number)) for number in range(4)]))
+    assert [len(names) for names in tower.batches] == [2, 2]
 
 
-def test_each_budget_is_measured_with_batches_that_fill_it() -> None:
-    tower = TimedTower()
-    samples = [[item(12, "a"), item(12, "b")], [item(40, "c"), item(40, "d")]]
-    costs = tower.measure_graphs(samples, 32)
+def test_graphs_are_measured_once_for_sizes_that_the_model_resizes_to_one() -> None:
+    tower = FakeTower()
+    tower.graph_budgets = BUDGETS
+    encoder = VllmEncoder(cast(VllmTower, tower), EncoderConfig())
+    encoder.warm_up(["image"], lambda _, modality: item(8, "1", modality))
+    assert tower.sampled == [[8] * SAMPLES_PER_SIDE]
+
+
+def test_graphs_that_cannot_be_measured_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *values: warnings.append(text % values))
+    tower = FakeTower()
+    tower.graph_budgets, tower.reason = BUDGETS, None
+
+    def prepare(file: bytes, modality: str) -> VllmInputs:
+        if len(file) > 10_000:
+            raise ImageError("the processor takes no small image")
+        return item(8, "1", modality)
+
+    encoder = VllmEncoder(cast(VllmTower, tower), EncoderConfig())
+    encoder.warm_up(["image"], prepare)
+    assert warnings == ["graphs are replayed without measured times: the processor takes no small image"]
+    list(encoder.launch_batches([item(8, "1")]))
+    assert (tower.eager, encoder.counts.replays) == ([False, False], 2)
+
+
+class Measured:
+    """A tower with the graphs of a Manager on the CPU. An item's inputs are its number of rows and a letter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.manager, self.eager_rows, self.batches = Manager(), list[int](), list[str]()
+        for name in ("vllm", "vllm.multimodal"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        grouping = SimpleNamespace(group_and_batch_mm_kwargs=self._group)
+        monkeypatch.setitem(sys.modules, "vllm.multimodal.utils", grouping)
+        self.tower = VllmTower.__new__(VllmTower)
+        self.tower._device = torch.device("cpu")
+        self.tower._decoder = SimpleNamespace(decode=bytes.decode)
+        self.tower._model = SimpleNamespace(embed_multimodal=self._eager)
+        self.tower._graphs = CheckedGraphs(self.manager, self._eager)
+
+    def _group(self, pairs: Sequence[tuple[str, str]], **_: object) -> Iterator[tuple[str, int, Mapping[str, Tensor]]]:
+        names = [name for _, name in pairs]
+        self.batches.append("".join(name[-1] for name in names))
+        yield pairs[0][0], len(pairs), {"rows": torch.ones(sum(int(name[:-1]) for name in names), WIDTH)}
+
+    def _eager(self, rows: Tensor) -> list[Tensor]:
+        self.eager_rows.append(len(rows))
+        return [rows]
+
+    def measure(self, *sizes: int, max_items: int = 8) -> CostTable | None:
+        samples = [[item(size, f"{size}{letter}") for letter in "ab"] for size in sizes]
+        return self.tower.measure_graphs(samples, max_items)
+
+
+def test_each_budget_is_measured_with_batches_that_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    costs = measured.measure(12, 40)
     assert costs is not None
     assert costs.budgets == (16, 64, 256)
-    assert [tokens for tokens, _ in costs.eager_ms] == [12, 40, 240]
-    filling = [["a"], ["c"], ["c", "d", "c", "d", "c", "d"]]
-    assert tower.runs == [(names, eagerly) for names in filling for eagerly in (False, False, False, True, True)]
+    assert [tokens for tokens, _ in costs.eager_ms] == [12, 60, 240]
+    assert measured.batches == ["a"] * 5 + ["ababa"] * 5 + ["ababab"] * 5
+    three_runs = [rows for rows in (12, 60, 240) for _ in range(3)]
+    assert measured.manager.executed == three_runs, "compared, and timed twice"
+    assert measured.eager_rows == three_runs
 
 
 @pytest.mark.parametrize(("eager_ms", "budget"), [(9.5, 16), (9.0, None)])
 def test_a_graph_that_takes_little_longer_than_an_eager_run_is_preferred(
     eager_ms: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tower = TimedTower()
-    monkeypatch.setattr(tower, "_time", lambda _, *, eagerly: eager_ms if eagerly else 10.0)
-    costs = tower.measure_graphs([[item(16, "a")]], 1)
+    measured = Measured(monkeypatch)
+    monkeypatch.setattr(measured.tower, "_time", lambda _, *, eagerly: eager_ms if eagerly else 10.0)
+    costs = measured.measure(16, max_items=1)
     assert costs is not None
     assert costs.cheapest_budget(16) == budget
 
 
-def test_budgets_that_no_batch_fills_are_not_measured() -> None:
-    costs = TimedTower().measure_graphs([[item(20, "a")]], 4)
+@pytest.mark.parametrize(("max_items", "most_of_graphs"), [(3, 8), (8, 3)])
+def test_budgets_that_no_batch_needs_are_not_measured(
+    max_items: int, most_of_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measured(monkeypatch)
+    measured.manager.max_batch_size = most_of_graphs
+    costs = measured.measure(20, max_items=max_items)
     assert costs is not None
-    assert costs.budgets == (64,), "16 is too small for one, 4 are too few for 256"
-    assert TimedTower().measure_graphs([[item(300, "a")]], 4) is None
+    assert costs.budgets == (64,), "16 is too small for one, and 64 hold three"
+    assert measured.measure(300) is None
 
 
-def test_graphs_that_are_refused_when_they_are_measured_have_no_costs() -> None:
-    tower = TimedTower(Reason.REFUSED)
-    assert tower.measure_graphs([[item(12, "a")]], 32) is None
-    assert len(tower.runs) == 1
+def test_budgets_for_which_vllm_replays_others_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    measured.manager.most = 64
+    costs = measured.measure(12, 40)
+    assert costs is not None
+    assert costs.budgets == (16, 64)
+
+
+def test_graphs_that_are_refused_when_they_are_measured_have_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    measured.manager.factor = 0.0
+    assert measured.measure(12) is None
+    assert (measured.tower.graph_budgets, measured.tower.max_graph_items) == ((), 0)
 
 
 def test_items_that_must_not_share_a_batch_are_encoded_alone() -> None:
@@ -293,15 +331,28 @@ class Manager:
     """vLLM's encoder graphs of three budgets: they return the batch's rows times `factor`, or other `outputs`."""
 
     token_budgets = (16, 64, 256)
+    max_batch_size = 8
 
     def __init__(self) -> None:
         self.factor, self.outputs = 1.0, list[Tensor]()
-        self.budget_graphs = {"default": {16: SimpleNamespace(output_buffer=torch.zeros(16, WIDTH))}}
+        self.executed: list[int] = []
+        self.most = 256
+        """Tokens above which a batch is split, a token a graph."""
+        self.budget_graphs = {"default": {budget: self._graph(budget) for budget in self.token_budgets}}
+
+    def _graph(self, budget: int) -> SimpleNamespace:
+        graph = SimpleNamespace(replay=lambda: None)
+        return SimpleNamespace(token_budget=budget, graph=graph, output_buffer=torch.zeros(budget, WIDTH))
 
     def supports_modality(self, modality: str) -> bool:
         return modality != "audio"
 
     def execute(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        count = len(batch["rows"])
+        self.executed.append(count)
+        for tokens in [count] if count <= self.most else [1] * count:
+            budget = next(each for each in self.token_budgets if each >= tokens)
+            self.budget_graphs["default"][budget].graph.replay()
         return self.outputs or [batch["rows"] * self.factor]
 
 
@@ -316,7 +367,7 @@ class Graphs:
         self.eager_rows.append(len(rows))
         return [rows]
 
-    def replay(self, count: int, modality: str = "image") -> list[Tensor] | Reason:
+    def replay(self, count: int, modality: str = "image") -> Replay | Reason:
         rows = torch.arange(1, 1 + count * WIDTH, dtype=torch.bfloat16).view(count, WIDTH)
         return self.checked.replay(modality, {"rows": rows}, [count])
 
@@ -327,11 +378,24 @@ def test_the_first_batch_of_each_budget_is_compared_with_the_eager_tower() -> No
     for count in (16, 17, 64, 65, 3, 256):
         found = graphs.replay(count)
         assert not isinstance(found, Reason)
-        assert len(found[0]) == count
+        assert len(found.outputs[0]) == count
     assert graphs.eager_rows == [16, 17, 65]
     assert graphs.replay(257) is Reason.OVER_LARGEST
     assert graphs.replay(16, "audio") is Reason.NOT_CAPTURED
     assert graphs.replay(16, "video") is Reason.NOT_CAPTURED
+
+
+def test_a_graph_is_compared_though_a_batch_of_its_size_was_split() -> None:
+    graphs = Graphs()
+    graphs.manager.most = 2
+    assert isinstance(found := graphs.replay(3), Replay)
+    assert (found.budgets, graphs.eager_rows) == ((16, 16, 16), [3])
+    graphs.manager.most = 256
+    graphs.replay(100)
+    assert graphs.eager_rows == [3, 100]
+    graphs.manager.most = 2
+    graphs.replay(100)
+    assert graphs.eager_rows == [3, 100], "all of one that was compared"
 
 
 def refused(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, count: int = 64) -> None:
