@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +149,7 @@ class VllmEncoder:
         samples: dict[int, list[VllmInputs]] = {}
         for side in SAMPLE_SIDES:
             first = prepare(noise_image(side, 0), "image")
-            if first.num_tokens not in samples:  # most sizes are one to many models
+            if first.num_tokens not in samples:  # many models resize all images to one size
                 others = [prepare(noise_image(side, seed), "image") for seed in range(1, SAMPLES_PER_SIDE)]
                 samples[first.num_tokens] = [first, *others]
         costs = self._tower.measure_graphs(list(samples.values()), self._max_items)
@@ -302,15 +301,17 @@ class VllmTower:
         `max_items` allow; eager times include EAGER_MARGIN. Takes seconds. `samples`: different images of one size, for
         each of several sizes. Budgets are left out that no batch of one size needs, or for which vLLM replays others.
         Returns None if no budget is left, or the graphs differ."""
+        by_size = {images[0].num_tokens: images for images in samples}
         most = min(max_items, self.max_graph_items)
         replays: list[tuple[int, float]] = []
         eager: dict[int, float] = {}
         for before, budget in pairwise((0, *self.graph_budgets)):
-            fills = [(min(budget // images[0].num_tokens, most) * images[0].num_tokens, images) for images in samples]
-            tokens, images = max(fills, key=itemgetter(0))
+            # Of equal fills that of the largest images, which attend most.
+            size = max(by_size, key=lambda size: (min(budget // size, most) * size, size))
+            tokens = min(budget // size, most) * size
             if tokens <= before:
                 continue
-            batch = list(islice(cycle(images), tokens // images[0].num_tokens))
+            batch = list(islice(cycle(by_size[size]), tokens // size))
             embedded = self.embed(batch)
             if embedded.reason is not None:
                 return None

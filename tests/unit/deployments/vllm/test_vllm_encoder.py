@@ -275,6 +275,12 @@ def test_each_budget_is_measured_with_batches_that_fill_it(monkeypatch: pytest.M
     assert measured.eager_rows == three_runs
 
 
+def test_a_budget_is_measured_with_the_largest_images_that_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(monkeypatch)
+    assert measured.measure(8, 16, 64) is not None
+    assert measured.batches == ["a"] * 5 + ["a"] * 5 + ["abab"] * 5
+
+
 @pytest.mark.parametrize(("eager_ms", "budget"), [(9.5, 16), (9.0, None)])
 def test_a_graph_that_takes_little_longer_than_an_eager_run_is_preferred(
     eager_ms: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
