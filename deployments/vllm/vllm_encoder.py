@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 SAMPLE_SIDES = (64, 112, 224, 448)
 """Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
 EAGER_MARGIN = 1.1
-"""An eager run is chosen only if the graph takes at least so many times as long: a busy host slows eager runs."""
+"""An eager run is chosen only if the graph takes at least 1.1 times as long: a busy host slows eager runs."""
 SAMPLES_PER_SIDE = 4
 """Different images, so that a graph that mixes up images is found."""
 
@@ -77,7 +77,7 @@ class Embedded(NamedTuple):
     """`[num_embeds, width]` of each item, on the device."""
     reason: Reason | None
     """Why no graph was replayed, for at least one item; None for graphs only."""
-    budgets: tuple[int, ...] = ()
+    budgets: tuple[int, ...]
     """Token budgets of the replayed graphs."""
 
 
@@ -124,11 +124,10 @@ class VllmEncoder:
     def counts(self) -> RunCounts:
         return self._counts
 
-    def warm_up(self, modalities: Iterable[str], prepare: Callable[[bytes, str], VllmInputs]) -> None:
+    def warm_up(self, modalities: Sequence[str], prepare: Callable[[bytes, str], VllmInputs]) -> None:
         """Encodes an item of each modality, so that the first ones of requests do not wait for kernels to load and
         compile, and checks and measures the graphs. `prepare` takes a file and its modality. Failures are logged,
         unless the device is lost: a model may fail for one modality only."""
-        modalities = tuple(modalities)
         for modality in modalities:
             try:
                 for batch in self.launch_batches([prepare(sample(modality), modality)]):

@@ -141,7 +141,7 @@ class MediaFetcher:
                 locations = _header_values(response, b"location")
                 if response.status in REDIRECTS and len(locations) == 1:
                     # Browsers follow a location with spaces, too.
-                    target = target.join(_parse_url(locations[0].strip(" ").replace(" ", "%20")))
+                    target = target.join(_parse_url(locations[0].replace(" ", "%20")))
                     continue
                 if response.status != 200:
                     raise MediaError(f"fetching the file gave status {response.status}")
@@ -167,8 +167,7 @@ class MediaFetcher:
         return host, port
 
     async def _read_body(self, response: httpcore.Response, max_bytes: int, count: Callable[[int], None]) -> bytes:
-        encodings = _header_values(response, b"content-encoding")
-        if any(value.strip().lower() not in ("", "identity") for value in encodings):
+        if any(value.lower() not in ("", "identity") for value in _header_values(response, b"content-encoding")):
             raise MediaError("the file was sent with a content encoding, which was not asked for")
         body, num_pieces = bytearray(), 0
         async for piece in response.aiter_stream():

@@ -184,9 +184,10 @@ def _number(text: str) -> float:
 def refuse_fields(body: Body) -> None:
     """Raises ApiError 400 for fields by which a client could pass embeddings to vLLM or make it fetch something."""
     # vLLM takes the entries of `vllm_xargs` for fields of the engine's request.
-    for where, fields in (("", body), ("vllm_xargs.", body.get("vllm_xargs"))):
+    xargs = body.get("vllm_xargs")
+    for where, fields in (("", body), ("vllm_xargs.", xargs if isinstance(xargs, Mapping) else {})):
         for name, reason in REFUSED_FIELDS.items():
-            if isinstance(fields, Mapping) and fields.get(name) not in (None, False):
+            if fields.get(name) not in (None, False):
                 raise ApiError(400, f"{where}{name}: {reason}", param=where + name, code="unsupported_field")
 
 
