@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -37,6 +38,8 @@ SAMPLE_SIDES = (64, 112, 224, 448)
 """Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
 EAGER_MARGIN = 1.1
 """An eager run is chosen only if the graph takes at least 1.1 times as long: a busy host slows eager runs."""
+MAX_IN_FLIGHT = 2
+"""Batches launched before the oldest is awaited: one runs and the next is queued."""
 SAMPLES_PER_SIDE = 4
 """Different images, so that a graph that mixes up images is found."""
 
@@ -102,14 +105,21 @@ class VllmEncoder:
         self._costs: CostTable | None = None
         """Of images, once `warm_up` has measured them; None without graphs."""
         self._counts = RunCounts()
+        self._in_flight: deque[torch.cuda.Event] = deque()
 
     def launch_batches(self, items: Sequence[VllmInputs]) -> Iterator[VllmBatch]:
         """Yields each batch once it has been launched; the caller retries the items of a batch that raised."""
         for batch in self._plan(items):
-            yield self._run(items, batch)
+            self.wait_for_room()
+            launched = self._run(items, batch)
+            if launched.ready is not None:
+                self._in_flight.append(launched.ready)
+            yield launched
 
     def wait_for_room(self) -> None:
-        """Returns at once: `embed_multimodal` of most models synchronises with the device."""
+        """Blocks while MAX_IN_FLIGHT batches are in flight, so that items that arrive meanwhile are packed too."""
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().synchronize()
 
     def num_to_launch(self, num_tokens: Sequence[int], waiting: int) -> int:
         return len(num_tokens)
@@ -169,9 +179,13 @@ class VllmEncoder:
     def _pack(self, num_tokens: Sequence[int], modality: str) -> list[Batch]:
         """Packs items of one modality: images by the measured costs. A batch without costs has no budget."""
         if modality == "image" and self._costs is not None:
-            images = [ImageCost(count, 0.0) for count in num_tokens]
             most_images = min(self._max_items, self._tower.max_graph_items)
-            return plan_batches(images, table=self._costs, max_images=most_images, max_tokens=self._budgets[-1])
+            batches: list[Batch] = []
+            for part in self._costs.split_for_latency(num_tokens):
+                images = [ImageCost(num_tokens[index], 0.0) for index in part]
+                packed = plan_batches(images, table=self._costs, max_images=most_images, max_tokens=self._budgets[-1])
+                batches += [Batch(tuple(part[at] for at in batch.indices), batch.budget) for batch in packed]
+            return batches
         most_items = 1 if self._tower.encodes_alone(modality) else self._max_items
         packed = pack(num_tokens, budgets=self._budgets, max_images=most_items)
         return [Batch(batch.indices, None) for batch in packed]

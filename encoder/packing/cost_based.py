@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from operator import itemgetter
 
 from encoder.packing.greedy import Batch, pack
@@ -85,6 +86,20 @@ class CostTable:
             return None
         most = WORTHWHILE * min(ms / budget for budget, ms in self.replay_ms)
         return next(budget for budget, ms in self.replay_ms if ms / budget <= most)
+
+    def split_for_latency(self, num_tokens: Sequence[int]) -> list[range]:
+        """Splits images, in order, into parts to be launched one after another, so that the first embeddings are ready
+        before the last images start. Each part is the shortest one whose time per token is at most WORTHWHILE times
+        that of the best one."""
+        parts: list[range] = []
+        start = 0
+        while start < len(num_tokens):
+            totals = list(accumulate(num_tokens[start:]))
+            ms = [self.base_ms(total, self.cheapest_budget(total)) / total for total in totals]
+            stop = start + 1 + next(at for at, each in enumerate(ms) if each <= WORTHWHILE * min(ms))
+            parts.append(range(start, stop))
+            start = stop
+        return parts
 
     @cached_property
     def _replays(self) -> dict[int, float]:

@@ -223,6 +223,32 @@ def test_graphs_that_cannot_be_measured_are_replayed(monkeypatch: pytest.MonkeyP
     assert (tower.eager, encoder.counts.replays) == ([False, False], 2)
 
 
+def test_images_are_launched_in_parts_of_low_cost_but_sounds_together() -> None:
+    """A token costs 4 ms / 32 in the best batch; nothing is known of sounds."""
+    encoder, tower = warm()
+    list(encoder.launch_batches([item(8, "1", kind) for kind in ("image", "audio") * 8]))
+    assert [len(names) for names in tower.batches] == [4, 8, 4]
+
+
+def test_two_batches_are_in_flight() -> None:
+    encoder, tower = warm()
+    marked: list[list[str]] = []
+    awaited: list[list[str]] = []
+
+    def mark() -> torch.cuda.Event:
+        names = tower.batches[-1]
+        marked.append(names)
+        return cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: awaited.append(names)))
+
+    tower.mark = mark  # type: ignore[assignment,method-assign]
+    batches = encoder.launch_batches([item(32, str(number)) for number in range(4)])
+    for number in range(4):
+        next(batches)
+        assert (marked, awaited) == (tower.batches, tower.batches[: max(0, number - 1)])
+    encoder.wait_for_room()
+    assert awaited == [["0"], ["1"], ["2"]]
+
+
 def test_items_that_must_not_share_a_batch_are_encoded_alone() -> None:
     encoder, tower = make()
     list(encoder.launch_batches([item(2, "1", "video"), item(2, "2"), item(2, "3", "video"), item(2, "4")]))
