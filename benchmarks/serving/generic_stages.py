@@ -39,7 +39,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def encode(encoder: VllmEncoder, items: Sequence[VllmInputs]) -> None:
-    for batch in encoder.launch_batches(items):
+    for batch in list(encoder.launch_batches(items)):  # a server fetches in another thread
         batch.fetch()
 
 
