@@ -164,7 +164,10 @@ class GpuWorker:
         """Blocks until an item arrives, then launches all queued jobs, batch by batch."""
         self._enqueue(self._inbox.get())
         while self._fair_queue:
-            encoder.wait_for_room()  # jobs that arrive meanwhile are packed too
+            try:
+                encoder.wait_for_room()  # jobs that arrive meanwhile are packed too
+            except Exception as error:  # of a batch in flight, whose jobs are completed with it
+                self._completion.diagnose(error, alone=False)
             self._drain_inbox()
             self._launch(encoder, self._select_jobs(encoder))
 

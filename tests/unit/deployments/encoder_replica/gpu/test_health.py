@@ -101,6 +101,19 @@ def test_after_a_cuda_error_nothing_is_encoded_any_more(owned: Owned, faults: li
     assert owned.worker._queued_tokens == 0
 
 
+def test_a_cuda_error_in_the_wait_for_room_counts(owned: Owned, faults: list[Fault]) -> None:
+    first = owned.occupy()
+    owned.encoder.room_error = torch.AcceleratorError(ILLEGAL)
+    waiting = owned.worker.submit(image(1))
+    owned.encoder.gate.set()
+    assert value_of(first) == 0
+    with pytest.raises(DeviceFailedError):
+        waiting.result(WAIT_S)
+    assert owned.encoder.calls == [[0]]
+    assert faults == [Fault.CUDA_ERROR]
+    assert owned.worker.is_alive
+
+
 def test_a_cuda_error_in_an_idle_moment_counts() -> None:
     told: queue.SimpleQueue[Fault] = queue.SimpleQueue()
     owned = Owned(events=WorkerEvents(on_gpu_failure=told.put))

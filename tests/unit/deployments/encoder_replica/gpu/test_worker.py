@@ -63,6 +63,7 @@ class FakeEncoder:
         self.fetch_gate.set()
         self.fetch_threads: set[int] = set()
         self.rooms = 0
+        self.room_error: Exception | None = None
         self.idle_steps = 0
         self.idle_error: Exception | None = None
         self.idle_threads: set[int] = set()
@@ -81,6 +82,8 @@ class FakeEncoder:
 
     def wait_for_room(self) -> None:
         self.rooms += 1
+        if self.room_error is not None:
+            raise self.room_error
 
     def count_tokens(self, pixels: Pixels) -> int:
         return num_tokens(pixels.grid_thw, IDENTITY.rules.merge_size)
