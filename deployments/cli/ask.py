@@ -60,6 +60,8 @@ def ask(
     missing = [name for name in pictures if not name.startswith(("http://", "https://")) and not Path(name).is_file()]
     if missing:
         raise click.UsageError(f"file not found: {', '.join(missing)}")
+    if any(unicodedata.category(mark) == "Cs" for mark in question):
+        raise click.UsageError("the question has bytes that are not UTF-8")
     started = time.perf_counter()
     first_s: float | None = None
     try:

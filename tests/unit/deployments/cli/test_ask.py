@@ -321,6 +321,14 @@ def test_a_missing_picture_is_a_mistake_of_the_command_line(server: Server, pict
         picture_url(str(tmp_path))
 
 
+def test_a_question_in_another_encoding_is_a_mistake_of_the_command_line(server: Server) -> None:
+    """Python passes bytes that are not UTF-8 on as surrogates."""
+    result = ask(server, "caf\udce9?")
+    assert result.exit_code == 2
+    assert "the question has bytes that are not UTF-8" in result.stderr
+    assert server.asked == []
+
+
 def test_a_server_cannot_send_commands_to_the_terminal(server: Server) -> None:
     server.answer = lambda handler: handler.json(400, {"error": {"message": "\x1b[2Jcleared"}})
     assert ask(server, "Why?").stderr == "Error: [2Jcleared\n"
