@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -75,34 +75,38 @@ def _lines(path: Path, cluster: bool) -> list[Line]:
     """Lines for the configuration file, then for this machine; a file with mistakes is replaced by the defaults."""
     from configs.schema import AppConfig
     from deployments.cli import facts
-    from deployments.cli.readiness import Line, cpus, lines
+    from deployments.cli.readiness import Line, asked_for, lines
 
-    configs, reserved_cpus, mistakes = _read(path)
+    configs, read, mistakes = _read(path)
     found = [Line("configuration", "problem", mistake, "correct the file") for mistake in mistakes]
     found = found or [Line("configuration", "ok", str(path))]
     for config in configs or [AppConfig()]:
         found += [line for line in lines(facts.gather(config), config, cluster=cluster) if line not in found]
     if configs:  # so Ray is installed
-        from deployments.common.ray_private import num_cpus
+        from deployments.cli.config_check import reserved
+        from deployments.cli.readiness import Resource
+        from deployments.common.ray_private import num_cpus, num_gpus
 
-        found.append(cpus(reserved_cpus, num_cpus(), cluster=cluster))
+        there: dict[Resource, int] = {"CPUs": num_cpus(), "GPUs": num_gpus()}
+        for resource, number in there.items():
+            asked = reserved(read, resource, has_gpu=there["GPUs"] > 0)
+            found.append(asked_for(resource, asked, number, cluster=cluster))
     return found
 
 
-def _read(path: Path) -> tuple[list[AppConfig], float, list[str]]:
-    """Returns the settings of the file's applications, the CPUs that their replicas reserve, and the mistakes in the
-    file."""
+def _read(path: Path) -> tuple[list[AppConfig], dict[str, Any], list[str]]:
+    """Returns the settings of the file's applications, the file, and the mistakes in it."""
     from configs.schema import AppConfig
 
     try:
         from deployments.cli import config_check
     except ImportError as error:
-        return [], 0.0, [f"cannot be checked: {error}"]  # Ray is missing, which another line reports
+        return [], {}, [f"cannot be checked: {error}"]  # Ray is missing, which another line reports
     try:
         read = config_check.read_config(path)
     except config_check.ConfigFileError as error:
-        return [], 0.0, [str(error)]
+        return [], {}, [str(error)]
     if mistakes := config_check.all_problems(read):
-        return [], 0.0, mistakes
+        return [], {}, mistakes
     applications = [application.get("args") or {} for _, application in config_check.our_applications(read)]
-    return [AppConfig.model_validate(args) for args in applications], config_check.reserved_cpus(read), []
+    return [AppConfig.model_validate(args) for args in applications], read, []

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from configs.renamed import describe_former_key
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig, unknown_key_message
-from deployments.cli.readiness import FEWER_CPUS
+from deployments.cli.readiness import FEWER, Resource
 from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
 from deployments.vllm import compat
@@ -104,34 +104,38 @@ def args_problems(args: object, place: str) -> list[str]:
     return list(found)
 
 
-def start_problems(config: dict[str, Any], num_cpus: int) -> list[str]:
-    """Returns reasons why a Ray that starts on this machine, which has `num_cpus`, cannot run the applications."""
+def start_problems(config: dict[str, Any], num_cpus: int, num_gpus: int) -> list[str]:
+    """Returns reasons why a Ray that starts on this machine, which has `num_cpus` and `num_gpus`, cannot run the
+    applications."""
     found = []
     http = {"host": SERVES_OWN_HOST, "port": SERVES_OWN_PORT, **(config.get("http_options") or {})}
     if not _can_listen(str(http["host"]), int(http["port"])):
         found.append(f"http_options.port: another process listens on port {http['port']}; end it, or set another port")
-    if (reserved := reserved_cpus(config)) > num_cpus:
-        found.append(
-            f"the replicas reserve {reserved:g} CPUs, and this machine has {num_cpus}: some would wait for ever; "
-            f"{FEWER_CPUS}"
-        )
+    there: dict[Resource, int] = {"CPUs": num_cpus, "GPUs": num_gpus}
+    for resource, number in there.items():
+        if (asked := reserved(config, resource, has_gpu=num_gpus > 0)) > number:
+            found.append(
+                f"the replicas reserve {asked:g} {resource}, and this machine has {number}: some would wait for ever; "
+                f"{FEWER[resource]}"
+            )
     return found
 
 
-def reserved_cpus(config: dict[str, Any]) -> float:
-    """Returns the CPUs that Ray reserves for the replicas with which our applications start."""
-    total = 0.0
+def reserved(config: dict[str, Any], resource: Resource, *, has_gpu: bool) -> float:
+    """Returns what Ray reserves for the replicas with which our applications start. `has_gpu`: whether the cluster has
+    GPUs, on which "auto" depends."""
+    total, option = 0.0, f"num_{resource.lower()}"
     for _, application in our_applications(config):
-        args = AppConfig.model_validate(application.get("args") or {})
-        reserved = {names.LLM: args.llm.num_cpus, names.INGRESS: args.ingress.num_cpus}
+        args = resolve(AppConfig.model_validate(application.get("args") or {}), ClusterFacts(has_gpu=has_gpu))
+        sections: dict[str, BaseModel] = {names.LLM: args.llm, names.INGRESS: args.ingress}
         if args.encoder.implementation != "none":
-            reserved[names.ENCODER] = args.encoder_replica.num_cpus
+            sections[names.ENCODER] = args.encoder_replica
         entries = {entry["name"]: entry for entry in application.get("deployments") or ()}
-        for name, default in reserved.items():
+        for name, section in sections.items():
             entry = entries.get(name, {})
-            given = (entry.get("ray_actor_options") or {}).get("num_cpus")
-            total += float(default if given is None else given) * _num_replicas_at_start(entry)
-    return total
+            given = (entry.get("ray_actor_options") or {}).get(option)
+            total += float(getattr(section, option, 0) if given is None else given) * _num_replicas_at_start(entry)
+    return round(total, 4)  # as Ray counts
 
 
 def _num_replicas_at_start(deployment: dict[str, Any]) -> int:

@@ -195,9 +195,9 @@ def _check(path: Path, *, starts_ray: bool = False) -> None:
         raise click.ClickException(str(error)) from error
     found = config_check.all_problems(config)
     if not found and starts_ray:
-        from deployments.common.ray_private import num_cpus
+        from deployments.common.ray_private import num_cpus, num_gpus
 
-        found = config_check.start_problems(config, num_cpus())
+        found = config_check.start_problems(config, num_cpus(), num_gpus())
     if not found and config_check.vllm_args(config) and not compat.is_installed():
         click.echo("vLLM is not installed here: llm.engine_args and llm.server_args were not checked", err=True)
     if found:

@@ -19,7 +19,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "Ray": ("2.60", "2.61"),
     "vLLM": ("0.26", "0.34"),
 }
-FEWER_CPUS = "lower num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress"
+Resource = Literal["CPUs", "GPUs"]
+FEWER: Mapping[Resource, str] = {
+    "CPUs": "lower num_replicas, or num_cpus of args.llm, args.encoder_replica or args.ingress",
+    "GPUs": "lower num_replicas, or num_gpus: args.encoder_replica with 0.2 and args.llm with 0.8 share a GPU",
+}
 _INSTALL = "in an environment of its own, `make setup`, or pip install --editable '.[gpu]' (without a GPU '.[cpu]')"
 _DRIVER = "update the NVIDIA driver; torch's CUDA must not be newer than the driver's"
 
@@ -106,7 +110,6 @@ def lines(facts: Facts, config: AppConfig, *, cluster: bool) -> Iterator[Line]:
     yield from _backends(facts, config, needs_named=not elsewhere)
     resolved = resolve(config, ClusterFacts(has_gpu=bool(facts.gpus)))
     yield from _switches(facts, config, needed=not elsewhere)
-    yield _share_of_gpus(facts, resolved, cluster)
     model = facts.model
     yield Line("model", "ok" if model.there else "missing", f"{resolved.model}: {model.found}", model.fix)
     yield from _memory(facts, resolved)
@@ -200,26 +203,10 @@ def _switches(facts: Facts, config: AppConfig, *, needed: bool) -> Iterator[Line
             yield Line(f"encoder.{name}", "problem", "true, and torch has no GPU here", fix, needed=needed)
 
 
-def _share_of_gpus(facts: Facts, resolved: AppConfig, cluster: bool) -> Line:
-    encoder, llm = resolved.encoder_replica.num_gpus, resolved.llm.num_gpus
-    assert encoder != "auto"
-    assert llm != "auto"
-    there = len(facts.gpus)
-    told = f"one encoder replica takes {encoder:g} and one language model {llm:g}; this machine has {there}"
-    if encoder + llm <= there:
-        return Line("GPUs asked for", "ok", told)
-    fix = "other nodes must bring them (check with --cluster)"
-    if there == 1 and llm <= 1:
-        fix = f"share one: encoder_replica.num_gpus: 0.2 and llm.num_gpus: 0.8; else {fix}"
-    if there == 0:
-        fix = f'set both num_gpus to "auto" or 0; else {fix}'
-    return Line("GPUs asked for", "problem", told, fix, needed=not cluster)
-
-
-def cpus(reserved: float, there: int, *, cluster: bool) -> Line:
-    """Compares the CPUs that Ray reserves for the replicas of the file with those of this machine."""
+def asked_for(resource: Resource, reserved: float, there: int, *, cluster: bool) -> Line:
+    """Compares what Ray reserves for the replicas of the file with what this machine has."""
     told = f"the replicas reserve {reserved:g}; this machine has {there}"
-    return Line("CPUs asked for", *_within(reserved <= there, told, FEWER_CPUS), needed=not cluster)
+    return Line(f"{resource} asked for", *_within(reserved <= there, told, FEWER[resource]), needed=not cluster)
 
 
 def _memory(facts: Facts, resolved: AppConfig) -> Iterator[Line]:

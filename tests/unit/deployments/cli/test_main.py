@@ -186,10 +186,10 @@ def test_serve_starts_nothing_whose_cpus_are_not_there(
     changes: dict[str, object] = {"deployments": deployments, "args": settings, "top__http_options__port": free_port()}
     path = write_config(tmp_path / "config.yaml", **changes)
     read = config_check.read_config(path)
-    assert config_check.reserved_cpus(read) == pytest.approx(num_cpus)
+    assert config_check.reserved(read, "CPUs", has_gpu=False) == num_cpus
     there = math.ceil(num_cpus)
-    assert config_check.start_problems(read, there) == []
-    [told] = config_check.start_problems(read, there - 1)
+    assert config_check.start_problems(read, there, 0) == []
+    [told] = config_check.start_problems(read, there - 1, 0)
     assert f"reserve {num_cpus:g} CPUs, and this machine has {there - 1}" in told
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "execve", lambda *_: None)
@@ -198,6 +198,32 @@ def test_serve_starts_nothing_whose_cpus_are_not_there(
     checked = vitray("check", "--config", str(path), "--json")
     [line] = [line for line in json.loads(checked.output)["lines"] if line["name"] == "CPUs asked for"]
     assert line["failed"]
+
+
+ON_ONE = {"encoder_replica": {"num_gpus": 0.2}, "llm": {"num_gpus": 0.8}}
+
+
+@pytest.mark.parametrize(
+    ("deployments", "args", "there", "num_gpus"),
+    [
+        ([], {}, 0, 0.0),
+        ([], {}, 1, 2.0),
+        ([], {"encoder": {"implementation": "none"}}, 1, 1.0),
+        ([], {"llm": {"engine_args": {"tensor_parallel_size": 2}}}, 2, 3.0),
+        ([], ON_ONE, 0, 1.0),
+        ([], ON_ONE, 1, 1.0),
+        ([ENCODERS, {"name": "LLM", "ray_actor_options": {"num_gpus": 0.7}}], ON_ONE, 1, 1.1),
+    ],
+)
+def test_serve_starts_nothing_whose_gpus_are_not_there(
+    deployments: list[object], args: dict[str, object], there: int, num_gpus: float, tmp_path: Path
+) -> None:
+    changes: dict[str, object] = {"deployments": deployments, "args": args, "top__http_options__port": free_port()}
+    read = config_check.read_config(write_config(tmp_path / "config.yaml", **changes))
+    assert config_check.reserved(read, "GPUs", has_gpu=there > 0) == num_gpus
+    told = config_check.start_problems(read, 64, there)
+    expected = f"the replicas reserve {num_gpus:g} GPUs, and this machine has {there}: some would wait for ever"
+    assert [problem.startswith(expected) for problem in told] == [True] * (num_gpus > there)
 
 
 def test_default_configuration_is_the_working_directorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._private.state import GlobalState
 from ray._private.utils import get_num_cpus
 from ray._private.worker import Worker
@@ -27,6 +29,7 @@ from ray.serve.config import HTTPOptions
 from deployments.common import ray_private
 
 CALLS = {
+    ResourceAndLabelSpec._get_current_node_accelerator: ["num_gpus", "resources"],
     get_num_cpus: ["override_docker_cpu_warning", "truncate"],
     GlobalState.get_max_resources_from_cluster_config: ["self"],
     context._get_global_client: ["raise_if_no_controller_running"],
@@ -170,6 +173,15 @@ def test_serves_controller_is_waited_for_up_to_a_limit(monkeypatch: pytest.Monke
     monkeypatch.setattr(ray, "get", get)
     assert ray_private.serve_details(2.0) == {"of": "reference"}
     assert given == [{"timeout": 2.0}]
+
+
+@pytest.mark.parametrize(("visible", "number"), [(None, 4), ("0,2", 2), ("", 0)])
+def test_gpus_are_counted_as_ray_counts_them(visible: str | None, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ray_private.num_gpus() == number, f"ray {ray.__version__}"
 
 
 def test_the_cluster_state_is_where_it_was() -> None:
