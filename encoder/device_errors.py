@@ -19,8 +19,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def is_cuda_error(error: BaseException) -> bool:
-    """One after which the process has lost its device."""
-    if is_out_of_memory(error):
+def is_device_lost(error: BaseException) -> bool:
+    """Whether an error is one of CUDA's after which the process has lost its device. Waits for the device."""
+    if is_out_of_memory(error) or not (
+        isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    ):
         return False
-    return isinstance(error, torch.AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # also where there is no CUDA
+        return True
+    return False

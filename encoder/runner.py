@@ -182,8 +182,7 @@ class TowerRunner:
     def counts(self) -> RunCounts:
         """Counts since start-up; a copy that other threads may read."""
         return replace(
-            self._counts,
-            eager_runs=dict(self._counts.eager_runs),
+            self._counts.copy(),
             grid_hits=self._tables.hits,
             grid_misses=self._tables.misses,
             fusion_fallback=self.forward.fallback,

@@ -77,6 +77,8 @@ class CheckedGraphs:
             if not rows_agree(outputs, self._eager(**batch), MAX_GRAPH_DIFFERENCE) or self._share_memory(outputs):
                 logger.error("vLLM's encoder graphs differ from the eager tower for %s, and are switched off", modality)
                 self._manager = None
+                self._checked.clear()  # what refers to a graph keeps the memory of all
+                self._replayed.clear()
                 return Reason.REFUSED
             self._checked |= kinds
         return Replay(outputs, tuple(graph.budget for graph in self._replayed))

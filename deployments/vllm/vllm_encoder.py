@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -23,10 +24,11 @@ from torch import Tensor
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
 from deployments.vllm.checked_graphs import CheckedGraphs, Replay
-from deployments.vllm.preparer import VllmInputs, noise_image, sample
-from encoder.device_errors import is_cuda_error, is_out_of_memory
+from deployments.vllm.preparer import VISION_CHUNK, VllmInputs, noise_image, sample
+from encoder.device_errors import is_device_lost, is_out_of_memory
 from encoder.graphs.budgets import resolve_budgets
 from encoder.images.generic_identity import GenericIdentity
+from encoder.images.size import ImageError
 from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch, pack
 from encoder.packing.run_counts import Reason, RunCounts, RunRecord
@@ -34,6 +36,8 @@ from encoder.staging.staging import HostAllocator
 
 logger = logging.getLogger(__name__)
 
+IMAGES = ("image", VISION_CHUNK)
+"""Modalities of images."""
 SAMPLE_SIDES = (64, 112, 224, 448)
 """Sides in pixels of the images on which graphs are measured: for small budgets and for large ones."""
 EAGER_MARGIN = 1.1
@@ -57,19 +61,22 @@ class VllmBatch:
     run_record: RunRecord
     ready: torch.cuda.Event | None = None
     """Recorded after the outputs, whose stream the thread that fetches them need not have; None on the CPU."""
+    copy_stream: torch.cuda.Stream | None = None
+    """Stream of the copies to host memory: on that of the outputs, they would wait for the next batch."""
 
     def fetch(self, allocate: HostAllocator | None = None) -> list[Tensor]:
         """Copies the embeddings to host memory, from `allocate` if it returns memory. Blocks."""
         if self.ready is not None:
             self.ready.synchronize()
         fetched = []
-        for output in self.outputs:
-            rows, width = output.shape
-            # float16 does not travel; float32 holds its values exactly.
-            dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
-            place = None if allocate is None else allocate(rows, width, dtype)
-            # Synchronises on purpose: the caller needs the values.
-            fetched.append(output.to("cpu", dtype, copy=True) if place is None else place.copy_(output))
+        with torch.cuda.stream(self.copy_stream):
+            for output in self.outputs:
+                rows, width = output.shape
+                # float16 does not travel; float32 holds its values exactly.
+                dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
+                place = None if allocate is None else allocate(rows, width, dtype)
+                # Synchronises on purpose: the caller needs the values.
+                fetched.append(output.to("cpu", dtype, copy=True) if place is None else place.copy_(output))
         return fetched
 
 
@@ -132,7 +139,7 @@ class VllmEncoder:
 
     @property
     def counts(self) -> RunCounts:
-        return self._counts
+        return self._counts.copy()
 
     def warm_up(self, modalities: Sequence[str], prepare: Callable[[bytes, str], VllmInputs]) -> None:
         """Encodes an item of each modality, so that the first ones of requests do not wait for kernels to load and
@@ -143,29 +150,32 @@ class VllmEncoder:
                 for batch in self.launch_batches([prepare(sample(modality), modality)]):
                     batch.fetch()
             except Exception as error:  # models raise exceptions of any class
-                if is_cuda_error(error):
+                if is_device_lost(error):
                     raise
                 logger.warning("a sample %s could not be encoded at the start: %s", modality, error)
         if "image" in modalities and self._tower.graph_budgets:
             try:
                 self._measure_graphs(prepare)
             except Exception as error:
-                if is_cuda_error(error):
+                if is_device_lost(error):
                     raise
                 logger.warning("graphs are replayed without measured times: %s", error)
 
     def _measure_graphs(self, prepare: Callable[[bytes, str], VllmInputs]) -> None:
         samples: dict[int, list[VllmInputs]] = {}
         for side in SAMPLE_SIDES:
-            first = prepare(noise_image(side, 0), "image")
-            if first.num_tokens not in samples:  # many models resize all images to one size
-                others = [prepare(noise_image(side, seed), "image") for seed in range(1, SAMPLES_PER_SIDE)]
-                samples[first.num_tokens] = [first, *others]
+            with suppress(ImageError):  # above the limits of the configuration
+                first = prepare(noise_image(side, 0), "image")
+                if first.num_tokens not in samples:  # many models resize all images to one size
+                    others = [prepare(noise_image(side, seed), "image") for seed in range(1, SAMPLES_PER_SIDE)]
+                    samples[first.num_tokens] = [first, *others]
         costs = self._tower.measure_graphs(list(samples.values()), self._max_items)
         self._costs = costs if self._cost_based else None
 
     def _plan(self, items: Sequence[VllmInputs]) -> list[Batch]:
         """Packs the items of each modality, since vLLM's towers take one modality at a time."""
+        if not self._tower.graph_budgets:  # refused
+            self._costs = None
         by_modality: dict[str, list[int]] = {}
         for index, item in enumerate(items):
             by_modality.setdefault(item.header.modality, []).append(index)
@@ -178,7 +188,7 @@ class VllmEncoder:
 
     def _pack(self, num_tokens: Sequence[int], modality: str) -> list[Batch]:
         """Packs items of one modality: images by the measured costs. A batch without costs has no budget."""
-        if modality == "image" and self._costs is not None:
+        if modality in IMAGES and self._costs is not None:
             most_images = min(self._max_items, self._tower.max_graph_items)
             batches: list[Batch] = []
             for part in self._costs.split_for_latency(num_tokens):
@@ -195,10 +205,8 @@ class VllmEncoder:
         num_tokens = sum(item.num_tokens for item in batched)
         # Above what was measured, vLLM may have a graph whose time is not known.
         measured = 0 if self._costs is None else self._costs.budgets[-1]
-        eagerly = batched[0].header.modality == "image" and batch.budget is None and num_tokens <= measured
+        eagerly = batched[0].header.modality in IMAGES and batch.budget is None and num_tokens <= measured
         outputs, reason, budgets = self._tower.embed(batched, eagerly=eagerly)
-        if reason is Reason.REFUSED:
-            self._costs = None
         if len(outputs) != len(batched):
             raise RowCountError(f"the tower returned {len(outputs)} embeddings for {len(batched)} items")
         for item, output in zip(batched, outputs, strict=True):
@@ -211,7 +219,8 @@ class VllmEncoder:
         else:
             self._counts.add_eager_run(num_tokens, reason)
         budget = sum(budgets) if budgets and reason is None else None
-        return VllmBatch(batch, outputs, RunRecord(budget, reason, num_tokens, len(batched)), self._tower.mark())
+        record = RunRecord(budget, reason, num_tokens, len(batched))
+        return VllmBatch(batch, outputs, record, self._tower.mark(), self._tower.copy_stream)
 
 
 class VllmTower:
@@ -245,6 +254,8 @@ class VllmTower:
         self._config = EngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._device = torch.device(self._config.device_config.device)
         on_gpu = self._device.type == "cuda"
+        self.copy_stream = torch.cuda.Stream(self._device) if on_gpu else None
+        """Stream on which embeddings are copied to host memory; None on the CPU."""
         if not on_gpu:  # or vLLM's loader would synchronise with an accelerator that does not exist
             from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
@@ -289,6 +300,8 @@ class VllmTower:
             else:
                 outputs.extend(found.outputs)
                 budgets += found.budgets
+                if not found.budgets:  # vLLM's own rule counts more tokens than the rows
+                    reason = Reason.OVER_LARGEST
         return Embedded(outputs, reason, budgets)
 
     def mark(self) -> torch.cuda.Event | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -61,6 +61,10 @@ class RunCounts:
     grid_hits: int = 0
     grid_misses: int = 0
     fusion_fallback: Fallback | None = None
+
+    def copy(self) -> RunCounts:
+        """Returns a copy, which other threads may read."""
+        return replace(self, eager_runs=dict(self.eager_runs))
 
     def add_replay(self, num_tokens: int, budget: int) -> None:
         """Counts a replayed batch."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from deployments.common.replica_errors import DeviceFailedError, DeviceMemoryError
 from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, Fault
 from deployments.encoder_replica.gpu.jobs import Encoded, Job, WorkerEvents
-from encoder.device_errors import is_cuda_error, is_out_of_memory
+from encoder.device_errors import is_device_lost, is_out_of_memory
 from encoder.interface import LaunchedBatch
 from encoder.staging.staging import HostAllocator
 
@@ -65,9 +65,10 @@ class Completion:
 
     def diagnose(self, error: BaseException, *, alone: bool) -> None:
         """Updates the device's health. `alone`: whether the batch was one image, which is not retried."""
+        is_lost = is_device_lost(error)
         with self._lock:
             before = self.fault
-            if is_cuda_error(error):
+            if is_lost:
                 self.fault = Fault.CUDA_ERROR
             elif alone and is_out_of_memory(error):
                 self._num_out_of_memory += 1

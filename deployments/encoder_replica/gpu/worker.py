@@ -134,7 +134,6 @@ class GpuWorker:
         try:
             while not self._stopping:
                 self._encode_queued(encoder)
-                self._events.on_run(encoder.counts)
                 self._run_idle_steps(encoder)
         finally:
             self._completion_thread.close()
@@ -170,6 +169,7 @@ class GpuWorker:
                 self._completion.diagnose(error, alone=False)
             self._drain_inbox()
             self._launch(encoder, self._select_jobs(encoder))
+            self._events.on_run(encoder.counts)
 
     def _select_jobs(self, encoder: ItemEncoder[Any]) -> list[Job]:
         """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
@@ -224,6 +224,7 @@ class GpuWorker:
                 launched_indices.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
                 self._completion_thread.put(partial(self._completion.complete_batch, launched, batch, started))
+                encoder.wait_for_room()
                 self._drain_inbox()
                 if self._fair_queue:  # a new job may precede the remaining ones, or be packed with them
                     break

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 
@@ -117,6 +119,19 @@ def test_a_few_wrong_rows_beside_large_ones_are_found(monkeypatch: pytest.Monkey
     refused(graphs, monkeypatch)
 
 
+def test_refused_graphs_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All graphs share a pool of memory, which stays as long as one of them."""
+    graphs = Graphs()
+    for count in (8, 200):
+        graphs.replay(count)
+    replayed = [weakref.ref(graph.graph) for graph in graphs.manager.budget_graphs["default"].values()]
+    graphs.manager.factor = 0.0
+    refused(graphs, monkeypatch)
+    graphs.manager = Manager()
+    gc.collect()
+    assert [graph() for graph in replayed] == [None] * 3
+
+
 @pytest.mark.parametrize("outputs", [[torch.ones(1, WIDTH)], [torch.ones(64, WIDTH)] * 2])
 def test_outputs_of_another_shape_are_not_used(outputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs()
@@ -168,6 +183,15 @@ def test_each_budget_is_measured_with_batches_that_fill_it(monkeypatch: pytest.M
     three_runs = [rows for rows in (12, 60, 240) for _ in range(3)]
     assert measured.graphs.manager.executed == three_runs, "compared, and timed twice"
     assert measured.graphs.eager_rows == three_runs
+
+
+def test_a_batch_for_which_vllm_replays_no_graph_is_an_eager_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rule may count more tokens than the embedding has rows."""
+    measured = Measured(monkeypatch)
+    monkeypatch.setattr(measured.graphs.manager, "execute", lambda batch: [batch["rows"]])
+    embedded = measured.tower.embed([item(8, "8a")])
+    assert (embedded.reason, embedded.budgets) == (Reason.OVER_LARGEST, ())
+    assert measured.measure(8) is None
 
 
 def test_a_budget_is_measured_with_the_largest_images_that_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Literal, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import vllm_encoder as module
-from deployments.vllm.preparer import VllmInputs
+from deployments.vllm.preparer import VISION_CHUNK, VllmInputs
 from deployments.vllm.vllm_encoder import (
     SAMPLE_SIDES,
     SAMPLES_PER_SIDE,
@@ -36,6 +37,8 @@ from tests.unit.deployments.vllm.items import WIDTH, item
 
 class FakeTower:
     """Rows hold the number of the item in `inputs`; "bad" fails, "short" loses a row."""
+
+    copy_stream = None
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -182,10 +185,13 @@ def test_greedy_packing_ignores_costs() -> None:
     assert (batch.batch.budget, tower.eager) == (None, [False])
 
 
-def test_refused_graphs_have_no_costs() -> None:
+@pytest.mark.parametrize("content", ["1", "bad"])
+def test_refused_graphs_have_no_costs(content: str) -> None:
+    """Also if the eager run after the refusal failed."""
     encoder, tower = warm()
-    tower.reason = Reason.REFUSED
-    list(encoder.launch_batches([item(8, "1")]))
+    tower.graph_budgets, tower.reason = (), Reason.REFUSED
+    with nullcontext() if content == "1" else pytest.raises(ValueError, match="cannot encode"):
+        list(encoder.launch_batches([item(8, content)]))
     [batch] = encoder.launch_batches([item(8, str(number)) for number in range(5)])
     assert (batch.batch.budget, batch.run_record.budget) == (None, None)
 
@@ -213,12 +219,12 @@ def test_graphs_that_cannot_be_measured_are_replayed(monkeypatch: pytest.MonkeyP
 
     def prepare(file: bytes, modality: str) -> VllmInputs:
         if len(file) > 10_000:
-            raise ImageError("the processor takes no small image")
+            raise ValueError("the processor takes no large image")
         return item(8, "1", modality)
 
     encoder = VllmEncoder(cast(VllmTower, tower), EncoderConfig())
     encoder.warm_up(["image"], prepare)
-    assert warnings == ["graphs are replayed without measured times: the processor takes no small image"]
+    assert warnings == ["graphs are replayed without measured times: the processor takes no large image"]
     list(encoder.launch_batches([item(8, "1")]))
     assert (tower.eager, encoder.counts.replays) == ([False, False], 2)
 
@@ -247,6 +253,39 @@ def test_two_batches_are_in_flight() -> None:
         assert (marked, awaited) == (tower.batches, tower.batches[: max(0, number - 1)])
     encoder.wait_for_room()
     assert awaited == [["0"], ["1"], ["2"]]
+
+
+def test_images_over_a_limit_are_not_among_the_samples() -> None:
+    tower = FakeTower()
+    tower.graph_budgets, tower.reason = BUDGETS, None
+
+    def prepare(file: bytes, modality: str) -> VllmInputs:
+        if len(file) > 200_000:
+            raise ImageError("448 x 448 pixels are over the limit")
+        return item(len(file) // 1000 + 1, "1", modality)
+
+    encoder = VllmEncoder(cast(VllmTower, tower), EncoderConfig(encoder_cudagraph_token_budgets=BUDGETS))
+    encoder.warm_up(["image"], prepare)
+    assert len(tower.sampled) == len(SAMPLE_SIDES) - 1
+    assert [len(batch.outputs) for batch in encoder.launch_batches([item(8, "1")] * 8)] == [4, 4]
+
+
+def test_images_that_a_model_calls_chunks_are_packed_as_images() -> None:
+    encoder, tower = warm()
+    batches = list(encoder.launch_batches([item(8, "1", VISION_CHUNK)] * 8))
+    assert [(batch.batch.budget, len(batch.outputs)) for batch in batches] == [(32, 4), (32, 4)]
+    list(encoder.launch_batches([item(60, "1", VISION_CHUNK)]))
+    assert tower.eager == [False, False, True]
+
+
+def test_counts_are_a_copy() -> None:
+    """Metrics add what has come since the last copy."""
+    encoder, _ = make()
+    list(encoder.launch_batches([item(2, "1")]))
+    before = encoder.counts
+    list(encoder.launch_batches([item(3, "2")]))
+    assert (before.tokens, before.eager_runs) == (2, {Reason.NO_GPU.value: 1})
+    assert (encoder.counts.tokens, encoder.counts.eager_runs) == (5, {Reason.NO_GPU.value: 2})
 
 
 def test_items_that_must_not_share_a_batch_are_encoded_alone() -> None:

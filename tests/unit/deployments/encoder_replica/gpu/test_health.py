@@ -48,6 +48,23 @@ def test_one_cuda_error_is_enough(completion: Completion, faults: list[Fault], e
     assert faults == [Fault.CUDA_ERROR], "told once"
 
 
+def test_a_cuda_error_after_which_the_device_works_is_no_fault(
+    completion: Completion, faults: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One image for which a kernel is missing would fail one encoder after another."""
+    missing = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    completion.diagnose(missing, alone=True)
+    assert (completion.fault, faults) == (None, [])
+
+    def lost() -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr("torch.cuda.synchronize", lost)
+    completion.diagnose(missing, alone=True)
+    assert faults == [Fault.CUDA_ERROR]
+
+
 @pytest.mark.parametrize("error", [NO_MEMORY, torch.AcceleratorError("CUDA error: out of memory")])
 def test_memory_has_to_run_out_again_and_again(completion: Completion, faults: list[Fault], error: Exception) -> None:
     """Whole batches do not count, they are tried image by image; and what is encoded between is a sign of health."""

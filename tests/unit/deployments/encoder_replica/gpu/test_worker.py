@@ -64,6 +64,7 @@ class FakeEncoder:
         self.fetch_threads: set[int] = set()
         self.rooms = 0
         self.room_error: Exception | None = None
+        self.in_room: Callable[[], object] = lambda: None
         self.idle_steps = 0
         self.idle_error: Exception | None = None
         self.idle_threads: set[int] = set()
@@ -82,6 +83,7 @@ class FakeEncoder:
 
     def wait_for_room(self) -> None:
         self.rooms += 1
+        self.in_room()
         if self.room_error is not None:
             raise self.room_error
 
@@ -193,6 +195,23 @@ def test_a_small_image_waits_for_one_batch_of_a_large_request(batch: int) -> Non
     assert [value for value in ran if value != 99] == list(range(1, 41)), "each once, and by age"
     owned.worker.stop()
     owned.join()
+
+
+def test_an_image_that_comes_in_the_wait_for_room_is_in_the_next_batch(owned: Owned) -> None:
+    owned.encoder.at_once = 2
+    first = owned.occupy()
+    late: list[Future[Encoded]] = []
+
+    def arrive() -> None:
+        if len(owned.encoder.ran) == 2 and not late:
+            late.append(owned.worker.submit(image(99), 0.0))
+
+    owned.encoder.in_room = arrive
+    others = [owned.worker.submit(image(value), 1.0 + value) for value in range(1, 6)]
+    owned.encoder.gate.set()
+    assert [value_of(future) for future in (first, *others)] == [0, 1, 2, 3, 4, 5]
+    assert value_of(late[0]) == 99
+    assert owned.encoder.ran == [[0], [1, 2], [99, 3], [4, 5]]
 
 
 def test_what_is_not_worth_the_wait_is_launched_after_what_is_before_it(owned: Owned) -> None:
@@ -359,6 +378,27 @@ def test_idle_moments_are_the_encoders_on_its_own_thread() -> None:
     assert [counts.replays for counts in told][-1] == 2
 
 
+def test_runs_are_told_while_the_queue_never_empties() -> None:
+    told: list[int] = []
+    owned = Owned(events=WorkerEvents(on_run=lambda counts: told.append(counts.replays)))
+    owned.encoder.at_once = 1
+    first = owned.occupy()
+    others = [owned.worker.submit(image(value)) for value in range(1, 4)]
+    later: list[Future[Encoded]] = []
+
+    def arrive() -> None:
+        if len(later) < 5:
+            later.append(owned.worker.submit(image(9)))
+
+    owned.encoder.in_room = arrive
+    owned.encoder.gate.set()
+    wait([first, *others], WAIT_S)
+    owned.worker.stop()
+    owned.join()
+    assert told == sorted(told)
+    assert len(set(told)) > 3, "not only at the start and when all is done"
+
+
 def test_no_moment_is_idle_while_a_batch_is_fetched(owned: Owned) -> None:
     """A graph is captured then, and nobody else may give the device work meanwhile."""
     deadline = time.monotonic() + WAIT_S
@@ -405,7 +445,7 @@ def test_the_next_batch_is_launched_while_the_last_is_fetched(owned: Owned) -> N
     assert [value_of(future) for future in (*futures, *waiting)] == [1, 2, 3, 4, 5]
     assert owned.encoder.calls[3:] == [[4, 5]]
     assert owned.encoder.fetch_threads.isdisjoint(owned.encoder.threads)
-    assert owned.encoder.rooms == 4, "asked before each batch is collected"
+    assert owned.encoder.rooms == 8, "asked before each batch is collected, and before the next of its images"
 
 
 def test_images_whose_embeddings_were_lost_are_encoded_again_one_by_one() -> None:
