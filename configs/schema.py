@@ -183,12 +183,12 @@ class AuthConfig(Options):
     """Who may use the server. "auto": clients with an API key if keys are set; without keys the server starts only if
     it listens on loopback. "keys": clients with an API key; keys must be set. "none": any client that can reach the
     server, for servers behind an authenticating proxy."""
-    api_keys_file: str | None = None
+    api_keys_file: Annotated[str, Field(min_length=1)] | None = None
     """A file with a line `NAME KEY` or `NAME sha256:HASH` for each key, on the nodes of the ingress; it is read again
     when it changes."""
-    api_keys_env: str | None = None
+    api_keys_env: Annotated[str, Field(min_length=1)] | None = None
     """The environment variable that holds such lines; changed keys need a restart."""
-    tenant_header: str | None = None
+    tenant_header: Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$")] | None = None
     """The header in which an authenticating proxy names the tenant; with the key's name it separates caches and rate
     limits. Clients must not be able to set it."""
     management_routes: Literal["auto", "open", "closed"] = "auto"

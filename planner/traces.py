@@ -52,13 +52,15 @@ def read_lines(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path.name}: {error}") from error
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             found.append(make(json.loads(line)))
         except TraceError as error:
             raise TraceError(f"{path.name}, line {number}: {error}") from error
         except KeyError as error:
             raise TraceError(f"{path.name}, line {number}: the key {error} is missing") from error
-        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TraceError(f"{path.name}, line {number}: {error!r}") from error
     return found
 

@@ -113,11 +113,14 @@ class ChatClient:
             raise AskError(f"--url {url}: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise AskError(f"--url {url} is not the address of a server", "write it as http://127.0.0.1:8000")
-        self._http = httpx.Client(
-            headers={b"authorization": f"Bearer {key.strip()}".encode()} if key else None,
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            trust_env=not is_loopback(parsed.host),  # a proxy cannot reach servers on this machine
-        )
+        try:
+            self._http = httpx.Client(
+                headers={b"authorization": f"Bearer {key.strip()}".encode()} if key else None,
+                timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+                trust_env=not is_loopback(parsed.host),  # a proxy cannot reach servers on this machine
+            )
+        except (ImportError, OSError, ValueError) as error:  # of a proxy or certificates that the environment names
+            raise AskError(f"the client for {url} cannot be made: {error}") from error
 
     def __enter__(self) -> ChatClient:
         return self
@@ -168,7 +171,7 @@ class ChatClient:
             raise AskError(f"no server answers at {self.base}: {error}", start) from error
         except httpx.TimeoutException as error:
             raise AskError(f"received nothing from {self.base} for {ANSWER_TIMEOUT_S:g} s", _REMEDIES[503]) from error
-        except httpx.RequestError as error:
+        except (httpx.RequestError, UnicodeError) as error:  # a host that is no name
             raise AskError(f"the connection to {self.base} broke: {error}", _REMEDIES[503]) from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,25 @@ class ConfigFileError(Exception):
     """The file cannot be read as a configuration."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses repeated keys, of which YAML's last one would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(problem=f"key {key.value!r} twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the parsed file. Raises ConfigFileError with a message that states the remedy."""
     try:
-        parsed = yaml.safe_load(path.read_text())
+        parsed = _Loader(path.read_text()).get_single_data()
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date or a number
         raise ConfigFileError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(parsed, dict) or not isinstance(parsed.get("applications"), list):
         raise ConfigFileError(
@@ -57,6 +69,13 @@ def problems(config: dict[str, Any]) -> list[str]:
     """
     from ray.serve.schema import ServeDeploySchema  # the import takes seconds
 
+    if malformed := [
+        f"{place}.deployments[{number}]: must be a mapping"
+        for place, application in our_applications(config)
+        for number, entry in enumerate(application.get("deployments") or ())
+        if not isinstance(entry, dict)
+    ]:
+        return malformed
     found = [f"{mistake} (Serve would ignore it)" for mistake in unknown_keys(config, ServeDeploySchema)]
     validated = None
     former = list(_former_policies(config))
@@ -215,6 +234,11 @@ def _contradictions(
     ingress = args.ingress
     http = config.get("http_options", {})
     host = http.get("host", SERVES_OWN_HOST)
+    if not 1 <= (port := int(http.get("port", SERVES_OWN_PORT))) <= 65535:
+        yield f"http_options.port: {port} must be from 1 to 65535"
+    prefix = str(application.get("route_prefix") or "/")
+    if not prefix.startswith("/") or (prefix.endswith("/") and prefix != "/") or "{" in prefix or "}" in prefix:
+        yield f"{place}.route_prefix: {prefix!r} must begin with /, not end with /, and have no braces"
     if refusal := bind_refusal(ingress.auth, str(host)):
         yield f"{place}.args: {refusal}"
     if limit_s is not None and limit_s <= ingress.request_timeout_s:

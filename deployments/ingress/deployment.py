@@ -62,7 +62,14 @@ from deployments.telemetry.server_timing import format_metric
 from deployments.telemetry.tracing import Stage
 
 # Headers that vLLM's application reads. Others (cookies, credentials, …) are not forwarded.
-FORWARDED_HEADERS = (b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate")
+FORWARDED_HEADERS = (
+    b"content-type",
+    b"accept",
+    b"x-request-id",
+    b"x-vllm-priority",
+    b"traceparent",
+    b"tracestate",
+)
 
 JSON_HEAD = ResponseHead(200, [(b"content-type", b"application/json")])
 

@@ -261,7 +261,7 @@ def _num_prompts(prompt: object) -> int:
 
 def _length(value: object) -> int:
     try:
-        return len(json.dumps(value))
+        return len(json.dumps(value, ensure_ascii=False))
     except RecursionError:  # the encoder supports less nesting than the parser
         return MAX_GRAMMAR_CHARACTERS + 1
 

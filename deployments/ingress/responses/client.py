@@ -101,10 +101,17 @@ class StoredResponses:
         """
         if response.status_code != 200:
             return response
-        own = await self._off_loop.run(num_bytes, items)
         if isinstance(response, StreamingResponse):
-            response.body_iterator = self._keep_stream(turn, own, response.body_iterator)
+            pieces: Any = response.body_iterator
+            first = await anext(pieces)  # comes with the head; closing a stream that has not begun would cancel nothing
+            try:
+                own = await self._off_loop.run(num_bytes, items)
+            except BaseException:  # the client disconnected, or the deadline has passed
+                await pieces.aclose()
+                raise
+            response.body_iterator = self._keep_stream(turn, own, first, pieces)
             return response
+        own = await self._off_loop.run(num_bytes, items)
         made = json.loads(bytes(response.body))
         if made["status"] not in _STORED:
             made[PREVIOUS] = turn.previous_id
@@ -121,18 +128,21 @@ class StoredResponses:
         self,
         turn: Turn,
         own: list[bytes],
+        piece: bytes | None,
         pieces: Any,  # noqa: ANN401 - Starlette's iterator
     ) -> AsyncGenerator[bytes, None]:
+        """`piece`: the first one; `pieces`: the others."""
         put, is_complete, rest = self._put(turn, own), False, b""
         del own  # megabytes of images, which need not be held while the answer streams
         try:
             async with aclosing(pieces):
-                async for piece in pieces:
+                while piece is not None:
                     *events, rest = (rest + piece).split(b"\n\n")
                     for event in events:
                         sent = await self._keep_event(turn, put, event)
                         is_complete = is_complete or event.startswith(_LAST_EVENTS)
                         yield sent + b"\n\n"
+                    piece = await anext(pieces, None)
             if rest:
                 yield rest
         finally:

@@ -21,7 +21,8 @@ def test_lines_end_with_line_feeds_only(tmp_path: Path) -> None:
     ("content", "told"),
     [
         (b'\xff{"id": 1}', "t.jsonl: 'utf-8' codec can't decode"),
-        (b'{"id": 1}\n{"id"', "t.jsonl, line 2: JSONDecodeError"),
+        (b'{"id": 1}\n\n{"id"', "t.jsonl, line 3: JSONDecodeError"),
+        (b"[" * 100_000, "t.jsonl, line 1: RecursionError"),
         (b'{"id": 1}\n{}', "t.jsonl, line 2: the key 'id' is missing"),
     ],
 )

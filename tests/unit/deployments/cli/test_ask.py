@@ -311,6 +311,20 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         ChatClient(url, None)
 
 
+def test_a_host_that_is_no_name_is_told() -> None:
+    result = CliRunner().invoke(cli.main, ["ask", "Why?", "--url", "http://a..b"])
+    assert (result.exit_code, "the connection to http://a..b/v1 broke" in result.stderr) == (1, True), result.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("ALL_PROXY", "socks5://127.0.0.1:1080"), ("SSL_CERT_FILE", "/nowhere")])
+def test_a_proxy_or_certificates_that_cannot_be_used_are_told(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(AskError, match=r"the client for http://example\.com cannot be made: "):
+        ChatClient("http://example.com", None)
+
+
 def test_a_missing_picture_is_a_mistake_of_the_command_line(server: Server, picture: str, tmp_path: Path) -> None:
     result = ask(server, "Why?", picture, str(tmp_path / "none.png"))
     assert result.exit_code == 2

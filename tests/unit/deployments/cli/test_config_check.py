@@ -149,6 +149,18 @@ def test_shipped_configuration_passes() -> None:
             {"top__http_options__request_timeout_s": "600"},
             "http_options.request_timeout_s: 600 is not over applications[0].args.ingress.request_timeout_s, 600",
         ),
+        ({"top__http_options__port": 70_000}, "http_options.port: 70000 must be from 1 to 65535"),
+        *(
+            ({"route_prefix": prefix}, f"applications[0].route_prefix: {prefix!r} must begin with /")
+            for prefix in ("v", "/v/", "//", "/{v}")
+        ),
+        ({"deployments": [None]}, "applications[0].deployments[0]: must be a mapping"),
+        ({"deployments": ["Encoder"]}, "applications[0].deployments[0]: must be a mapping"),
+        *(
+            ({"args__ingress__auth": {"mode": "none", "tenant_header": header}}, "auth.tenant_header: String should")
+            for header in ("", "x tenant", "X-Tenant:", "x-tenant\n")
+        ),
+        ({"args__ingress__auth": {"mode": "keys", "api_keys_env": ""}}, "auth.api_keys_env: String should have"),
         ({"import_path": "mine:app"}, "applications: none has `import_path: deployments.app:build_app`"),
     ],
 )
@@ -173,13 +185,27 @@ def test_an_application_of_somebody_else_may_stand_beside_ours(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("a: [", "not valid YAML"), ("- 1", "needs a list `applications:`"), ("applications: 3", "needs a list")],
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "needs a list `applications:`"),
+        ("applications: 3", "needs a list"),
+        ("applications: []\na: 2024-02-30", "not valid YAML: day is out of range"),
+        ("a: " + "[" * 2000, "not valid YAML"),
+        ("applications:\n- args: {ingress: {auth: {}}, ingress: {}}", "key 'ingress' twice\n  in"),
+        ("a: {[1]: 2, [1]: 3}", "not valid YAML"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     result = vitray("check-config", str(tmp_path / "config.yaml"))
     assert (result.exit_code, told in result.output) == (1, True)
     assert vitray("check-config", str(tmp_path / "missing.yaml")).exit_code == 2
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("applications: []\na: &a {x: 1, y: 1}\nb: {<<: *a, x: 2}")
+    assert config_check.read_config(path)["b"] == {"x": 2, "y": 1}
 
 
 def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,17 @@ def test_fields_are_refused_or_bounded_on_every_route(path: str, fields: dict[st
 
 def test_credentials_and_cookies_stay_here() -> None:
     stand_ins = StandIns()
-    headers = {"authorization": "Bearer secret", "cookie": "a=b", "x-request-id": "7", "x-amzn-sagemaker-x": "y"}
+    headers = {
+        "authorization": "Bearer secret",
+        "cookie": "a=b",
+        "x-request-id": "7",
+        "x-vllm-priority": "1",
+        "x-amzn-sagemaker-x": "y",
+    }
     asked(stand_ins, "GET", "/v1/models", headers=headers)
     names = {name for name, _ in stand_ins.requests[0].headers}
-    assert b"x-request-id" in names
-    assert names <= {b"content-type", b"accept", b"x-request-id", b"traceparent", b"tracestate"}
+    assert {b"x-request-id", b"x-vllm-priority"} <= names
+    assert names <= {b"content-type", b"accept", b"x-request-id", b"x-vllm-priority", b"traceparent", b"tracestate"}
 
 
 @pytest.mark.parametrize(("length", "status"), [(256, 200), (257, 400)])

@@ -44,6 +44,7 @@ def test_what_passes(body: dict[str, Any]) -> None:
         ({"prompt": [[1], [2]], "n": 65}, "130 answers"),
         ({"prompt": [1, "x"] * 65}, "130 answers"),
         ({"response_format": {"schema": "x" * MAX_GRAMMAR_CHARACTERS}}, "response_format has 65"),
+        ({"response_format": {"schema": "語" * MAX_GRAMMAR_CHARACTERS}}, "response_format has 65550 characters"),
         ({"structured_outputs": {"regex": "a|" * MAX_GRAMMAR_CHARACTERS}}, "the limit is 65536"),
         ({"text": {"format": {"schema": ["x"] * MAX_GRAMMAR_CHARACTERS}}}, "the limit is 65536"),
         *(({name: ["x"] * (most + 1)}, f"{most + 1} entries, the limit is {most}") for name, most in MAX_ITEMS.items()),

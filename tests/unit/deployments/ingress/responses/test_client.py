@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -177,6 +178,30 @@ def test_a_client_that_leaves_while_its_whole_answer_is_stored_leaves_nothing(mo
     asyncio.run(leave())
     assert handle.called == ["put", "complete", "discard"]
     assert handle.store.num_bytes == 0
+
+
+def test_a_deadline_that_passes_before_a_stream_begins_ends_its_call() -> None:
+    """Its input waited for the thread that parses another request's body."""
+    pieces = Pieces(SSE_HEAD, BEGUN, asyncio.Event())
+
+    class Busy(StandIns):
+        def _handle(self, *given: Any) -> Pieces:
+            ingress._off_loop._thread.submit(time.sleep, 0.5)
+            return super()._handle(*given)
+
+    ingress = ingress_of(Busy(pieces), store=StoreHandle(), request_timeout_s=600)
+    body = json.dumps({"input": "x" * 300_000, "stream": True}).encode()
+
+    async def status() -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b""}
+        answer = await ingress(Request({**scope, "headers": [(b"x-request-timeout-s", b"0.3")]}, receive))
+        return answer.status_code
+
+    assert asyncio.run(status()) == 504
+    assert pieces.cancelled
 
 
 def test_the_client_has_the_end_of_a_stream_after_the_store() -> None:
