@@ -132,7 +132,7 @@ def measure(arch: str, asked: Options, files: Sequence[bytes]) -> dict[str, obje
     try:
         decoders, whole = asyncio.run(file_rates(pool, worker, files, asked))
     finally:
-        pool.stop()
+        pool.workers.stop()
         worker.stop(wait=True)  # a thread that ends together with the process may abort the process
         if encoder.resizes_on_device:
             unpin_shared(pool.arena.address)

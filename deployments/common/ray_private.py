@@ -20,7 +20,7 @@ from ray.serve._private.common import ReplicaQueueLengthInfo, RequestMetadata, R
 from ray.serve._private.replica import Replica
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve._private.tracing_utils import is_tracing_enabled
-from ray.serve.context import _get_global_client, _set_request_context
+from ray.serve.context import ReplicaContext, _get_global_client, _set_request_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -78,9 +78,17 @@ def get_or_store(key: str, new: bytes) -> bytes:
     return _internal_kv_get(key, namespace=KV_NAMESPACE)
 
 
-def deployment_max_ongoing_requests() -> int:
-    """Returns `max_ongoing_requests` of the current deployment. Raises RayServeException outside Serve."""
-    return serve.get_replica_context()._deployment_config.max_ongoing_requests
+def replica_context() -> ReplicaContext | None:
+    """Returns Serve's context of the current replica; None outside Serve."""
+    try:
+        return serve.get_replica_context()
+    except RayServeException:
+        return None
+
+
+def max_ongoing_requests() -> int:
+    """Returns the limit of the current deployment; 0 outside Serve."""
+    return context._deployment_config.max_ongoing_requests if (context := replica_context()) else 0
 
 
 def refuse_calls(is_refused: Callable[[str], bool]) -> None:
@@ -89,9 +97,7 @@ def refuse_calls(is_refused: Callable[[str], bool]) -> None:
 
     `is_refused` is called on the replica's event loop, which is not that of the deployment's methods.
     """
-    try:
-        serve.get_replica_context()
-    except RayServeException:
+    if replica_context() is None:
         return
     can_accept = Replica._can_accept_request
 

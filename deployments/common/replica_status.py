@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pydantic import JsonValue
-from ray import serve
-from ray.serve.exceptions import RayServeException
 
-from deployments.common.ray_private import deployment_max_ongoing_requests
+from deployments.common.ray_private import replica_context
 from encoder.packing.run_counts import RunCounts
 
 Report = dict[str, JsonValue]
@@ -19,26 +17,12 @@ REPLICA = "replica"
 
 def replica_name() -> str:
     """Returns Serve's name of the current replica; empty outside Serve."""
-    try:
-        return serve.get_replica_context().replica_tag
-    except RayServeException:
-        return ""
+    return context.replica_tag if (context := replica_context()) else ""
 
 
 def application_name() -> str:
     """Returns Serve's name of the current application; empty outside Serve."""
-    try:
-        return serve.get_replica_context().app_name
-    except RayServeException:
-        return ""
-
-
-def max_ongoing_requests() -> int:
-    """Returns the limit of the current deployment; 0 outside Serve."""
-    try:
-        return deployment_max_ongoing_requests()
-    except RayServeException:
-        return 0
+    return context.app_name if (context := replica_context()) else ""
 
 
 def encoder_report(name: str, stats: Mapping[str, float], runs: RunCounts, *, cached: int) -> Report:

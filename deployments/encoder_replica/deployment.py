@@ -194,7 +194,7 @@ class EncoderReplica:
             raise RuntimeError("the thread that owns the GPU has died")
         if self._has_batching_task and not await is_batching_task_alive(self._hand_off):
             raise RuntimeError("Serve's batching task has died")
-        if not self._decoders.can_start:
+        if not self._decoders.workers.can_start:
             raise RuntimeError("no process can be started that decodes files")
         if not self._server.is_alive:
             raise RuntimeError("the thread that serves embeddings to this host has died")
@@ -384,6 +384,6 @@ class EncoderReplica:
             if (server := getattr(self, name, None)) is not None:
                 server.close()
         if hasattr(self, "_decoders"):
-            self._decoders.stop()
+            self._decoders.workers.stop()
         if hasattr(self, "_worker"):
             self._worker.stop()

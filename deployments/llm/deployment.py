@@ -24,14 +24,9 @@ from deployments.common.model_path import (
     local_model,
     uses_own_tower,
 )
+from deployments.common.ray_private import max_ongoing_requests
 from deployments.common.replica_errors import EngineDeadError
-from deployments.common.replica_status import (
-    Report,
-    application_name,
-    llm_report,
-    max_ongoing_requests,
-    replica_name,
-)
+from deployments.common.replica_status import Report, application_name, llm_report, replica_name
 from deployments.llm.child_guard import guard_children, stop_looking
 from deployments.llm.embedding_receiver import EmbeddingReceiver, Encoding
 from deployments.llm.image_requests import ImageRequests

@@ -11,18 +11,7 @@ import math
 from encoder.checkpoint.image_rules import ImageRules, PixelBounds
 from encoder.images.load import ImageError, ImageHeader, read_header
 
-__all__ = [
-    "MAX_ASPECT_RATIO",
-    "Grid",
-    "ImageError",
-    "ImageHeader",
-    "ImageRules",
-    "PixelBounds",
-    "image_grid",
-    "num_tokens",
-    "read_header",
-    "resized_size",
-]
+__all__ = ["ImageError", "ImageHeader", "ImageRules", "PixelBounds", "read_header"]  # and the names below
 
 Grid = tuple[int, int, int]
 """`(t, h, w)` in patches."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from encoder.checkpoint.image_rules import ImageRules
 from encoder.pixels.layout import PixelPlan
-from encoder.pixels.preprocess import mean_and_std, patchify, resize_values
+from encoder.pixels.preprocess import patchify, resize_values
 
 
 def fill_patches(plan: PixelPlan, buffer: Tensor, control: Tensor, rules: ImageRules, out: Tensor) -> None:
@@ -34,21 +34,9 @@ def fill_patches_triton(plan: PixelPlan, buffer: Tensor, control: Tensor, rules:
     from encoder.pixels.kernels import resize_rows, write_patches  # Triton is missing on some platforms
 
     rows, patches, taps = _tables(plan, control)
-    mean, std = mean_and_std(rules, buffer.device)
     if plan.max_rows:
         resize_rows(buffer, rows, taps, plan.max_rows, plan.max_width)
-    write_patches(
-        buffer,
-        patches,
-        taps,
-        mean,
-        std,
-        out,
-        patch=rules.patch_size,
-        merge=rules.merge_size,
-        frames=rules.temporal_patch_size,
-        max_patches=plan.max_patches,
-    )
+    write_patches(buffer, patches, taps, rules, out, plan.max_patches)
 
 
 def _tables(plan: PixelPlan, control: Tensor) -> tuple[Tensor, Tensor, Tensor]:

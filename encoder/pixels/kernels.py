@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from encoder.checkpoint.image_rules import ImageRules
 from encoder.kernels.launch import OPTIONS
 from encoder.pixels.layout import PATCH_FIELDS, ROWS_FIELDS
+from encoder.pixels.preprocess import mean_and_std
 
 # Tile of one program: rows and columns of resized bytes; patches.
 ROWS_OUT, COLUMNS_OUT = 8, 128
@@ -123,37 +125,26 @@ def resize_rows(buffer: Tensor, table: Tensor, taps: Tensor, max_rows: int, max_
 
 
 def write_patches(
-    buffer: Tensor,
-    table: Tensor,
-    taps: Tensor,
-    mean: Tensor,
-    std: Tensor,
-    out: Tensor,
-    *,
-    patch: int,
-    merge: int,
-    frames: int,
-    max_patches: int,
+    buffer: Tensor, table: Tensor, taps: Tensor, rules: ImageRules, out: Tensor, max_patches: int
 ) -> None:
     """Resizes along the columns, normalises, and writes patches into `out` in the order of `preprocess.patchify`.
 
     `table` int64 `[frames, PATCH_FIELDS]`: number of patches; patches per row; the source's offset and row, column and
     channel stride; offsets of `Taps.first` and `Taps.weights` in `taps`; number of taps; precision; source height; the
     image's first row of `out`; the first place that a frame fills in its temporal patch, and the one after its last.
-    `mean`, `std`: float32 `[3]` on the scale of bytes. `out`: `[num_patches, 3 * frames * patch²]`, any float dtype;
-    computed in float32, rounded once.
+    `out`: `[num_patches, 3 * temporal_patch_size * patch_size²]`, any float dtype; computed in float32, rounded once.
     """
+    patch = rules.patch_size
     _patches_kernel[(triton.cdiv(max_patches, PATCHES), table.shape[0], 3)](
         buffer,
         table,
         taps,
-        mean,
-        std,
+        *mean_and_std(rules, buffer.device),
         out,
         FIELDS=PATCH_FIELDS,
         PATCH=patch,
-        MERGE=merge,
-        FRAMES=frames,
+        MERGE=rules.merge_size,
+        FRAMES=rules.temporal_patch_size,
         PATCHES=PATCHES,
         AREA=triton.next_power_of_2(patch * patch),
         num_warps=4,

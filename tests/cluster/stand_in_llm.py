@@ -21,7 +21,8 @@ from starlette.routing import Route
 
 from configs.schema import AppConfig
 from deployments.common.model_path import local_model
-from deployments.common.replica_status import application_name, max_ongoing_requests, replica_name
+from deployments.common.ray_private import max_ongoing_requests
+from deployments.common.replica_status import application_name, replica_name
 from deployments.llm.deployment import LLM
 from deployments.llm.embedding_receiver import EmbeddingReceiver
 from deployments.llm.image_requests import ImageRequests

@@ -256,7 +256,7 @@ def test_from_files_to_embeddings_as_a_replica_does_it(reference: Reference) -> 
     try:
         found = asyncio.run(several())
     finally:
-        pool.stop()
+        pool.workers.stop()
         worker.stop()
         worker._thread.join(60)
         unpin_shared(pool.arena.address)

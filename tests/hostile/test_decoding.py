@@ -124,7 +124,7 @@ def pool(runner: asyncio.Runner) -> Iterator[DecodePool]:
         RULES, workers=1, max_pixels=LIMITS.max_image_pixels, timeout_s=60, memory_bytes=MEMORY_BYTES, **SHARED
     )
     yield pool
-    pool.stop()
+    pool.workers.stop()
 
 
 async def through(data: bytes, pool: DecodePool, limits: IngressConfig = LIMITS) -> str:
@@ -220,7 +220,7 @@ def test_memory_is_bounded_for_one_image(pool: DecodePool, runner: asyncio.Runne
                 await small.decode(bomb, None, (9000, 9000))
             assert (await small.decode(PNG, None, (64, 48))).grid_thw[0] == 1
         finally:
-            small.stop()
+            small.workers.stop()
 
     runner.run(scenario())
 

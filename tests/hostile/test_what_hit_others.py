@@ -136,7 +136,7 @@ def test_an_image_of_one_pixel() -> None:
                 pixels = await pool.decode(encoded(picture(*size), "PNG"), None, size)
                 assert pixels.grid_thw == image_grid(*size, RULES)
         finally:
-            pool.stop()
+            pool.workers.stop()
 
     asyncio.run(scenario())
 

@@ -57,7 +57,7 @@ class Started:
 
     def close(self) -> None:
         self.worker.stop(wait=True)
-        self.pool.stop()
+        self.pool.workers.stop()
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ class DecodePool:
         self._memory_bytes = memory_bytes
         self._videos: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         settings = (rules, max_pixels, memory_bytes, self.arena, resize)
-        self._workers = Workers([Decoder(serve_tasks, *settings) for _ in range(workers)], on_lost)
+        self.workers = Workers([Decoder(serve_tasks, *settings) for _ in range(workers)], on_lost)
 
     async def decode(
         self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int], place: float = 0.0
@@ -219,7 +219,7 @@ class DecodePool:
             ImageError: the file cannot be decoded, took too long, or killed two decoders.
             WorkerEndedError: no decoder process can be started.
         """
-        return await self._workers.run(partial(self._decode, data, bounds, size), place)
+        return await self.workers.run(partial(self._decode, data, bounds, size), place)
 
     def _decode(self, data: bytes, bounds: PixelBounds | None, size: tuple[int, int]) -> Pixels | Decoded:
         width, height = resized_size(*size, self._rules, bounds) if self._resize else size
@@ -230,7 +230,7 @@ class DecodePool:
         resize = self._resize or allocation is None
         place = (allocation.offset, allocation.num_bytes) if allocation is not None else (0, 0)
         parse = partial(parse_pixels, allocation=allocation, memory_bytes=self._memory_bytes)
-        values = self._workers.run_task(Task(data, bounds, resize, *place), parse, self._timeout_s)
+        values = self.workers.run_task(Task(data, bounds, resize, *place), parse, self._timeout_s)
         if not resize:
             return Decoded(values, image_grid(values.shape[1], values.shape[0], self._rules, bounds))
         patch = self._rules.patch_size
@@ -244,8 +244,8 @@ class DecodePool:
         def parse(answer: bytes, _: Receive) -> VideoHeader:
             return msgspec.json.decode(answer, type=VideoHeader)
 
-        run = partial(self._workers.run_task, HeaderTask(data, bounds), parse, self._timeout_s)
-        header = await self._workers.run(run, place)
+        run = partial(self.workers.run_task, HeaderTask(data, bounds), parse, self._timeout_s)
+        header = await self.workers.run(run, place)
         return VideoPlan.make(header, rules, bounds, sampling.fps, sampling.num_frames)
 
     async def decode_chunk(self, of: ChunkOfVideo, bounds: VideoBounds, place: float = 0.0) -> Pixels:
@@ -255,7 +255,7 @@ class DecodePool:
         lock = self._videos.setdefault(of.video, asyncio.Lock())
         async with lock:
             data = of.file.data if isinstance(of.file, StoredFile) else await of.file
-            return await self._workers.run(partial(self._decode_chunk, data, of, bounds), place)
+            return await self.workers.run(partial(self._decode_chunk, data, of, bounds), place)
 
     def _decode_chunk(self, data: bytes, of: ChunkOfVideo, bounds: VideoBounds) -> Pixels:
         _, h, w = of.part.grid_thw
@@ -267,7 +267,7 @@ class DecodePool:
         parse = partial(parse_pixels, allocation=allocation, memory_bytes=self._memory_bytes, ndim=4)
 
         def run() -> Pixels:
-            with self._workers.idle(of.video) as decoder:
+            with self.workers.idle(of.video) as decoder:
                 sent = b"" if decoder.video == of.video else data
                 decoder.video = ""
                 task = ChunkTask(sent, bounds, of.indices, of.part, *place)
@@ -277,13 +277,4 @@ class DecodePool:
                 decoder.video = "" if task.is_last else of.video
             return Pixels(values, of.part.grid_thw)
 
-        return self._workers.retry_once(run)
-
-    @property
-    def can_start(self) -> bool:
-        """As `Workers.can_start`."""
-        return self._workers.can_start
-
-    def stop(self) -> None:
-        """As `Workers.stop`."""
-        self._workers.stop()
+        return self.workers.retry_once(run)

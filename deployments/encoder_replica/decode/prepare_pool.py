@@ -85,11 +85,11 @@ class PreparePool:
         workers = range(limits.decode_workers)
         start = partial(Decoder, start_timeout_s=START_TIMEOUT_S, max_answer_bytes=2 * MAX_HEADER_BYTES)  # as JSON
         decoders = [start(serve_items, *settings) for _ in workers]
-        self._workers = Workers(decoders, on_lost)
+        self.workers = Workers(decoders, on_lost)
 
     async def prepare(self, item: ItemFile, digest: str, place: float = 0.0) -> VllmInputs:
         """Prepares a file, as `Workers.run`. Raises ImageError and WorkerEndedError as `DecodePool.decode`."""
-        return await self._workers.run(partial(self._prepare, item, digest), place)
+        return await self.workers.run(partial(self._prepare, item, digest), place)
 
     def count_tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], int]:
         """Returns the counts of images, sounds and videos for GenericIdentity, empty or 0 if none are taken. Raises
@@ -99,7 +99,7 @@ class PreparePool:
             return self.prepare_at_start(file, modality).num_tokens
 
         sounds, videos = (partial(count, modality=modality) for modality in ("audio", "video"))
-        return count_tokens(count, self._workers.threads.map), count_audio_tokens(sounds), count_video_tokens(videos)
+        return count_tokens(count, self.workers.threads.map), count_audio_tokens(sounds), count_video_tokens(videos)
 
     def prepare_at_start(self, file: bytes, modality: str) -> VllmInputs:
         """Prepares a sample file, which no request has sent. Raises ImageError and WorkerEndedError as `prepare`."""
@@ -109,14 +109,5 @@ class PreparePool:
         def parse(header: bytes, receive: Receive) -> VllmInputs:
             return VllmInputs.from_parts(header, receive(self._memory_bytes))
 
-        prepared = self._workers.run_task(item, parse, timeout_s or self._timeout_s)
+        prepared = self.workers.run_task(item, parse, timeout_s or self._timeout_s)
         return replace(prepared, header=replace(prepared.header, digest=digest))  # a worker could name another one
-
-    @property
-    def can_start(self) -> bool:
-        """As `Workers.can_start`."""
-        return self._workers.can_start
-
-    def stop(self) -> None:
-        """As `Workers.stop`."""
-        self._workers.stop()

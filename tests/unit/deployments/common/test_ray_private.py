@@ -150,7 +150,7 @@ def test_a_call_is_refused_by_its_session_id_only_where_serve_takes_it(monkeypat
     before = replica.Replica._can_accept_request
     ray_private.refuse_calls(lambda _: True)
     assert replica.Replica._can_accept_request is before
-    monkeypatch.setattr(serve, "get_replica_context", lambda: None)
+    monkeypatch.setattr(serve, "get_replica_context", SimpleNamespace)
     monkeypatch.setattr(replica.Replica, "_can_accept_request", lambda self, metadata: self.has_slots)
     ray_private.refuse_calls(lambda session_id: session_id == "busy")
     for has_slots, session_id, accepted in ((True, "", True), (True, "busy", False), (False, "", False)):

@@ -86,7 +86,9 @@ class Replica(EncoderReplica):
             identity=IDENTITY, tokens_per_s=0.0, fault=None, is_alive=True, stop=lambda: None
         )
         self._decoders: Any = SimpleNamespace(
-            decode=self._pixels, decode_chunk=self._pixels, stop=lambda: None, can_start=True
+            decode=self._pixels,
+            decode_chunk=self._pixels,
+            workers=SimpleNamespace(stop=lambda: None, can_start=True),
         )
         self._video_bounds = VideoBounds()
         self._has_batching_task = False
@@ -275,7 +277,7 @@ def test_a_dead_thread_for_other_hosts_is_told_by_the_health_check(monkeypatch: 
 def test_decoders_that_cannot_be_started_are_told_by_the_health_check(replica: Replica) -> None:
     """Their images were sent there again and again, since the replica had other images of their clients."""
     asyncio.run(replica.check_health())
-    replica._decoders.can_start = False
+    replica._decoders.workers.can_start = False
     with pytest.raises(RuntimeError, match="no process can be started that decodes files"):
         asyncio.run(replica.check_health())
 

@@ -83,5 +83,5 @@ def one_decoder(runner: asyncio.Runner, *, resize: bool) -> Iterator[DecodePool]
         runner.run(decoded(pool, GOOD))
         assert len(decoders() - before) == 1
     finally:
-        pool.stop()
+        pool.workers.stop()
     assert decoders() <= before, "stop() ends the processes"

@@ -122,7 +122,7 @@ def test_an_image_that_takes_too_long_is_refused_and_the_pool_goes_on(pool: Deco
 @pytest.fixture
 def handed_over(pool: DecodePool, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the process has begun with an image."""
-    begun, (decoder,) = threading.Event(), pool._workers.decoders
+    begun, (decoder,) = threading.Event(), pool.workers.decoders
     hand_over = decoder._send_task
 
     def told(task: Task, stateless: bool) -> None:
@@ -193,14 +193,14 @@ def test_a_decoder_that_cannot_be_started_is_no_fault_of_the_image(
         with monkeypatch.context() as patch:
             patch.setattr("multiprocessing.context.SpawnProcess.start", refused)
             worker.kill()
-            could_start = [pool.can_start]
+            could_start = [pool.workers.can_start]
             for _ in range(3):
                 with pytest.raises(WorkerEndedError):
                     await decoded(pool, GOOD)
-                could_start.append(pool.can_start)
+                could_start.append(pool.workers.can_start)
         assert could_start == [True, True, True, False]
         assert (await decoded(pool, GOOD)).grid_thw[0] == 1
-        assert pool.can_start
+        assert pool.workers.can_start
         assert len(decoders()) == 1
 
     runner.run(scenario())
@@ -242,7 +242,7 @@ def test_a_decoder_that_answers_anything_costs_one_image(
 ) -> None:
     """As one that a file has taken over: its nonsense was a 500 and it went on decoding for others, what it sent was
     taken up to the last byte of memory, and who waited for the rest of it waited for ever."""
-    (decoder,) = pool._workers.decoders
+    (decoder,) = pool.workers.decoders
 
     async def scenario() -> None:
         with monkeypatch.context() as patch:
@@ -264,7 +264,7 @@ def test_a_decoder_that_takes_no_task_is_replaced(
     """A file that is larger than the pipe's buffer was written for as long as the process was stopped."""
     file = io.BytesIO()
     Image.frombytes("RGB", (600, 400), os.urandom(720_000)).save(file, "PNG")
-    (decoder,) = pool._workers.decoders
+    (decoder,) = pool.workers.decoders
     restart, start_timeout_s = decoder._restart, decoder._start_timeout_s
 
     def restart_patiently() -> None:
@@ -321,7 +321,7 @@ OWNER = textwrap.dedent("""
     async def main():
         pool = DecodePool(RULES, workers=2, max_pixels=10**6, timeout_s=60, shm_bytes=2**26, resize=False)
         images = await asyncio.gather(*[pool.decode(png(100, 60), None, (100, 60)) for _ in range(4)])
-        print(*[decoder._process.pid for decoder in pool._workers.decoders], flush=True)
+        print(*[decoder._process.pid for decoder in pool.workers.decoders], flush=True)
         slow = slow_bitmap(6_000_000)
         await asyncio.gather(*[pool.decode(slow, None, (30, 30)) for _ in range(4)])
         await asyncio.sleep(600)

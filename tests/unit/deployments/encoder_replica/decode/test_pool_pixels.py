@@ -105,7 +105,7 @@ def test_where_the_device_resizes_the_workers_only_decode(runner: asyncio.Runner
         piped = runner.run(decoded(pool, png(300, 300)))
         assert isinstance(piped, Pixels), "what goes through the pipe is the smaller, resized image"
     finally:
-        pool.stop()
+        pool.workers.stop()
 
 
 def planned(pool: DecodePool, runner: asyncio.Runner, data: bytes, fps: float | None = None) -> list[ChunkOfVideo]:
