@@ -123,9 +123,10 @@ class LLMConfig(Options):
     `vllm serve`."""
     server_args: dict[str, JsonValue] = {}
     """Options of `vllm serve` other than the engine's, for instance tool_call_parser or chat_template."""
-    receive_buffer_bytes: PositiveInt = 2 * GIB
+    receive_buffer_bytes: PositiveInt = 4 * GIB
     """Receive buffer for embeddings read by TCP or NIXL, pinned once the first one arrives if the replica has a
-    GPU. It bounds the bytes in flight; a request whose embedding does not fit in time is retried."""
+    GPU. It holds those of all requests until their answers end; a request whose embedding does not fit in time is
+    retried."""
     cpu_kv_cache_gib: PositiveInt = 1
     """KV-cache size of a replica without a GPU."""
     affinity: bool = True

@@ -41,6 +41,8 @@ class Visit:
         self._admitted: asyncio.Future[None] | None = None
         self.stage = _Stage.ARRIVED
         self.tokens = self.images = 0
+        self.counted_tokens = 0
+        """Tokens that are in the metric: a request may be admitted more than once."""
         self.virtual_arrival_s = 0.0
 
     def request(self, tokens: int, images: int, param: str = "messages") -> None:
@@ -200,7 +202,8 @@ class Admission:
             self.tokens_in_flight += visit.tokens
             self.images_in_flight += visit.images
             self._token_speed.begin()
-            self._metrics.admitted(visit.tokens)
+            self._metrics.admitted(visit.tokens - visit.counted_tokens)
+            visit.counted_tokens = visit.tokens
             visit.admit()
         self._report()
 

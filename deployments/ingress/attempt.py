@@ -134,6 +134,7 @@ class Attempt:
                 if isinstance(head, NotEncoded):
                     await self._encode_asked(head.images)
                 else:
+                    self.replicas.count_deferral()
                     early = False
                 answer = await self._start_answer(early=early)
             head = await self._wait_until_accepted(head, answer)

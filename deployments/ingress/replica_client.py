@@ -221,7 +221,6 @@ class Replicas:
         """
         refs = await self._accepted(encodings)
         if refs and not early:
-            self._counts.add(Counter.EARLY_PREFILLS_DEFERRED)
             ready = asyncio.gather(*map(ray_private.wait_until_ready, refs))  # waits without fetching
             await self._translate_errors(ready)
         next_ref = map(ray_private.ResultReference, refs)
@@ -288,6 +287,9 @@ class Replicas:
             return await result
         except Exception as error:
             raise self.failures.to_client_error(error, EncoderLostError) from error
+
+    def count_deferral(self) -> None:
+        self._counts.add(Counter.EARLY_PREFILLS_DEFERRED)
 
     def count_retry(self) -> None:
         self._counts.add(Counter.REQUEST_RETRIES)

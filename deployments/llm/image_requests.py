@@ -106,8 +106,6 @@ class ImageRequests:
         await self._memory.acquire(num_bytes)
         with ExitStack() as held:
             held.callback(self._memory.release, num_bytes)
-            for reference in references:
-                held.callback(self._images.pop, reference.key, None)
             decoding = [*map(self._decode, files)]
             try:
                 images = await asyncio.gather(*map(asyncio.wrap_future, decoding), return_exceptions=True)
@@ -121,8 +119,9 @@ class ImageRequests:
                     raise ApiError(400, refusal, param=param, code="invalid_image") from image
                 if isinstance(image, BaseException):
                     raise image
-                self._images[reference.key] = files[reference.item].digest, image
-            del decoding, images, image  # each holds pixels
+                entry = self._images[reference.key] = files[reference.item].digest, image
+                held.callback(self._forget, reference.key, entry)
+            del entry, decoding, images, image  # each holds pixels
             files.clear()
             finish_prefill = clock.on_first_token
 
@@ -132,6 +131,11 @@ class ImageRequests:
 
             clock.on_first_token = release_early  # vLLM has processed the images
             yield
+
+    def _forget(self, key: str, entry: tuple[str, Image]) -> None:
+        """Removes an image, unless a retry of its request, which has the same key, has replaced it."""
+        if self._images.get(key) is entry:
+            del self._images[key]
 
     def _decode(self, file: ImageJob) -> Future[Image]:
         decode = partial(load_rgb, file.data, max_pixels_decoded=self._max_pixels, formats=self._formats)

@@ -127,9 +127,11 @@ class Requests:
                 finally:
                     self.num_in_flight -= 1
             finally:
-                await stream.aclose()
-                await cancel_and_wait(lost)
-                self._receiver.close(received)
+                try:
+                    await stream.aclose()
+                    await cancel_and_wait(lost)
+                finally:
+                    self._receiver.close(received)
 
     async def _receive(
         self,

@@ -38,8 +38,16 @@ async def next_or_none(pieces: AsyncGenerator[T, None]) -> T | None:
 
 
 async def cancel_and_wait(pending: asyncio.Future[Any]) -> None:
-    """Cancels a call of `next_or_none` and waits until it has ended."""
-    pending.cancel()
-    await asyncio.wait([pending])
+    """Cancels a call of `next_or_none` and waits until it has ended, also if the caller is cancelled meanwhile: a
+    generator that runs cannot be closed."""
+    interrupted: asyncio.CancelledError | None = None
+    while not pending.done():
+        pending.cancel()
+        try:
+            await asyncio.wait([pending])
+        except asyncio.CancelledError as error:
+            interrupted = error
     if not pending.cancelled():
         pending.exception()  # marks it as retrieved: it was raised before, or its reader has left
+    if interrupted is not None:
+        raise interrupted

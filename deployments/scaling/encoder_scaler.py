@@ -120,8 +120,9 @@ class VisualScaler:
         clear_s = targets.replica_startup_s + targets.target_encode_delay_s
         utilization = self._target_utilization(load, self._tokens_per_s)
         per_s = load.arriving_tokens_per_s / utilization + waiting / clear_s
+        least = max(min_replicas, int(waiting > 0))
         return self._to_replicas(
-            per_s, self._tokens_per_s, load.running_replicas, min_replicas=min_replicas, max_replicas=max_replicas
+            per_s, self._tokens_per_s, load.running_replicas, min_replicas=least, max_replicas=max_replicas
         )
 
     def _to_replicas(

@@ -15,6 +15,7 @@ class StabilizationWindow:
         self._tolerance = tolerance
         self._needed: deque[tuple[float, int]] = deque()
         """Times ascending, needs descending: the first is the maximum of the last `window_s`."""
+        self._known_replicas = 0
 
     def apply(
         self, now_s: float, need: int, target_replicas: int, *, floor: int = 0, window_s: float | None = None
@@ -30,14 +31,20 @@ class StabilizationWindow:
         # keep its maximum until the clock caught up.
         if not self._needed or now_s < self._needed[-1][0]:
             self._needed = deque([(now_s, target_replicas)])
-        while self._needed and self._needed[-1][1] <= need:
-            self._needed.pop()
-        self._needed.append((now_s, need))
+        elif target_replicas > self._known_replicas:  # Serve starts a replica itself if there is none
+            self._add(now_s, target_replicas)
+        self._add(now_s, need)
         while self._needed[0][0] < now_s - (self._window_s if window_s is None else window_s):
             self._needed.popleft()
         needed = max(self._needed[0][1], floor)
         keeps = 0 < needed < target_replicas and target_replicas - needed < self._tolerance * target_replicas
+        self._known_replicas = max(needed, target_replicas)
         return target_replicas if keeps else needed
+
+    def _add(self, now_s: float, need: int) -> None:
+        while self._needed and self._needed[-1][1] <= need:
+            self._needed.pop()
+        self._needed.append((now_s, need))
 
 
 def in_range(targets: object, **checks: tuple[bool, str]) -> None:

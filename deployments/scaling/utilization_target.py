@@ -69,6 +69,9 @@ class ArrivalSeries:
         Args:
             reports: may repeat earlier samples. A replica's first sample is its baseline.
         """
+        settled = math.floor(now_s - FINAL_AFTER_S)
+        if self._next is not None and settled < self._next - 1:  # the clock was set back
+            self._last, self._seconds, self._next = {}, {}, None
         for replica, samples in reports.items():
             before = self._last.get(replica)
             if not samples or (before is not None and samples[-1].timestamp <= before[0]):
@@ -83,7 +86,6 @@ class ArrivalSeries:
                 self._last[replica] = before
         for gone in self._last.keys() - reports.keys():
             del self._last[gone]
-        settled = math.floor(now_s - FINAL_AFTER_S)
         first = settled if self._next is None else max(self._next, settled - MAX_SECONDS)
         self._next = max(first, settled)
         tokens = [self._seconds.pop(second, 0.0) for second in range(first, settled)]

@@ -60,8 +60,10 @@ class Counter(Definition):
     GPU_FAILURES = "GPUs that failed permanently; their replicas ask to be replaced. `reason` says how the GPU failed."
     ENCODER_REJECTIONS = "Images rejected by an encoder because its queue of visual tokens was full."
     ADMITTED_TOKENS = "Visual tokens of requests that the ingress admitted."
-    SHED_TOKENS = "Visual tokens of requests that the ingress shed. `reason` says why."
-    SHED_REQUESTS = "Requests that the ingress shed before any work was done on them. `reason` says why."
+    SHED_TOKENS = (
+        "Visual tokens of requests that the ingress shed, where they were known: 0 for a rate limit. `reason` says why."
+    )
+    SHED_REQUESTS = "Requests that the ingress shed before a language model had accepted them. `reason` says why."
     AFFINITY_SPILLS = (
         "Calls routed away from the best replica for their image or conversation because it was overloaded. "
         "`target`: the deployment that was called."

@@ -7,6 +7,7 @@ Imports no vLLM, so that the deployments can be built without it.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,28 +45,35 @@ class References:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._digests: dict[str, str] = {}
+        self._holders: Counter[str] = Counter()
+        """Calls that hold each key: a retry may come before the first call has ended."""
         self._entries: dict[str, _Entry] = {}
 
     def add(self, header: ItemHeader, key: str | None = None) -> str:
-        """Returns the key of a new reference, `key` or a new one, valid until `release`.
+        """Returns the key of a reference, `key` or a new one, valid until as many calls of `release`.
 
-        Raises HeaderError if another header has the same digest, ValueError if the key is in use.
+        Raises HeaderError if another header has the same digest, ValueError if the key is another item's.
         """
         key = key or new_key()
         with self._lock:
-            if key in self._digests:
-                raise ValueError(f"reference {key!r} is already in use")
+            if self._digests.get(key, header.digest) != header.digest:
+                raise ValueError(f"reference {key!r} is another item's")
             entry = self._entries.setdefault(header.digest, _Entry(header))
             if entry.header != header:
                 raise HeaderError(f"two headers of item {header.digest} differ: {entry.header} and {header}")
             entry.num_references += 1
             self._digests[key] = header.digest
+            self._holders[key] += 1
         return key
 
     def release(self, keys: Iterable[str]) -> None:
         """Removes keys; those removed before are ignored. A header is removed with its last key."""
         with self._lock:
-            for digest in filter(None, [self._digests.pop(key, None) for key in keys]):
+            for key in filter(self._digests.__contains__, keys):
+                self._holders[key] -= 1
+                digest = self._digests[key]
+                if not self._holders[key]:
+                    del self._digests[key], self._holders[key]
                 self._entries[digest].num_references -= 1
                 if not self._entries[digest].num_references:
                     del self._entries[digest]

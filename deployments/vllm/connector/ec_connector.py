@@ -110,6 +110,7 @@ class SharedMemoryConnector(ECConnectorBase):  # type: ignore[misc]
             if not self._loads_further_chunks or feature.mm_position.offset + chunk.end > num_computed_tokens
         ]
         if not needed:
+            self._partial_prefills.discard(name)
             return None
         num_loadable = self._scheduler.reserve(name, [digest for _, digest in needed])
         if num_loadable == len(needed):

@@ -94,6 +94,18 @@ def test_what_fits_begins_and_the_rest_waits_its_turn() -> None:
     assert scene.seen.tokens_admitted == 160
 
 
+def test_tokens_are_counted_once_however_often_they_are_admitted() -> None:
+    """Deferred images are charged beside those admitted before, and after the loss of a replica all wait again."""
+    scene = Scene()
+    visit = scene.asks(40)
+    visit.request(20, 1)
+    assert scene.seen.tokens_admitted == 60
+    visit.accept()
+    asyncio.run(visit.requeue())
+    assert begun(visit) == [True]
+    assert scene.seen.tokens_admitted == 60
+
+
 def test_images_are_bounded_where_tokens_are_not() -> None:
     scene = Scene()
     first, second = scene.asks(6, images=6), scene.asks(6, images=6)

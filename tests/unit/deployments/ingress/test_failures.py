@@ -31,6 +31,7 @@ from deployments.common.replica_errors import (
 from deployments.ingress import attempt
 from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.routing.affinity import Call
+from deployments.telemetry.metrics import Counter, Counters
 from tests.unit.deployments.samples import IDENTITY
 from tests.unit.deployments.stand_ins import (
     IMAGE,
@@ -224,7 +225,11 @@ def test_no_language_model_is_called_before_an_encoder_has_each_image() -> None:
     assert (stand_ins.requests, never.cancelled) == ([], True)
 
 
-def test_what_comes_too_early_for_a_language_model_comes_again_once_it_is_encoded() -> None:
+def test_what_comes_too_early_for_a_language_model_comes_again_once_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[Counter] = []
+    monkeypatch.setattr(Counters, "add", lambda _, counter, *more, **labels: counted.append(counter))
     slow = Pieces()
     slow.there = asyncio.Event()
     stand_ins = StandIns(Pieces(TooEarly()), encodings=[slow])
@@ -233,6 +238,7 @@ def test_what_comes_too_early_for_a_language_model_comes_again_once_it_is_encode
     stand_ins = StandIns(Pieces(TooEarly()))
     assert chat(stand_ins, IMAGE).status_code == 200
     assert [request.early_prefill for request in stand_ins.requests] == [True, False]
+    assert counted.count(Counter.EARLY_PREFILLS_DEFERRED) == 2, "once each"
     assert len(stand_ins.encodings) == 1
 
 

@@ -86,6 +86,27 @@ def test_images_are_there_by_their_keys_until_the_first_token() -> None:
     asyncio.run(scenario())
 
 
+def test_a_retry_that_comes_before_the_first_call_has_ended_keeps_its_images() -> None:
+    async def scenario() -> None:
+        replica, references = Replica(), references_to(0)
+        replica.goes_on.clear()
+        first = asyncio.create_task(replica.ask(references, [file(10)]))
+        while not replica.images:  # noqa: ASYNC110  # a stand-in has no event for it
+            await asyncio.sleep(0)
+        before = replica.images[references[0].key]
+        retry = asyncio.create_task(replica.ask(references, [file(10)]))
+        while replica.images[references[0].key] is before:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert references[0].key in replica.images
+        replica.goes_on.set()
+        assert (await retry)[0] == 200
+        assert replica.images == {}
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("data", [png(SIDE, SIDE)[:-30], b"GIF89a and no image"])
 def test_a_file_that_cannot_be_decoded_is_a_400_that_names_it(data: bytes) -> None:
     async def scenario() -> None:

@@ -55,6 +55,36 @@ def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> 
     asyncio.run(scenario())
 
 
+def test_who_is_cancelled_while_a_stream_ends_waits_for_its_end() -> None:
+    """A generator that runs cannot be closed: its leases were kept until the replica ended."""
+
+    async def scenario() -> None:
+        ended: list[str] = []
+
+        async def pieces() -> AsyncGenerator[int, None]:
+            try:
+                await asyncio.sleep(60)
+                yield 1
+            finally:
+                try:
+                    await asyncio.sleep(0.05)
+                finally:
+                    await asyncio.sleep(0.05)
+                    ended.append("closed")
+
+        begun = PrefetchedStream(pieces())
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(begun.aclose())
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert ended == ["closed"]
+        await begun.aclose()
+
+    asyncio.run(scenario())
+
+
 def test_what_fails_after_it_was_begun_is_told_to_who_reads_it_and_to_nobody_else() -> None:
     async def broken() -> AsyncGenerator[int, None]:
         for number in list[int]():

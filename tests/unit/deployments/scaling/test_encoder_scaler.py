@@ -173,6 +173,34 @@ def test_to_zero_and_back() -> None:
     )
 
 
+@pytest.mark.parametrize("work", [{"waiting_images": 1.0}, {"backlog_tokens": 100.0}])
+def test_one_small_image_needs_a_replica_though_one_takes_long_to_start(work: dict[str, float]) -> None:
+    assert needed(load(running_replicas=1, target_replicas=1, **work), replica_startup_s=120.0) == 1
+
+
+def test_a_clock_that_is_set_back_keeps_no_replicas() -> None:
+    scaler = VisualScaler(ScalingTargets())
+    asked = 1
+
+    def at(second: int, tokens: float, arriving: float) -> int:
+        samples = {"a": [Sample(float(second), tokens)]}
+        found = load(
+            now_s=float(second),
+            running_replicas=asked,
+            target_replicas=asked,
+            arriving_tokens_per_s=arriving,
+            received_tokens=samples,
+        )
+        return scaler.choose_replicas(found, min_replicas=1, max_replicas=20)
+
+    for second in range(10_000, 10_900):
+        asked = at(second, 2000.0 * second, 2000.0)
+    assert asked > 2
+    for second in range(7_000, 8_500):
+        asked = at(second, 2000.0 * 10_900, 0.0)
+    assert asked == 1
+
+
 def test_the_last_replica_goes_whatever_the_tolerance() -> None:
     scaler = VisualScaler(ScalingTargets(scale_down_stabilization_s=0, tolerance=0.9))
     assert [

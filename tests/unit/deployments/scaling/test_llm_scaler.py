@@ -72,6 +72,18 @@ def test_holds_on_to_what_was_needed_of_late() -> None:
     assert scaler.choose_replicas(replace(idle, now_s=62.0), min_replicas=1, max_replicas=100) == 1
 
 
+def test_a_replica_that_serve_started_itself_is_kept_until_its_first_report() -> None:
+    """Without replicas, Serve starts one for a request and does not ask."""
+    scaler = LLMScaler(TARGETS)
+    none = replace(IDLE, running_replicas=0, target_replicas=0)
+    assert [scaler.choose_replicas(replace(none, now_s=s), min_replicas=0, max_replicas=9) for s in (0, 100)] == [0, 0]
+    started = replace(IDLE, running_replicas=1, target_replicas=1)
+    assert scaler.choose_replicas(replace(started, now_s=200.0), min_replicas=0, max_replicas=9) == 1
+    assert scaler.choose_replicas(replace(started, now_s=259.0), min_replicas=0, max_replicas=9) == 1
+    assert scaler.choose_replicas(replace(started, now_s=261.0), min_replicas=0, max_replicas=9) == 0
+    assert scaler.choose_replicas(replace(started, now_s=262.0), min_replicas=0, max_replicas=9) == 0, "Serve delays"
+
+
 def test_a_clock_that_is_set_back_starts_the_hold_anew() -> None:
     """By Serve's clock, which is its host's: replicas were kept until it was again as late as it had been."""
     scaler = LLMScaler(TARGETS)

@@ -54,6 +54,21 @@ def test_a_released_key_is_unknown_while_another_request_has_the_item() -> None:
         references.header_by_digest(header().digest)
 
 
+def test_a_key_is_held_by_every_call_of_its_request() -> None:
+    """A retry may come before the call that it replaces has ended."""
+    references = References()
+    key = references.add(header())
+    assert references.add(header(), key) == key
+    with pytest.raises(ValueError, match="another item's"):
+        references.add(header(1), key)
+    references.release([key])
+    assert references.header(key) == header()
+    references.release([key])
+    with pytest.raises(UnknownReferenceError):
+        references.header(key)
+    assert (references._entries, references._holders) == ({}, Counter())
+
+
 def test_a_digest_has_one_header() -> None:
     references = References()
     key = references.add(header(tokens=4))
