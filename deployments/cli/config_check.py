@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,14 @@ class ConfigFileError(Exception):
 class _Loader(yaml.SafeLoader):
     """Refuses repeated keys, of which YAML's last one would win."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(problem=f"key {key.value!r} twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - PyYAML's
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(problem=f"key {key.value!r} twice", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -72,7 +73,8 @@ def problems(config: dict[str, Any]) -> list[str]:
     if malformed := [
         f"{place}.deployments[{number}]: must be a mapping"
         for place, application in our_applications(config)
-        for number, entry in enumerate(application.get("deployments") or ())
+        if isinstance(entries := application.get("deployments"), list)
+        for number, entry in enumerate(entries)
         if not isinstance(entry, dict)
     ]:
         return malformed

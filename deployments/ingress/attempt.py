@@ -222,12 +222,13 @@ class Attempt:
     async def _stream(self, head: ResponseHead, answer: Answer) -> AsyncIterator[bytes]:
         complete = False
         try:
-            async with asyncio.timeout_at(self.deadline.at):
-                if head.body:
-                    yield head.body
-                async for chunk in answer:
-                    assert isinstance(chunk, bytes)
+            chunk: object = head.body
+            while chunk is not None:
+                assert isinstance(chunk, bytes)
+                if chunk:
                     yield chunk
+                async with asyncio.timeout_at(self.deadline.at):  # of this task: another one may have read before
+                    chunk = await anext(answer, None)
             complete = True
         except Exception as error:
             logger.exception("an answer broke off")

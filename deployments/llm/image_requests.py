@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, asynccontextmanager
@@ -61,6 +62,8 @@ class ImageRequests:
         self._formats = config.ingress.image_formats
         self._threads = ThreadPoolExecutor(config.encoder_replica.decode_workers, thread_name_prefix="decode")
         self._memory = PixelMemory(config.encoder_replica.decode_memory_bytes)
+        self._holders: Counter[str] = Counter()
+        """Calls that hold each key of `images`."""
         self.num_in_flight = 0
         """Requests that vLLM is answering."""
 
@@ -119,9 +122,10 @@ class ImageRequests:
                     raise ApiError(400, refusal, param=param, code="invalid_image") from image
                 if isinstance(image, BaseException):
                     raise image
-                entry = self._images[reference.key] = files[reference.item].digest, image
-                held.callback(self._forget, reference.key, entry)
-            del entry, decoding, images, image  # each holds pixels
+                self._images[reference.key] = files[reference.item].digest, image
+                self._holders[reference.key] += 1
+                held.callback(self._forget, reference.key)
+            del decoding, images, image  # each holds pixels
             files.clear()
             finish_prefill = clock.on_first_token
 
@@ -132,10 +136,11 @@ class ImageRequests:
             clock.on_first_token = release_early  # vLLM has processed the images
             yield
 
-    def _forget(self, key: str, entry: tuple[str, Image]) -> None:
-        """Removes an image, unless a retry of its request, which has the same key, has replaced it."""
-        if self._images.get(key) is entry:
-            del self._images[key]
+    def _forget(self, key: str) -> None:
+        """Removes an image, unless another call of its request holds it: a retry may come before the first ends."""
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._images[key], self._holders[key]
 
     def _decode(self, file: ImageJob) -> Future[Image]:
         decode = partial(load_rgb, file.data, max_pixels_decoded=self._max_pixels, formats=self._formats)

@@ -191,7 +191,7 @@ class VllmEncoder:
         if modality in IMAGES and self._costs is not None:
             most_images = min(self._max_items, self._tower.max_graph_items)
             batches: list[Batch] = []
-            for part in self._costs.split_for_latency(num_tokens):
+            for part in self._costs.split_for_latency(num_tokens, most_images):
                 images = [ImageCost(num_tokens[index], 0.0) for index in part]
                 packed = plan_batches(images, table=self._costs, max_images=most_images, max_tokens=self._budgets[-1])
                 batches += [Batch(tuple(part[at] for at in batch.indices), batch.budget) for batch in packed]
@@ -339,7 +339,7 @@ class VllmTower:
                 continue
             batch = list(islice(cycle(by_size[size]), tokens // size))
             embedded = self.embed(batch)
-            if embedded.reason is not None:
+            if embedded.reason is Reason.REFUSED:
                 return None
             if embedded.budgets == (budget,):
                 replays.append((budget, self._time(batch, eagerly=False)))

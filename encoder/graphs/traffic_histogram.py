@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-# Token counts are rounded down to steps, to keep the histogram small, so that batches that fill a budget count for it.
-# All counts are halved when the total exceeds `_HALVED_AT`, so that older traffic weighs less.
-_STEP = 4
+# All counts are halved when the total exceeds this, so that older traffic weighs less.
 _HALVED_AT = 50_000
 
 
@@ -20,14 +18,14 @@ class TrafficHistogram:
 
     def add(self, num_tokens: int, max_seqlen: int, number: int = 1) -> None:
         """Counts `number` batches of `num_tokens` tokens whose longest image has `max_seqlen` patches."""
-        self._counts[num_tokens - (num_tokens - 1) % _STEP, max_seqlen] += number
+        self._counts[num_tokens, max_seqlen] += number
         self.total += number
         if self.total > _HALVED_AT:
             self._counts = Counter({key: count // 2 for key, count in self._counts.items() if count > 1})
             self.total = self._counts.total()
 
     def by_tokens(self) -> dict[int, int]:
-        """Returns the number of batches by number of tokens, rounded down to a step."""
+        """Returns the number of batches by number of tokens."""
         found: Counter[int] = Counter()
         for (tokens, _), number in self._counts.items():
             found[tokens] += number

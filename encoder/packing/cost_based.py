@@ -87,14 +87,14 @@ class CostTable:
         most = WORTHWHILE * min(ms / budget for budget, ms in self.replay_ms)
         return next(budget for budget, ms in self.replay_ms if ms / budget <= most)
 
-    def split_for_latency(self, num_tokens: Sequence[int]) -> list[range]:
+    def split_for_latency(self, num_tokens: Sequence[int], max_images: int) -> list[range]:
         """Splits images, in order, into parts to be launched one after another, so that the first embeddings are ready
         before the last images start. Each part is the shortest one whose time per token is at most WORTHWHILE times
-        that of the best one."""
+        that of the best part of at most `max_images` that begins there."""
         parts: list[range] = []
         start = 0
         while start < len(num_tokens):
-            totals = list(accumulate(num_tokens[start:]))
+            totals = list(accumulate(num_tokens[start : start + max_images]))
             ms = [self.base_ms(total, self.cheapest_budget(total)) / total for total in totals]
             stop = start + 1 + next(at for at, each in enumerate(ms) if each <= WORTHWHILE * min(ms))
             parts.append(range(start, stop))

@@ -163,13 +163,17 @@ class GpuWorker:
         """Blocks until an item arrives, then launches all queued jobs, batch by batch."""
         self._enqueue(self._inbox.get())
         while self._fair_queue:
-            try:
-                encoder.wait_for_room()  # jobs that arrive meanwhile are packed too
-            except Exception as error:  # of a batch in flight, whose jobs are completed with it
-                self._completion.diagnose(error, alone=False)
+            self._wait_for_room(encoder)
             self._drain_inbox()
             self._launch(encoder, self._select_jobs(encoder))
             self._events.on_run(encoder.counts)
+
+    def _wait_for_room(self, encoder: ItemEncoder[Any]) -> None:
+        """Jobs that arrive meanwhile are packed too."""
+        try:
+            encoder.wait_for_room()
+        except Exception as error:  # of a batch in flight, whose jobs are completed with it
+            self._completion.diagnose(error, alone=False)
 
     def _select_jobs(self, encoder: ItemEncoder[Any]) -> list[Job]:
         """Takes the first jobs of the queue that are to be packed together; the first only, if it is retried alone."""
@@ -224,7 +228,7 @@ class GpuWorker:
                 launched_indices.update(launched.batch.indices)
                 batch = [jobs[index] for index in launched.batch.indices]
                 self._completion_thread.put(partial(self._completion.complete_batch, launched, batch, started))
-                encoder.wait_for_room()
+                self._wait_for_room(encoder)
                 self._drain_inbox()
                 if self._fair_queue:  # a new job may precede the remaining ones, or be packed with them
                     break

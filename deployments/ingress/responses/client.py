@@ -103,7 +103,7 @@ class StoredResponses:
             return response
         if isinstance(response, StreamingResponse):
             pieces: Any = response.body_iterator
-            first = await anext(pieces)  # comes with the head; closing a stream that has not begun would cancel nothing
+            first = await anext(pieces, None)  # closing a stream that has not begun would cancel nothing
             try:
                 own = await self._off_loop.run(num_bytes, items)
             except BaseException:  # the client disconnected, or the deadline has passed

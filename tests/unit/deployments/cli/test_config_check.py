@@ -156,6 +156,8 @@ def test_shipped_configuration_passes() -> None:
         ),
         ({"deployments": [None]}, "applications[0].deployments[0]: must be a mapping"),
         ({"deployments": ["Encoder"]}, "applications[0].deployments[0]: must be a mapping"),
+        ({"deployments": 3}, "applications[0].deployments: Input should be a valid list"),
+        ({"deployments": {"name": "Encoder"}}, "applications[0].deployments: Input should be a valid list"),
         *(
             ({"args__ingress__auth": {"mode": "none", "tenant_header": header}}, "auth.tenant_header: String should")
             for header in ("", "x tenant", "X-Tenant:", "x-tenant\n")
@@ -204,8 +206,13 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, t
 
 def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("applications: []\na: &a {x: 1, y: 1}\nb: {<<: *a, x: 2}")
-    assert config_check.read_config(path)["b"] == {"x": 2, "y": 1}
+    path.write_text(
+        "applications: []\na: &a {x: 1, y: 1}\nb: {<<: *a, x: 2}\nc: {d: &d {<<: *a, x: 2}}\ne: {<<: *d}\n"
+        "f: {<<: *a, <<: *d}\ng: {1: 2, '1': 3}"
+    )
+    read = config_check.read_config(path)
+    assert read["b"] == read["c"]["d"] == read["e"] == {"x": 2, "y": 1}
+    assert read["g"] == {1: 2, "1": 3}
 
 
 def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,10 @@ def test_images_are_there_by_their_keys_until_the_first_token() -> None:
     asyncio.run(scenario())
 
 
-def test_a_retry_that_comes_before_the_first_call_has_ended_keeps_its_images() -> None:
+@pytest.mark.parametrize("is_first_later", [False, True])
+def test_a_retry_that_comes_before_the_first_call_has_ended_keeps_its_images(is_first_later: bool) -> None:
+    """Also if the first call's images were decoded after its own."""
+
     async def scenario() -> None:
         replica, references = Replica(), references_to(0)
         replica.goes_on.clear()
@@ -97,6 +100,8 @@ def test_a_retry_that_comes_before_the_first_call_has_ended_keeps_its_images() -
         retry = asyncio.create_task(replica.ask(references, [file(10)]))
         while replica.images[references[0].key] is before:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        if is_first_later:
+            first, retry = retry, first
         first.cancel()
         await asyncio.wait([first])
         assert references[0].key in replica.images

@@ -133,8 +133,13 @@ def test_a_warm_up_that_fails_for_one_modality_goes_on(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_warm_up_that_loses_the_device_raises() -> None:
+def test_a_warm_up_that_loses_the_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, _ = make()
+
+    def lost() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.cuda.synchronize", lost)
 
     def prepare(_: bytes, modality: str) -> VllmInputs:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -79,6 +79,8 @@ def test_batches_that_fill_a_budget_count_for_it(tokens: int) -> None:
     wanted = wanted_of((tokens, 196, 1000))
     assert best_whole(wanted, [], keys(tokens), PRICES) == keys(tokens)[0]
     assert best_tight(wanted, keys(tokens), [GraphKey(tokens, 196)]) == GraphKey(tokens, 196)
+    assert best_whole(wanted, [], keys(tokens - 1, 2 * tokens), PRICES) == keys(2 * tokens)[0]
+    assert best_tight(wanted, keys(tokens - 1), [GraphKey(tokens - 1, 196)]) is None
 
 
 def test_a_graph_slower_than_eager_is_not_captured() -> None:
@@ -266,7 +268,7 @@ def test_a_capture_that_takes_long_is_for_the_start_alone() -> None:
 def test_older_traffic_counts_less() -> None:
     wanted = wanted_of((64, 256, 40_000), (32, 128, 1))
     wanted.add(128, 512, 20_000)
-    assert wanted.by_tokens() == {61: 20_000, 125: 10_000}
+    assert wanted.by_tokens() == {64: 20_000, 128: 10_000}
     assert wanted.total == 30_000
 
 

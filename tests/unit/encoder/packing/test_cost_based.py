@@ -78,15 +78,18 @@ def test_images_are_launched_in_short_parts_that_cost_little_more_a_token() -> N
     """Two of 256 fill the budget of 512 (17 ms); of 300, six cost 62 ms in 2,048, where one costs 17 in 512."""
     replays = ((256, 10.3), (512, 17.4), (1024, 33.8), (2048, 62.0), (4096, 125.0))
     table = CostTable(replay_ms=replays, eager_ms=((256, 21.0), (4096, 137.0)), work_ms=0.0)
-    assert table.split_for_latency([256] * 5) == [range(2), range(2, 4), range(4, 5)]
-    assert table.split_for_latency([300] * 16)[0] == range(6)
-    assert table.split_for_latency([5000, 256, 256]) == [range(1), range(1, 3)]
-    assert table.split_for_latency([]) == []
+    assert table.split_for_latency([256] * 5, 16) == [range(2), range(2, 4), range(4, 5)]
+    assert table.split_for_latency([300] * 16, 16)[0] == range(6)
+    assert table.split_for_latency([5000, 256, 256], 16) == [range(1), range(1, 3)]
+    assert table.split_for_latency([], 16) == []
+    assert table.split_for_latency([100] * 16, 4) == [range(start, start + 4) for start in range(0, 16, 4)]
 
 
-@given(counts_strategy)
-def test_the_parts_are_all_images_in_order(counts: list[int]) -> None:
-    assert [index for part in TABLE.split_for_latency(counts) for index in part] == list(range(len(counts)))
+@given(counts_strategy, st.integers(1, 16))
+def test_the_parts_are_all_images_in_order(counts: list[int], max_images: int) -> None:
+    parts = TABLE.split_for_latency(counts, max_images)
+    assert [index for part in parts for index in part] == list(range(len(counts)))
+    assert all(0 < len(part) <= max_images for part in parts)
 
 
 def test_without_budgets_everything_runs_eagerly() -> None:

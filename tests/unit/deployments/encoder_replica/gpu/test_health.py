@@ -21,6 +21,16 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the machine's: after an error, the device is asked whether it is lost."""
+
+    def lost() -> None:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr("torch.cuda.synchronize", lost)
+
+
 @pytest.fixture
 def faults() -> list[Fault]:
     """Those that were told."""
@@ -53,14 +63,10 @@ def test_a_cuda_error_after_which_the_device_works_is_no_fault(
 ) -> None:
     """One image for which a kernel is missing would fail one encoder after another."""
     missing = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    completion.diagnose(missing, alone=True)
+    with monkeypatch.context() as works:
+        works.setattr("torch.cuda.synchronize", lambda: None)
+        completion.diagnose(missing, alone=True)
     assert (completion.fault, faults) == (None, [])
-
-    def lost() -> None:
-        raise torch.AcceleratorError(ILLEGAL)
-
-    monkeypatch.setattr("torch.cuda.synchronize", lost)
     completion.diagnose(missing, alone=True)
     assert faults == [Fault.CUDA_ERROR]
 

@@ -186,7 +186,7 @@ def test_a_deadline_that_passes_before_a_stream_begins_ends_its_call() -> None:
 
     class Busy(StandIns):
         def _handle(self, *given: Any) -> Pieces:
-            ingress._off_loop._thread.submit(time.sleep, 0.5)
+            ingress._off_loop._thread.submit(time.sleep, 2.0)
             return super()._handle(*given)
 
     ingress = ingress_of(Busy(pieces), store=StoreHandle(), request_timeout_s=600)
@@ -197,10 +197,44 @@ def test_a_deadline_that_passes_before_a_stream_begins_ends_its_call() -> None:
             return {"type": "http.request", "body": body, "more_body": False}
 
         scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b""}
-        answer = await ingress(Request({**scope, "headers": [(b"x-request-timeout-s", b"0.3")]}, receive))
+        answer = await ingress(Request({**scope, "headers": [(b"x-request-timeout-s", b"1")]}, receive))
         return answer.status_code
 
     assert asyncio.run(status()) == 504
+    assert pieces.cancelled
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_stream_that_reaches_its_deadline_ends_with_an_error_event(is_stored: bool) -> None:
+    """Starlette reads it in a task of its own, if the server is older than version 2.4 of ASGI."""
+    pieces = Pieces(SSE_HEAD, BEGUN, asyncio.Event())
+    ingress = ingress_of(StandIns(pieces), store=StoreHandle(), request_timeout_s=600)
+    body = json.dumps({"input": "x", "stream": True, "store": is_stored}).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def sent() -> list[bytes]:
+        bodies: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+            bodies.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": RESPONSES,
+            "query_string": b"",
+            "asgi": {"spec_version": "2.3"},
+        }
+        answer = await ingress(Request({**scope, "headers": [(b"x-request-timeout-s", b"0.5")]}, receive))
+        await answer(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        return bodies
+
+    *_, last, end = asyncio.run(sent())
+    assert b"timeout" in last
+    assert end == b""
     assert pieces.cancelled
 
 
