@@ -26,7 +26,7 @@ def is_device_lost(error: BaseException) -> bool:
     ):
         return False
     try:
-        torch.cuda.synchronize()
+        check_device(torch.device("cuda"))
     except Exception:  # also where there is no CUDA
         return True
     return False

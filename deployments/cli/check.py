@@ -83,14 +83,10 @@ def _lines(path: Path, cluster: bool) -> list[Line]:
     for config in configs or [AppConfig()]:
         found += [line for line in lines(facts.gather(config), config, cluster=cluster) if line not in found]
     if configs:  # so Ray is installed
-        from deployments.cli.config_check import reserved
-        from deployments.cli.readiness import Resource
+        from deployments.cli.config_check import reservations
         from deployments.common.ray_private import num_cpus, num_gpus
 
-        there: dict[Resource, int] = {"CPUs": num_cpus(), "GPUs": num_gpus()}
-        for resource, number in there.items():
-            asked = reserved(read, resource, has_gpu=there["GPUs"] > 0)
-            found.append(asked_for(resource, asked, number, cluster=cluster))
+        found += [asked_for(*each, cluster=cluster) for each in reservations(read, num_cpus(), num_gpus())]
     return found
 
 

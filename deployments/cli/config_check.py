@@ -132,31 +132,36 @@ def start_problems(config: dict[str, Any], num_cpus: int, num_gpus: int) -> list
     http = {"host": SERVES_OWN_HOST, "port": SERVES_OWN_PORT, **(config.get("http_options") or {})}
     if not _can_listen(str(http["host"]), int(http["port"])):
         found.append(f"http_options.port: another process listens on port {http['port']}; end it, or set another port")
-    there: dict[Resource, int] = {"CPUs": num_cpus, "GPUs": num_gpus}
-    for resource, number in there.items():
-        if (asked := reserved(config, resource, has_gpu=num_gpus > 0)) > number:
+    for resource, asked, there in reservations(config, num_cpus, num_gpus):
+        if asked > there:
             found.append(
-                f"the replicas reserve {asked:g} {resource}, and this machine has {number}: some would wait for ever; "
+                f"the replicas reserve {asked:g} {resource}, and this machine has {there}: some would wait for ever; "
                 f"{FEWER[resource]}"
             )
     return found
 
 
-def reserved(config: dict[str, Any], resource: Resource, *, has_gpu: bool) -> float:
-    """Returns what Ray reserves for the replicas with which our applications start. `has_gpu`: whether the cluster has
-    GPUs, on which "auto" depends."""
-    total, option = 0.0, f"num_{resource.lower()}"
+def reservations(config: dict[str, Any], num_cpus: int, num_gpus: int) -> list[tuple[Resource, float, int]]:
+    """Returns what Ray reserves for the replicas with which our applications start, beside what there is."""
+    cpus = gpus = 0.0
     for _, application in our_applications(config):
-        args = resolve(AppConfig.model_validate(application.get("args") or {}), ClusterFacts(has_gpu=has_gpu))
+        args = resolve(AppConfig.model_validate(application.get("args") or {}), ClusterFacts(has_gpu=num_gpus > 0))
         sections: dict[str, BaseModel] = {names.LLM: args.llm, names.INGRESS: args.ingress}
         if args.encoder.implementation != "none":
             sections[names.ENCODER] = args.encoder_replica
         entries = {entry["name"]: entry for entry in application.get("deployments") or ()}
         for name, section in sections.items():
             entry = entries.get(name, {})
-            given = (entry.get("ray_actor_options") or {}).get(option)
-            total += float(getattr(section, option, 0) if given is None else given) * _num_replicas_at_start(entry)
-    return round(total, 4)  # as Ray counts
+            options, replicas = entry.get("ray_actor_options") or {}, _num_replicas_at_start(entry)
+            cpus += replicas * _option(options, section, "num_cpus")
+            gpus += replicas * _option(options, section, "num_gpus")
+    return [("CPUs", round(cpus, 4), num_cpus), ("GPUs", round(gpus, 4), num_gpus)]  # as Ray counts
+
+
+def _option(options: dict[str, Any], section: BaseModel, name: str) -> float:
+    """Returns an option of the deployment's entry, else that of its settings; 0 without both."""
+    given = options.get(name)
+    return float(getattr(section, name, 0) if given is None else given)
 
 
 def _num_replicas_at_start(deployment: dict[str, Any]) -> int:

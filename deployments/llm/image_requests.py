@@ -22,7 +22,7 @@ from deployments.llm.streams import PrefetchedStream
 from deployments.llm.vllm_frontend import VllmFrontend
 from deployments.telemetry import tracing
 from deployments.vllm.compat import FirstTokenClock
-from deployments.vllm.references import DecodedImages
+from deployments.vllm.references import DecodedImages, drop_holder
 from encoder.images.load import ImageError, load_rgb
 
 BYTES_PER_PIXEL = 4
@@ -138,9 +138,8 @@ class ImageRequests:
 
     def _forget(self, key: str) -> None:
         """Removes an image, unless another call of its request holds it: a retry may come before the first ends."""
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._images[key], self._holders[key]
+        if drop_holder(self._holders, key):
+            del self._images[key]
 
     def _decode(self, file: ImageJob) -> Future[Image]:
         decode = partial(load_rgb, file.data, max_pixels_decoded=self._max_pixels, formats=self._formats)

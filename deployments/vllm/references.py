@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from PIL.Image import Image
 
@@ -25,10 +24,13 @@ class FetchRefusedError(ValueError):
     """vLLM tried to fetch media itself."""
 
 
-@dataclass
-class _Entry:
-    header: ItemHeader
-    num_references: int = 0
+def drop_holder(holders: Counter[str], key: str) -> bool:
+    """Counts one holder of `key` less, and returns whether it was the last."""
+    holders[key] -= 1
+    if holders[key]:
+        return False
+    del holders[key]
+    return True
 
 
 class References:
@@ -45,9 +47,9 @@ class References:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._digests: dict[str, str] = {}
+        self._entries: dict[str, ItemHeader] = {}
         self._holders: Counter[str] = Counter()
-        """Calls that hold each key: a retry may come before the first call has ended."""
-        self._entries: dict[str, _Entry] = {}
+        """Calls that hold each key and each digest: a retry may come before the first call has ended."""
 
     def add(self, header: ItemHeader, key: str | None = None) -> str:
         """Returns the key of a reference, `key` or a new one, valid until as many calls of `release`.
@@ -58,24 +60,21 @@ class References:
         with self._lock:
             if self._digests.get(key, header.digest) != header.digest:
                 raise ValueError(f"reference {key!r} is another item's")
-            entry = self._entries.setdefault(header.digest, _Entry(header))
-            if entry.header != header:
-                raise HeaderError(f"two headers of item {header.digest} differ: {entry.header} and {header}")
-            entry.num_references += 1
+            known = self._entries.setdefault(header.digest, header)
+            if known != header:
+                raise HeaderError(f"two headers of item {header.digest} differ: {known} and {header}")
             self._digests[key] = header.digest
-            self._holders[key] += 1
+            self._holders.update((key, header.digest))
         return key
 
     def release(self, keys: Iterable[str]) -> None:
         """Removes keys; those removed before are ignored. A header is removed with its last key."""
         with self._lock:
             for key in filter(self._digests.__contains__, keys):
-                self._holders[key] -= 1
                 digest = self._digests[key]
-                if not self._holders[key]:
-                    del self._digests[key], self._holders[key]
-                self._entries[digest].num_references -= 1
-                if not self._entries[digest].num_references:
+                if drop_holder(self._holders, key):
+                    del self._digests[key]
+                if drop_holder(self._holders, digest):
                     del self._entries[digest]
 
     def header(self, key: str) -> ItemHeader:
@@ -89,10 +88,10 @@ class References:
             return self._find(digest)
 
     def _find(self, digest: str) -> ItemHeader:
-        entry = self._entries.get(digest)
-        if entry is None:
+        header = self._entries.get(digest)
+        if header is None:
             raise UnknownReferenceError("the request names media that no encoder has sent")
-        return entry.header
+        return header
 
 
 DecodedImages = dict[str, tuple[str, Image]]

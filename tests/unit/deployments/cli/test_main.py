@@ -186,8 +186,8 @@ def test_serve_starts_nothing_whose_cpus_are_not_there(
     changes: dict[str, object] = {"deployments": deployments, "args": settings, "top__http_options__port": free_port()}
     path = write_config(tmp_path / "config.yaml", **changes)
     read = config_check.read_config(path)
-    assert config_check.reserved(read, "CPUs", has_gpu=False) == num_cpus
     there = math.ceil(num_cpus)
+    assert ("CPUs", num_cpus, there) in config_check.reservations(read, there, 0)
     assert config_check.start_problems(read, there, 0) == []
     [told] = config_check.start_problems(read, there - 1, 0)
     assert f"reserve {num_cpus:g} CPUs, and this machine has {there - 1}" in told
@@ -220,7 +220,7 @@ def test_serve_starts_nothing_whose_gpus_are_not_there(
 ) -> None:
     changes: dict[str, object] = {"deployments": deployments, "args": args, "top__http_options__port": free_port()}
     read = config_check.read_config(write_config(tmp_path / "config.yaml", **changes))
-    assert config_check.reserved(read, "GPUs", has_gpu=there > 0) == num_gpus
+    assert ("GPUs", num_gpus, there) in config_check.reservations(read, 64, there)
     told = config_check.start_problems(read, 64, there)
     expected = f"the replicas reserve {num_gpus:g} GPUs, and this machine has {there}: some would wait for ever"
     assert [problem.startswith(expected) for problem in told] == [True] * (num_gpus > there)

@@ -11,6 +11,20 @@ import pytest
 from deployments.llm.streams import PrefetchedStream
 
 
+async def ending_slowly(ended: list[str], *pieces: int) -> AsyncGenerator[int, None]:
+    """Waits after its last piece. Its end takes a while, also if it is cancelled meanwhile."""
+    try:
+        for piece in pieces:
+            yield piece
+        await asyncio.sleep(60)
+    finally:
+        try:
+            await asyncio.sleep(0.05)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("closed")
+
+
 def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
     async def scenario() -> None:
         made: list[int] = []
@@ -33,16 +47,7 @@ def test_what_is_begun_goes_on_before_it_is_read_and_is_read_whole() -> None:
 def test_what_is_begun_and_given_up_is_closed_before_it_goes_on(reads: bool) -> None:
     async def scenario() -> None:
         ended: list[str] = []
-
-        async def pieces() -> AsyncGenerator[int, None]:
-            try:
-                yield 1
-                await asyncio.sleep(60)
-            finally:
-                await asyncio.sleep(0.01)
-                ended.append("closed")
-
-        begun = PrefetchedStream(pieces())
+        begun = PrefetchedStream(ending_slowly(ended, 1))
         await asyncio.sleep(0.01)
         if reads:
             async with aclosing(begun.read()) as rest:
@@ -60,19 +65,7 @@ def test_who_is_cancelled_while_a_stream_ends_waits_for_its_end() -> None:
 
     async def scenario() -> None:
         ended: list[str] = []
-
-        async def pieces() -> AsyncGenerator[int, None]:
-            try:
-                await asyncio.sleep(60)
-                yield 1
-            finally:
-                try:
-                    await asyncio.sleep(0.05)
-                finally:
-                    await asyncio.sleep(0.05)
-                    ended.append("closed")
-
-        begun = PrefetchedStream(pieces())
+        begun = PrefetchedStream(ending_slowly(ended))
         await asyncio.sleep(0.01)
         closing = asyncio.create_task(begun.aclose())
         await asyncio.sleep(0.01)

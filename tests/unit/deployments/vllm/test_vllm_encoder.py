@@ -136,7 +136,7 @@ def test_a_warm_up_that_fails_for_one_modality_goes_on(monkeypatch: pytest.Monke
 def test_a_warm_up_that_loses_the_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, _ = make()
 
-    def lost() -> None:
+    def lost(device: torch.device) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr("torch.cuda.synchronize", lost)

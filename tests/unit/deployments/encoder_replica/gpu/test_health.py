@@ -15,7 +15,7 @@ from deployments.encoder_replica.gpu.health import MAX_OUT_OF_MEMORY_IN_A_ROW, F
 from deployments.encoder_replica.gpu.jobs import Job, WorkerEvents
 from deployments.ingress.failures import MAX_ATTEMPTS
 from encoder.interface import LaunchedBatch
-from tests.unit.deployments.encoder_replica.gpu.test_worker import WAIT_S, FakeEncoder, Owned, image, value_of
+from tests.unit.deployments.encoder_replica.gpu.fake_encoder import WAIT_S, FakeEncoder, Owned, image, value_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -25,7 +25,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 G
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the machine's: after an error, the device is asked whether it is lost."""
 
-    def lost() -> None:
+    def lost(device: torch.device) -> None:
         raise torch.AcceleratorError(ILLEGAL)
 
     monkeypatch.setattr("torch.cuda.synchronize", lost)
@@ -64,7 +64,7 @@ def test_a_cuda_error_after_which_the_device_works_is_no_fault(
     """One image for which a kernel is missing would fail one encoder after another."""
     missing = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
     with monkeypatch.context() as works:
-        works.setattr("torch.cuda.synchronize", lambda: None)
+        works.setattr("torch.cuda.synchronize", lambda device: None)
         completion.diagnose(missing, alone=True)
     assert (completion.fault, faults) == (None, [])
     completion.diagnose(missing, alone=True)

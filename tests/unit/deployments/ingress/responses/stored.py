@@ -84,6 +84,16 @@ class Responding(StandIns):
         return [json.loads(request.body) for request in self.requests]
 
 
+def post(body: dict[str, Any], **scope: object) -> Request:
+    """A request of a client that stays, for an ingress that is called without a server."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    whole = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": [], **scope}
+    return Request(whole, receive)
+
+
 def app_of(ingress: Ingress) -> Callable[[Scope, Receive, Send], Any]:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await (await ingress(Request(scope, receive)))(scope, receive, send)

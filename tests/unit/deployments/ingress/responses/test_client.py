@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 from ray.exceptions import RayActorError
-from starlette.requests import Request
 
 from deployments.common.messages import ResponseHead
 from deployments.ingress.responses.store import ResponseStore
@@ -31,6 +30,7 @@ from tests.unit.deployments.ingress.responses.stored import (
     events,
     id_of,
     message,
+    post,
     then,
 )
 from tests.unit.deployments.ingress.test_image_routes import IN_A_RESPONSE, URL
@@ -120,14 +120,10 @@ def test_nothing_of_a_stream_without_an_end_stays_stored(pieces: tuple[object, .
     handle = StoreHandle()
 
     async def called() -> list[str]:
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}
-
-        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": []}
         rest = () if is_read else (asyncio.Event(),)
         stand_ins = StandIns(Pieces(SSE_HEAD, *pieces, *rest))
         ingress = ingress_of(stand_ins, store=handle, request_timeout_s=5)
-        answer: Any = await ingress(Request(scope, receive))
+        answer: Any = await ingress(post({"input": "x", "stream": True}))
 
         async def read() -> None:
             async for _ in answer.body_iterator:
@@ -165,12 +161,8 @@ def test_a_client_that_leaves_while_its_whole_answer_is_stored_leaves_nothing(mo
         return True
 
     async def leave() -> None:
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b'{"input": "x"}', "more_body": False}
-
-        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": []}
         monkeypatch.setattr(handle.store, "complete", slow)
-        asking = asyncio.create_task(ingress_of(Responding(), store=handle)(Request(scope, receive)))
+        asking = asyncio.create_task(ingress_of(Responding(), store=handle)(post({"input": "x"})))
         await asyncio.sleep(0.05)
         asking.cancel()
         await asyncio.sleep(0.05)
@@ -190,15 +182,10 @@ def test_a_deadline_that_passes_before_a_stream_begins_ends_its_call() -> None:
             return super()._handle(*given)
 
     ingress = ingress_of(Busy(pieces), store=StoreHandle(), request_timeout_s=600)
-    body = json.dumps({"input": "x" * 300_000, "stream": True}).encode()
+    asked = post({"input": "x" * 300_000, "stream": True}, headers=[(b"x-request-timeout-s", b"1")])
 
     async def status() -> int:
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b""}
-        answer = await ingress(Request({**scope, "headers": [(b"x-request-timeout-s", b"1")]}, receive))
-        return answer.status_code
+        return (await ingress(asked)).status_code
 
     assert asyncio.run(status()) == 504
     assert pieces.cancelled
@@ -209,10 +196,8 @@ def test_a_stream_that_reaches_its_deadline_ends_with_an_error_event(is_stored: 
     """Starlette reads it in a task of its own, if the server is older than version 2.4 of ASGI."""
     pieces = Pieces(SSE_HEAD, BEGUN, asyncio.Event())
     ingress = ingress_of(StandIns(pieces), store=StoreHandle(), request_timeout_s=600)
-    body = json.dumps({"input": "x", "stream": True, "store": is_stored}).encode()
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+    headers, asgi = [(b"x-request-timeout-s", b"0.5")], {"spec_version": "2.3"}
+    asked = post({"input": "x", "stream": True, "store": is_stored}, headers=headers, asgi=asgi)
 
     async def sent() -> list[bytes]:
         bodies: list[bytes] = []
@@ -221,15 +206,8 @@ def test_a_stream_that_reaches_its_deadline_ends_with_an_error_event(is_stored: 
             await asyncio.sleep(0)
             bodies.append(message.get("body", b""))
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": RESPONSES,
-            "query_string": b"",
-            "asgi": {"spec_version": "2.3"},
-        }
-        answer = await ingress(Request({**scope, "headers": [(b"x-request-timeout-s", b"0.5")]}, receive))
-        await answer(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        answer = await ingress(asked)
+        await answer(asked.scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
         return bodies
 
     *_, last, end = asyncio.run(sent())
@@ -243,11 +221,8 @@ def test_the_client_has_the_end_of_a_stream_after_the_store() -> None:
     handle = StoreHandle()
 
     async def stored_by_then() -> list[tuple[bool, list[str]]]:
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b'{"input": "x", "stream": true}', "more_body": False}
-
-        scope = {"type": "http", "method": "POST", "path": RESPONSES, "query_string": b"", "headers": []}
-        answer: Any = await ingress_of(Responding(piece_bytes=50), store=handle)(Request(scope, receive))
+        ingress = ingress_of(Responding(piece_bytes=50), store=handle)
+        answer: Any = await ingress(post({"input": "x", "stream": True}))
         return [(b"response.completed" in piece, [*handle.called]) async for piece in answer.body_iterator]
 
     seen = asyncio.run(stored_by_then())
