@@ -4,8 +4,9 @@ bounded time.
 An image is queued by virtual arrival time: its arrival plus the service time of itself and of the images before it in
 its own request. The sixteenth image of a large request is therefore queued where it would be if that request had the
 device alone, and the single image of a small request that arrives meanwhile is queued before it (start-time fair
-queueing with a request as a flow). The delay is capped at MAX_YIELD_S, so no image is overtaken by images that arrive
-more than MAX_YIELD_S after it, whatever their number.
+queueing with a request as a flow). If vLLM cannot begin with a request before its last image, all of them are queued
+where the last one is: of equal requests, the first is then complete first. The delay is capped at MAX_YIELD_S, so no
+image is overtaken by images that arrive more than MAX_YIELD_S after it, whatever their number.
 
 The queue determines the first image. The packer chooses the rest of the batch among the first WINDOW images, and every
 batch contains the first one: the n-th queued image is in one of the next n batches.

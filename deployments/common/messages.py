@@ -72,7 +72,7 @@ class ImageJob:
     """Visual tokens of the image, which are the cost of encoding it."""
     tokens_before: int = 0
     """Visual tokens of the images before it in its request; they delay it in the fair queue
-    (`fair_queue.virtual_arrival_s`)."""
+    (`fair_queue.virtual_arrival_s`). Of all its other images if vLLM begins with the request only after the last."""
     tower: str = ""
     """Fingerprint of the encoder's tower, which LLM replicas of the same checkpoint expect
     (`EncoderIdentity.tower`)."""

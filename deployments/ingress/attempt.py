@@ -170,6 +170,8 @@ class Attempt:
             self.encodings.append(Deferred(locations[n]) if is_deferred else await self._start_encode(job))
 
     async def _start_encode(self, job: ImageJob) -> Encoding:
+        if None in self.request.headers:  # vLLM begins once all are encoded: an early embedding helps nobody
+            job = dataclasses.replace(job, tokens_before=self.visit.tokens - job.num_tokens)
         return await self.replicas.start_encode(job, self.encoder_host, self.lost.encoders)
 
     async def _encode_asked(self, images: Sequence[int]) -> None:

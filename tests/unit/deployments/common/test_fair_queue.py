@@ -20,6 +20,7 @@ class Arrival:
     at_s: float
     tokens: int
     tokens_before: int
+    number: int = 0
 
     @property
     def place(self) -> float:
@@ -53,6 +54,15 @@ def test_a_small_request_passes_the_rest_of_a_large_one() -> None:
     began = served(large + small)
     assert began[small[0]] == pytest.approx(0.1)
     assert began[large[15]] == pytest.approx(1.504)
+
+
+def test_equal_requests_are_complete_one_after_the_other_if_their_images_have_one_place() -> None:
+    """Four images of 100 ms each, ten milliseconds apart: otherwise all of the first images come first."""
+    first, second = ([Arrival(at_s, 100, 300, number) for number in range(4)] for at_s in (0.0, 0.01))
+    began = served([*first, *second])
+    assert max(began[one] for one in first) == pytest.approx(0.3)
+    first, second = request(0.0, *[100] * 4), request(0.01, *[100] * 4)
+    assert max(served([*first, *second])[one] for one in first) == pytest.approx(0.6)
 
 
 def test_small_requests_without_end_starve_no_large_one() -> None:

@@ -355,6 +355,17 @@ def test_without_its_header_no_image_is_deferred() -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize(
+    ("stand_ins", "expected"), [(Encodes(), [0, TOKENS, 2 * TOKENS]), (Describes(), [2 * TOKENS] * 3)]
+)
+def test_images_have_one_place_in_the_queue_if_vllm_begins_after_the_last(
+    stand_ins: StandIns, expected: list[int]
+) -> None:
+    """vLLM begins with the first image where headers are known, and gets the request after the last where not."""
+    assert statuses(stand_ins, [user(*map(picture, range(3)))]) == [200]
+    assert [job.tokens_before for job in stand_ins.jobs] == expected
+
+
 @pytest.mark.parametrize(("most", "status"), [(2, 429), (3, 200)])
 def test_what_cannot_be_deferred_counts_for_the_quota(most: int, status: int) -> None:
     stand_ins = Describes()
