@@ -359,7 +359,7 @@ def test_without_its_header_no_image_is_deferred() -> None:
     ("stand_ins", "expected"), [(Encodes(), [0, TOKENS, 2 * TOKENS]), (Describes(), [2 * TOKENS] * 3)]
 )
 def test_images_have_one_place_in_the_queue_if_vllm_begins_after_the_last(
-    stand_ins: StandIns, expected: list[int]
+    stand_ins: Encodes | Describes, expected: list[int]
 ) -> None:
     """vLLM begins with the first image where headers are known, and gets the request after the last where not."""
     assert statuses(stand_ins, [user(*map(picture, range(3)))]) == [200]
