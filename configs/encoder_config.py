@@ -28,10 +28,10 @@ class EncoderConfig:
 
     implementation: Literal["auto", "vitray", "vllm", "none"] = "auto"
     """Which code encodes. "vitray": our own tower. "vllm": vLLM's processor and model class, for every other
-    architecture ([models](models.md)); of the settings below, only `dtype`, `cudagraph_mm_encoder`, the token budgets
-    and the images per batch apply to it. "auto": our own tower, if there is one for the checkpoint. "none": no
-    encoders; language models get the image files and run vLLM's own tower ([no split](tune.md#no-split)). No other
-    setting below applies then."""
+    architecture ([models](models.md)); of the settings below, only `dtype`, `cudagraph_mm_encoder`, `packing`, the
+    token budgets, the images per batch and `cache_dir` apply to it. "auto": our own tower, if there is one for the
+    checkpoint. "none": no encoders; language models get the image files and run vLLM's own tower
+    ([no split](tune.md#no-split)). No other setting below applies then."""
     dtype: Dtype = "auto"
     """ "auto" is the checkpoint's own dtype."""
     fused_kernels: Literal["auto"] | bool = "auto"
@@ -104,6 +104,9 @@ class EncoderConfig:
             raise ValueError(
                 f"fp8 is true, and fused_kernels is {self.fused_kernels!r}{beside}; fp8 needs fused_kernels to be true"
             )
+        if self.attention_backend == "sdpa" and (self.fused_kernels is True or self.fp8):
+            key = "fp8" if self.fp8 else "fused_kernels"
+            raise ValueError(f"{key} is true, and attention_backend is 'sdpa'; fused kernels cannot use it")
         self._check_budgets(self.encoder_cudagraph_token_budgets)
         for size in self.warm_image_sizes:
             if len(size) != 2 or min(size) < 1:

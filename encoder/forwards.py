@@ -78,7 +78,8 @@ class TowerForward:
 
     def run_grids(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Computes `[num_tokens, width]` from `[num_patches, patch_dim]` and their grids, in a new arena."""
-        return self.run(patches, batch_metadata(grids, self.config, self.device, self.backend, self.expand))
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return self.run(patches, batch_metadata(grids, self.config, self.device, self.backend, self.expand))
 
     def exact_metadata(self, tables: GridTables, layout: Layout) -> TowerMetadata:
         """Expands the metadata of a batch without padding."""
@@ -102,7 +103,8 @@ def choose_forward(tower: VisionTower, config: EncoderConfig, rules: ImageRules 
     if config.fused_kernels is True and tower.device.type != "cuda":
         raise ValueError(f"fused_kernels is true, and the device is {tower.device}: fused kernels need a GPU")
     fallback: Fallback | None = None
-    automatic = config.fused_kernels == "auto" and not config.compile_mm_encoder and _on_gpu(tower)
+    eager_only = config.compile_mm_encoder or config.attention_backend == "sdpa"
+    automatic = config.fused_kernels == "auto" and not eager_only and _on_gpu(tower)
     if automatic and (unsupported := _fused_unsupported_reason(tower)) is not None:
         fallback = Fallback.UNSUPPORTED
         logger.warning("no fused kernels: %s", unsupported)

@@ -92,6 +92,8 @@ class TowerRunner:
         )
         runner = cls(forward, config, tables=tables, capturer=capturer, counts=counts)
         capturer.start()
+        if config.cudagraph_mm_encoder is True and config.graph_capture == "startup" and not graphs.captured:
+            raise ValueError("cudagraph_mm_encoder is true, and no graph could be captured; the log has the reason")
         return runner
 
     def warm(self, grids: Sequence[Grid]) -> None:

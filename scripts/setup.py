@@ -257,7 +257,7 @@ def set_up(root: Path, requested: str | None, machine: Machine) -> bool:
         constraints.parent.mkdir(exist_ok=True)
         constraints.write_text(locked((root / "locks" / f"{chosen_backend}.txt").read_text()))
         constrained = ["--constraint", str(constraints)]
-    patience = f"; the first time takes {'about a minute' if on_cpu else 'minutes'}" if record is None else ""
+    patience = f"; the first time takes {'one to five minutes' if on_cpu else 'minutes'}" if record is None else ""
     machine.say(f"installing vitray[{extras}]{patience}")
     install(pip, ["--editable", f"{root}[{extras}]", *pinned, *constrained], machine)
     wanted.write(venv / RECORD_NAME)

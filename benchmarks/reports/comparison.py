@@ -20,6 +20,7 @@ ONE_GPU = "goodput_shared_threads_h200.json"
 EQUAL = "goodput_4b_threads_h200.json"
 EQUAL_TWO_GPUS = "goodput_4b_x2_steps_h100.json"
 NEW_IMAGES = "serving_new_images_h200.json"
+GENERIC = "log/serving_gemma3_one_place_h200.json"
 LOGS = {
     LADDER: "2026-11-25-fair-ladder-three-towers.md",
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
@@ -27,6 +28,7 @@ LOGS = {
     EQUAL: "2026-11-27-equal-requests-haproxy.md",
     EQUAL_TWO_GPUS: "2026-11-28-steps-of-the-engine.md",
     NEW_IMAGES: "2026-11-28-new-images-again.md",
+    GENERIC: "2026-11-29-generic-encoder-gpu.md",
 }
 """The log entry that describes the run, by result file."""
 _OURS = "vitray"
@@ -35,13 +37,14 @@ Record = Mapping[str, Any]
 
 def markdown(folder: Path) -> str:
     """Returns a table with one row per workload, with our figure and the peer's."""
-    lines = [table_row(["NVIDIA H200", "vitray", "vLLM 0.26 alone", "conditions"]), table_rule(4)]
+    lines = [table_row(["NVIDIA H200 (H100 where stated)", "vitray", "vLLM 0.26 alone", "conditions"]), table_rule(4)]
     lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
     lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
     lines += _equal_rows(folder, EQUAL, "one GPU, shared with the encoder")
     lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two H100s, an encoder on each")
     lines += _tower_rows(folder)
     lines += _single_rows(folder)
+    lines.append(_generic_row(folder))
     return "\n".join(lines)
 
 
@@ -138,6 +141,14 @@ def _single_rows(folder: Path) -> Iterator[str]:
     yield table_row(["latency of a repeated request, median", *again, f"one token, all caches warm; {conditions}"])
     latency = best(lambda row: row["latency_ms"]["mean"])
     yield table_row(["latency of a request with four new images of 448², mean", *latency, f"16 tokens; {conditions}"])
+
+
+def _generic_row(folder: Path) -> str:
+    """Returns the row of a model without a tower of vitray's, beside vLLM alone with its encoder's graphs."""
+    ours, theirs = json.loads((folder / GENERIC).read_text())["rows"].values()
+    ttfts = [f"{row['serving']['ttft_ms']['mean']:.0f} ms" for row in (ours, theirs)]
+    conditions = f"Gemma-3-4B's tower, small language model, one GPU, {ours['date'][:10]} ({_log(GENERIC)})"
+    return table_row(["TTFT, mean: ten requests at once, each with four new images of 448²", *ttfts, conditions])
 
 
 def _log(name: str) -> str:

@@ -269,11 +269,13 @@ class VllmTower:
             ensure_model_parallel_initialized(1, 1)
             self._model: Any = get_model(vllm_config=self._config)
         self._decoder = MsgpackDecoder(t=MultiModalKwargsItem)
-        self._no_graphs = Reason.SWITCHED_OFF if config.cudagraph_mm_encoder is False else Reason.NO_GPU
-        self._graphs: CheckedGraphs | None = None
-        if on_gpu and config.cudagraph_mm_encoder is not False:
-            self._no_graphs = Reason.NOT_CAPTURED
-            self._graphs = self._capture_graphs()
+        switched_off = config.cudagraph_mm_encoder is False
+        self._no_graphs = Reason.SWITCHED_OFF if switched_off else Reason.NOT_CAPTURED if on_gpu else Reason.NO_GPU
+        self._graphs = self._capture_graphs() if on_gpu and not switched_off else None
+        if config.cudagraph_mm_encoder is True and self._graphs is None:
+            raise ValueError(
+                f"cudagraph_mm_encoder is true, and CUDA graphs are not available: {self._no_graphs.value}"
+            )
 
     @torch.inference_mode()
     def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> Embedded:

@@ -7,12 +7,13 @@ Calls are timed inside a captured graph, since only device time counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from encoder.device_errors import check_device
 from encoder.fused.rope_attention import (
     FEW_ROWS,
     AttentionKernel,
@@ -57,11 +58,13 @@ def measure_backends(heads: int, head_dim: int, dtype: torch.dtype, device: torc
     Takes some tenths of a second, and 1 to 2 s more if FlashAttention-4 must be compiled. Raises
     `BackendUnavailableError` if no backend fits.
     """
-    kernels = [kernel for kernel in _KERNELS if _available(kernel, dtype, head_dim, device)]
+    measure = partial(_microseconds, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
+    kernels = [
+        kernel for kernel in _KERNELS if _available(kernel, dtype, head_dim, device) and _runs(kernel, measure, device)
+    ]
     if not kernels:
         raise BackendUnavailableError(f"no attention backend for {dtype}, head dimension {head_dim}, on {device}")
     # float32 is for parity and has one kernel, so one length is measured.
-    measure = partial(_microseconds, heads=heads, head_dim=head_dim, dtype=dtype, device=device)
     classes = dict(_CLASSES) if dtype != torch.float32 else {64: 64}
     costs = {
         bound: {
@@ -117,6 +120,18 @@ def _available(kernel: AttentionKernel, dtype: torch.dtype, head_dim: int, devic
     try:
         check_backend(kernel.backend, dtype, head_dim, device)
     except BackendUnavailableError:
+        return False
+    return True
+
+
+def _runs(kernel: AttentionKernel, measure: Callable[..., float], device: torch.device) -> bool:
+    """Whether a kernel runs: an installed package need not have it for this GPU. Raises if it left the device
+    unusable."""
+    try:
+        measure(kernel, 64, 1, calls=1, replays=1)
+    except Exception as error:  # kernel compilers raise exceptions of their own classes
+        check_device(device)
+        logger.warning("attention is computed without %s, which failed: %s", kernel, error)
         return False
     return True
 

@@ -234,6 +234,8 @@ class GraphCapturer:
     def _time_work(self, key: GraphKey, captured: CapturedGraph) -> None:
         """Times a budget's tokens as one image and as many images: the times differ only by attention work."""
         number = min(captured.shape.max_images, key.budget)
+        if number == 1:
+            return
         one = [compact_grid(key.budget, self._vision)]
         many = [compact_grid(key.budget // number, self._vision)] * number
         self.costs.add_work(

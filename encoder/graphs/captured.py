@@ -201,8 +201,9 @@ class EncoderGraphs:
     @torch.inference_mode()
     def replay_ms(self, key: GraphKey, grids: Sequence[Grid]) -> float:
         """Returns the milliseconds of a replay for images with these grids. Waits for the device."""
-        self._buffers.describe(self._layout(grids))
-        return self._milliseconds(self._graphs[key].graph.replay)
+        with torch.cuda.device(self._forward.device):
+            self._buffers.describe(self._layout(grids))
+            return self._milliseconds(self._graphs[key].graph.replay)
 
     @torch.inference_mode()
     def eager_ms(self, grids: Sequence[Grid]) -> float:

@@ -20,6 +20,9 @@ from encoder.pixels.preprocess import Pixels
 from encoder.staging.staging import HostAllocator, Staged, Staging
 from encoder.staging.streams import Mark
 
+PLANNED_TOGETHER = 256
+"""Images that are packed together at most: the time that packing takes grows with the square of their number."""
+
 Run = Callable[[Tensor, Sequence[Grid], int | None], Tensor]
 """`(patches, grids, budget) -> [sum of num_tokens, width]`; the caller owns the result."""
 
@@ -69,6 +72,12 @@ class Pipeline:
         """Blocks while two batches are in flight. Images collected after it returns make the fullest batches."""
         self.staging.wait_for_room()
 
+    def _plans(self, grids: Sequence[Grid]) -> Iterator[Batch]:
+        for start in range(0, len(grids), PLANNED_TOGETHER):
+            planned = self._plan(grids[start : start + PLANNED_TOGETHER])
+            for batch in sorted(planned, key=lambda planned: min(planned.indices)):
+                yield Batch(tuple(start + index for index in batch.indices), batch.budget)
+
     def launch(self, images: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         """Packs images and yields each batch once it is launched, ordered by its first image.
 
@@ -77,7 +86,7 @@ class Pipeline:
         """
         merge = self.staging.rules.merge_size
         grids = [image.grid_thw for image in images]
-        for batch in sorted(self._plan(grids), key=lambda planned: min(planned.indices)):
+        for batch in self._plans(grids):
             chosen = [grids[index] for index in batch.indices]
             with torch.inference_mode(), self.staging.stage([images[index] for index in batch.indices]) as staged:
                 outputs = self._run(staged.patches(dtype=self._dtype), chosen, batch.budget)

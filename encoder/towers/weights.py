@@ -122,7 +122,7 @@ def _check(tower: VisionTower, stored: Mapping[str, _Stored], path: Path) -> Non
         if tensor.dtype not in _PLAIN_DTYPES:
             raise CheckpointError(
                 f"{tensor.name} in {path} is quantised (dtype {tensor.dtype}, shape {list(tensor.shape)}): only plain "
-                f"vision weights ({', '.join(_PLAIN_DTYPES)}) are supported; quantised language weights are no matter"
+                f"vision weights ({', '.join(_PLAIN_DTYPES)}) are supported; quantised language weights do not matter"
             )
     expected = {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}
     config = tower.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from itertools import pairwise
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from encoder.graphs.capture import GraphCapturer
 from encoder.graphs.captured import EncoderGraphs
 from encoder.metadata.device_tables import GridTables
 from encoder.metadata.geometry import Grid
+from encoder.metadata.segments import AttentionBackend
 from encoder.packing.run_counts import Fallback, Reason, RunCounts, RunRecord
 from encoder.runner import CPU_WORTHWHILE_TOKENS, TowerRunner
 from encoder.start_check import FusionError
@@ -313,6 +314,45 @@ def test_without_fused_kernels_the_plain_tower_runs(
     runner = TowerRunner.build(choose_forward(tower, EncoderConfig()), EncoderConfig())
     assert (runner.forward.name, runner.counts.fusion_fallback) == ("eager", reason)
     assert told == ["no fused kernels: no such instruction"]
+
+
+def test_attention_of_torch_runs_the_plain_tower(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all other settings at their defaults; it ended the start of an encoder on any GPU."""
+    monkeypatch.setattr("encoder.forwards._on_gpu", lambda tower: True)
+    forward = choose_forward(tower, config := EncoderConfig(attention_backend="sdpa"))
+    assert (forward.name, forward.backend, forward.fallback) == ("eager", AttentionBackend.SDPA, None)
+    monkeypatch.setattr("encoder.runner._no_graphs_reason", lambda forward, config: Reason.ATTENTION)
+    assert TowerRunner.build(forward, config).forward is forward
+
+
+@pytest.mark.parametrize(("capture", "fails"), [("startup", True), ("on_demand", False)])
+def test_graphs_that_must_be_there_are_an_error_if_none_could_be_captured(
+    tower: VisionTower, monkeypatch: pytest.MonkeyPatch, capture: Literal["startup", "on_demand"], fails: bool
+) -> None:
+    def refused(forward: TowerForward, tables: GridTables, *, largest_budget: int, max_images: int) -> FakeGraphs:
+        graphs = FakeGraphs(forward, tables, largest_budget, max_images)
+        graphs.bad |= set(BUDGETS)
+        return graphs
+
+    monkeypatch.setattr("encoder.runner._no_graphs_reason", lambda forward, config: None)
+    monkeypatch.setattr("encoder.runner.EncoderGraphs", refused)
+    config = dataclasses.replace(CONFIG, cudagraph_mm_encoder=True, graph_capture=capture)
+    if fails:
+        with pytest.raises(ValueError, match="no graph could be captured"):
+            TowerRunner.build(forward_of(tower), config)
+        config = dataclasses.replace(config, cudagraph_mm_encoder="auto")
+    assert TowerRunner.build(forward_of(tower), config).forward.name == "eager"
+
+
+def test_attention_work_is_not_timed_where_batches_are_single_images(tower: VisionTower) -> None:
+    """Which would look the same as one image, for every budget."""
+    config = dataclasses.replace(CONFIG, encoder_cudagraph_max_images_per_batch=1)
+    timed: list[GraphKey] = []
+    graphs = FakeGraphs(forward_of(tower), GridTables(tower.config, CPU, 2**20), max(BUDGETS), 1)
+    replay_ms = graphs.replay_ms
+    graphs.replay_ms = lambda key, grids: timed.append(key) or replay_ms(key, grids)  # type: ignore[method-assign, func-returns-value]
+    GraphCapturer(cast(EncoderGraphs, graphs), config, tower.config, RunCounts(), activation_bytes=1000).start()
+    assert len(timed) == len(graphs.captured), "under load only"
 
 
 def test_a_lost_device_is_not_gone_on_with(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,11 @@ def test_devices_and_dtypes_that_cannot_are_refused(monkeypatch: pytest.MonkeyPa
     [
         ({"fp8": True, "fused_kernels": False}, "fused_kernels is False; fp8 needs fused_kernels"),
         ({"fp8": True, "fused_kernels": "auto", "compile_mm_encoder": True}, "beside compile_mm_encoder"),
+        ({"fp8": True, "attention_backend": "sdpa"}, "fp8 is true, and attention_backend is 'sdpa'"),
+        (
+            {"fused_kernels": True, "attention_backend": "sdpa"},
+            "fused_kernels is true, and attention_backend is 'sdpa'",
+        ),
         ({"fp8_max_error": 0}, "fp8_max_error is 0; it must be greater than 0"),
         ({"fp8_max_error": float("nan")}, "fp8_max_error is nan"),
     ],
