@@ -49,7 +49,11 @@ class EmbeddingDirectory:
             self._locations[host, location.digest] = dataclasses.replace(location, timings=timings, server=server)
 
     def discard(self, location: SharedEmbedding) -> None:
-        self._locations.pop((host_of(location.server), location.digest), None)
+        """Forgets the location, unless a newer one of another server is known."""
+        key = host_of(location.server), location.digest
+        known = self._locations.get(key)
+        if known is not None and known.server == location.server:
+            del self._locations[key]
 
 
 def _num_entries(location: SharedEmbedding) -> int:

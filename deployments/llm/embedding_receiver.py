@@ -122,7 +122,7 @@ class EmbeddingReceiver:
             if isinstance(error, EmbeddingUnavailableError | OSError):
                 raise TransferFailedError(str(error)) from error
             raise error from error.__cause__
-        ready_at_s = [image.timings.ready_at_s for image in received.images if not isinstance(image, ImageRefused)]
+        ready_at_s = [image.timings.ready_at_s for image in received.images if isinstance(image, SharedEmbedding)]
         if ready_at_s:
             received.transfer_s = clamp_duration(time.time() - max(ready_at_s), self._counts)
 
@@ -213,10 +213,10 @@ class EmbeddingReceiver:
             slot.state, slot.location = SlotState.SKIPPED, encoding.location
             return
         if isinstance(encoding, SharedEmbedding):
-            slot.image = encoding
             encoding.check(shape)
             try:
                 await self._acquire(slot, encoding, direct_read=True)
+                slot.image = encoding
             except (EmbeddingUnavailableError, OSError):
                 slot.state = SlotState.SKIPPED
             return

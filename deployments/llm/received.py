@@ -124,9 +124,9 @@ class ReceivedEmbeddings:
         return None if first is None else max(0.0, first - self.received_at_s)
 
     @property
-    def images(self) -> list[SharedEmbedding | ImageRefused]:
-        """Answers of encoders or last known locations, complete once all are received."""
-        return [slot.image for slot in self.slots if slot.image is not None]
+    def images(self) -> list[SharedEmbedding | ImageRefused | None]:
+        """Answer of an encoder or location that was read, of each image; None for one that was skipped."""
+        return [slot.image for slot in self.slots]
 
     def header(self, number: int) -> ItemHeader:
         """Returns the header that came with an embedding that was received."""

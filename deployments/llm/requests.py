@@ -93,7 +93,8 @@ class Requests:
         received = ReceivedEmbeddings(clock)
         headers = [header or _known_header(encoding) for header, encoding in zip(headers, encodings, strict=True)]
         expected = [header.embeddings[0] if isinstance(header, ItemHeader) else header for header in headers]
-        if None not in headers and not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
+        at_vllm = None not in headers
+        if at_vllm and not all(isinstance(encoding, SharedEmbedding | Deferred) for encoding in encodings):
             self._counts.add(Counter.EARLY_PREFILLS)
         sounds = {reference.item for reference in references if reference.modality == "audio"}
         shapes = [
@@ -107,7 +108,8 @@ class Requests:
             try:
                 self._num_early_requests += request.early_prefill
                 try:
-                    refusal = await unless_lost(self._receive(request, references, shapes, encodings, received), lost)
+                    receiving = self._receive(request, references, shapes, encodings, received, at_vllm=at_vllm)
+                    refusal = await unless_lost(receiving, lost)
                 except NotEncodedError as failed:
                     await stream.aclose()
                     yield NotEncoded(failed.images)
@@ -140,12 +142,15 @@ class Requests:
         shapes: Sequence[Shape],
         encodings: Sequence[Encoding],
         received: ReceivedEmbeddings,
+        *,
+        at_vllm: bool,
     ) -> ApiError | None:
         """Returns once the embeddings are received: the client's error if one was refused or does not fit the model.
+        `at_vllm`: whether vLLM has the request meanwhile.
 
         Raises the other errors of `EmbeddingReceiver.receive`.
         """
-        self.num_early_prefills += 1
+        self.num_early_prefills += at_vllm
         try:
             await self._receiver.receive(encodings, shapes, received)
         except EmbeddingMismatchError as error:
@@ -154,7 +159,7 @@ class Requests:
             label = _reference_to(error.image, references).label
             return ApiError(500, f"{label}: its embedding does not fit the model", code="embedding_mismatch")
         finally:
-            self.num_early_prefills -= 1
+            self.num_early_prefills -= at_vllm
         for number, slot in enumerate(received.slots):
             if isinstance(image := slot.image, ImageRefused):
                 reference = _reference_to(number, references)

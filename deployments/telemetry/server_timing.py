@@ -15,7 +15,7 @@ def format_metric(name: str, duration_ms: float) -> str:
 
 
 def format_server_timing(
-    images: Sequence[SharedEmbedding | ImageRefused],
+    images: Sequence[SharedEmbedding | ImageRefused | None],
     transfer_s: float | None,
     first_token_s: float | None,
     path: str | None = None,
@@ -27,9 +27,10 @@ def format_server_timing(
     vLLM's first token. `cache` states how many of the images were in the embedding cache, `path` how the embeddings
     reached the engine, `image-N`,
     `audio-N` or `video-N` how and where the N-th distinct item, or chunk of a video, was encoded (`_describe_image`).
+    `images`: None for each that the engine did not need; it has a number, and no entry.
     """
     metrics = []
-    encoded = [image for image in images if not isinstance(image, ImageRefused)]
+    encoded = [image for image in images if isinstance(image, SharedEmbedding)]
     if encoded or path is not None:
         fresh = [image.timings for image in encoded if not image.timings.cached]
         metrics += [
@@ -43,7 +44,7 @@ def format_server_timing(
         metrics += [
             f'{_modality(image)}-{number};desc="{_describe_image(image)}"'
             for number, image in enumerate(images[:MAX_IMAGES_LISTED], 1)
-            if not isinstance(image, ImageRefused)
+            if isinstance(image, SharedEmbedding)
         ]
     if first_token_s is not None:
         metrics.append(format_metric("first-token", first_token_s * 1e3))

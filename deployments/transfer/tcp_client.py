@@ -107,10 +107,11 @@ class TcpClient:
     def _fetch_over(
         self, connection: socket.socket, header: Header, direct_read: bool, deadline: float
     ) -> ReceivedEmbedding:
-        is_reusable = False
+        is_reusable = True
         try:
             # Before the request: a server must not wait for this buffer in the middle of a transfer.
             memory = self._buffer.allocate(HEADER_BYTES + header.num_bytes)
+            is_reusable = False
             connection.sendall(tcp.REQUEST.pack(bytes.fromhex(header.digest), direct_read))
             found = tcp.receive(connection, len(EMPTY_HEADER), deadline)
             if found != EMPTY_HEADER:

@@ -107,9 +107,13 @@ export function ranAs(facts) {
 
 // Returns the metrics of each distinct file, in the order of the request: a video has one for each chunk of its frames.
 function metricsOf(files, metrics) {
-  const told = [...metrics].filter(([name]) => /^(image|audio|video)-\d+$/.test(name)).map(([, { desc }]) => imageFacts(desc));
+  const told = [];  // by number, with holes for items that were not encoded
+  for (const [name, { desc }] of metrics) {
+    const number = /^(?:image|audio|video)-(\d+)$/.exec(name)?.[1];
+    if (number) told[number - 1] = imageFacts(desc);
+  }
   return new Map([...new Set(files.map(({ data }) => data))].map((data) => {
-    const parts = told.splice(0, 1);
+    const parts = told.splice(0, 1).filter(Boolean);
     while (parts[0]?.frames && told[0]?.frames && !told[0].frames.startsWith("1-")) parts.push(told.shift());
     return [data, parts];
   }));

@@ -81,6 +81,19 @@ def test_each_host_has_its_own() -> None:
     assert (where.get(HOST, "a") is None, where.get("another", "a") is None) == (False, True)
 
 
+def test_a_late_report_of_an_old_location_leaves_the_new_one() -> None:
+    """Two requests have the location of an encoder that has ended, and the first one's image was encoded anew."""
+    where = EmbeddingDirectory(8)
+    old = seen("a")
+    where.put(old)
+    where.discard(old)
+    where.put(new := dataclasses.replace(old, server=f"{HOST}/restarted"))
+    where.discard(old)
+    found = where.get(HOST, "a")
+    assert found is not None
+    assert found.server == new.server
+
+
 def test_with_no_room_nothing_is_remembered() -> None:
     where = EmbeddingDirectory(0)
     where.put(seen("a"))
@@ -215,6 +228,8 @@ def test_what_has_gone_is_skipped_until_the_engine_asks(server_has_gone: bool) -
             arrived = await received_by(given.receiver, *([gone] if server_has_gone else [there, gone]))
             assert [slot.state for slot in arrived.slots[-1:]] == [SlotState.SKIPPED]
             assert arrived.num_skipped == 1
+            assert arrived.images == [*arrived.images[:-1], None], "it was not read, and has no times"
+            assert (arrived.transfer_s is None) == server_has_gone
             given.receiver.close(arrived)
 
     run(scenario())

@@ -208,6 +208,36 @@ def test_what_the_engine_said_last_is_reported_while_there_is_a_request() -> Non
     assert llm.record_autoscaling_stats() == idle
 
 
+@pytest.mark.parametrize(("known", "running"), [(True, 1.0), (False, 3.0)])
+def test_requests_that_wait_for_encoders_count_as_the_engines_only_if_it_has_them(known: bool, running: float) -> None:
+    """One whose header comes with its embedding is not at vLLM yet: a busy engine seemed idle, and was scaled down."""
+    llm = replica()
+    llm._stats.logger(None).record(
+        SimpleNamespace(num_running_reqs=3, num_waiting_reqs=0, num_skipped_waiting_reqs=0, kv_cache_usage=0.5)
+    )
+
+    async def wait_for_encoders() -> dict[str, float]:
+        answer = cast(AsyncGenerator[object], llm.handle(request(), []))
+        await anext(answer)
+        image = place(0)
+
+        async def ask() -> None:
+            encoding = asyncio.get_running_loop().create_future()
+            async for _ in llm.handle(request(image), [image], [header() if known else None], [encoding]):
+                pass
+
+        asked = [asyncio.create_task(ask()) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        told = llm.record_autoscaling_stats()
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await answer.aclose()
+        return told
+
+    assert asyncio.run(wait_for_encoders())["engine_running_requests"] == running
+
+
 def test_a_replica_whose_link_to_the_engine_is_lost_fails_its_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """It went on as a replica whose leases never end and that maps no encoder's memory."""
 

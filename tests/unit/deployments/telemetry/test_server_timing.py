@@ -60,12 +60,14 @@ def test_every_image_tells_where_and_how_it_was_encoded() -> None:
         timings = EncodeTimings(1.0, 1.0, 1.0, 100.0, cached, replica, ran, frames)
         return SharedEmbedding("d" * 64, "float32", (6, 1), timings, NOT_STORED)
 
-    images: list[SharedEmbedding | ImageRefused] = [
+    images: list[SharedEmbedding | ImageRefused | None] = [
         made(RunRecord(64, None, 50, 3), "ab12"),
         ImageRefused("not an image"),
         made(RunRecord(None, Reason.OVER_LARGEST, 6, 1), "cd34", cached=True),
         made(None, ""),
         made(None, "ef56", frames=(9, 16)),
+        None,
+        made(None, "gh78"),
     ]
     timing = parsed(format_server_timing(images, 0.0, None), images=True)
     assert timing["image-1"] == 'desc="tokens=6 replica=ab12 graph=64 batch=50/3"'
@@ -73,6 +75,9 @@ def test_every_image_tells_where_and_how_it_was_encoded() -> None:
     assert timing["image-3"] == 'desc="tokens=6 replica=cd34 eager=over_largest_budget batch=6/1 cached"'
     assert timing["image-4"] == 'desc="tokens=6"'
     assert timing["image-5"] == 'desc="tokens=6 frames=9-16 replica=ef56"'
+    assert "image-6" not in timing, "the engine did not need it"
+    assert timing["image-7"] == 'desc="tokens=6 replica=gh78"'
+    assert timing["cache"] == 'desc="1/5"'
 
 
 def test_the_header_is_bounded() -> None:

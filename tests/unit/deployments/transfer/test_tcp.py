@@ -303,10 +303,14 @@ def test_a_buffer_that_stays_full_fails_the_transfer(
 ) -> None:
     image = encoded(store)
     store.offer(image)
+    fetched(client, image)
+    (connection,) = client._idle
     held = buffer.allocate(MIB)
     with pytest.raises(EmbeddingUnavailableError, match=r"no room for an embedding of \d+ bytes in 0.2 s"):
         fetched(client, image)
     del held
+    assert list(client._idle) == [connection], "nothing was sent by it: it is as good as before"
+    store.offer(image)
     fetched(client, image)
     with pytest.raises(EmbeddingUnavailableError, match="does not fit the buffer"):
         client.fetch(header(1, tokens=MIB)).result(PATIENCE_S)
