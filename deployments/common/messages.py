@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # processes that only forward these values do not load torch
     import torch
     from ray import ObjectRef
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of what encoders and language models are called with and return, and of the transfer of embeddings. Each
 change raises it: in a rolling update, an ingress calls only those of its own version."""
 KEY_PREFIX = "vitray:"
@@ -257,8 +257,6 @@ class HttpRequest:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     root_path: str = ""
-    body_in_head: bool = False
-    """Whether the response head may carry the first body chunk. An ingress of an older version does not set it."""
     early_prefill: bool = False
     """Whether the request may be sent for early prefill, before its images are encoded; the reply may be TooEarly."""
     cache_salt: str | None = None
@@ -307,7 +305,7 @@ class ResponseHead:
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     body: bytes = b""
-    """The part of the body that was available when the head was sent, if `HttpRequest.body_in_head` asked for it."""
+    """The part of the body that was available when the head was sent, at most a piece."""
     complete: bool = False
     """Whether `body` is the whole body; no end-of-stream message needs to be awaited then."""
 

@@ -42,7 +42,7 @@ from deployments.ingress.image_jobs import EngineRequest
 from deployments.ingress.replica_client import Answer, Encoding, Replicas
 from deployments.routing.affinity import Call
 from deployments.routing.prefill_load import EARLIER_IMAGE_COST
-from deployments.telemetry.metrics import Histogram, Histograms
+from deployments.telemetry.metrics import Counter, Histogram, Histograms
 from encoder.item_header import ChunkHeader, ItemHeader
 
 logger = logging.getLogger("ray.serve")
@@ -134,7 +134,7 @@ class Attempt:
                 if isinstance(head, NotEncoded):
                     await self._encode_asked(head.images)
                 else:
-                    self.replicas.count_deferral()
+                    self.replicas.counts.add(Counter.EARLY_PREFILLS_DEFERRED)
                     early = False
                 answer = await self._start_answer(early=early)
             head = await self._wait_until_accepted(head, answer)
@@ -199,11 +199,12 @@ class Attempt:
     async def _wait_until_accepted(self, first: object, answer: Answer) -> ResponseHead:
         """Returns the head of an answer that begins with `first`, once a replica has the request and its embeddings."""
         self.is_accepted = True
-        self.visit.accept()  # replicas of a version without Accepted send the head first
-        accepted = first if isinstance(first, Accepted) else Accepted()
-        self.replicas.record_accepted(self.encodings, accepted)
+        self.visit.accept()
+        if not isinstance(first, Accepted):
+            raise AssertionError(f"Accepted is first, got {type(first).__name__}")
+        self.replicas.record_accepted(self.encodings, first)
         self.encodings = []
-        head = await anext(answer) if isinstance(first, Accepted) else first
+        head = await anext(answer)
         if not isinstance(head, ResponseHead):
             raise AssertionError(f"a ResponseHead is next, got {type(head).__name__}")
         return head
@@ -309,7 +310,7 @@ async def respond(attempt: Attempt) -> Response:
             if lost.attempts == MAX_ATTEMPTS or lost.engines == MAX_ENGINES:
                 attempt.cancel()
                 raise
-            attempt.replicas.count_retry()
+            attempt.replicas.counts.add(Counter.REQUEST_RETRIES)
             attempt = dataclasses.replace(attempt, lost=lost)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from cachetools import LRUCache, cached
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from configs.schema import AppConfig
 from deployments.common import names
@@ -38,7 +38,7 @@ from deployments.ingress.admission import Admission, Visit
 from deployments.ingress.attempt import Attempt, http_response, respond, split_videos
 from deployments.ingress.auth.gate import AccessControl, Client
 from deployments.ingress.dashboard.cluster_view import ClusterView
-from deployments.ingress.dashboard.static_files import Page, json_answer
+from deployments.ingress.dashboard.static_files import HEADERS, Page
 from deployments.ingress.failures import MAX_ATTEMPTS
 from deployments.ingress.fetch.fetcher import MediaFetcher
 from deployments.ingress.http import routes
@@ -57,7 +57,7 @@ from deployments.ingress.replica_client import Replicas
 from deployments.ingress.responses.client import StoredResponses
 from deployments.routing.replica_identity import version_metadata, wait_for_rollout_turn
 from deployments.telemetry import tracing
-from deployments.telemetry.metrics import AdmissionMetrics, Counters, ErrorLogCounter, Histogram, Histograms
+from deployments.telemetry.metrics import AdmissionMetrics, Counter, Counters, ErrorLogCounter, Histogram, Histograms
 from deployments.telemetry.server_timing import format_metric
 from deployments.telemetry.tracing import Stage
 
@@ -146,13 +146,11 @@ class Ingress:
         client = await self._access.admit(request, path)
         route = routes.open_route(request.method, path, management=self._access.is_management_open)
         if route.service is routes.Service.PAGE:
-            return http_response(
-                *self._page.response(request.scope["path"].removeprefix(root_path), root_path=root_path)
-            )
+            return self._page.response(request.scope["path"].removeprefix(root_path), root_path=root_path)
         if route.service is routes.Service.HEALTH:
             return self._health()
         if route.path == routes.CLUSTER:
-            return http_response(*json_answer(await self._cluster.get()))
+            return JSONResponse(await self._cluster.get(), headers=HEADERS)
         if route.service is routes.Service.STORED:
             return await self._responses.answer(request, path, client.salt)
         inner = HttpRequest(
@@ -162,7 +160,6 @@ class Ingress:
             headers=[(name, value) for name, value in request.scope["headers"] if name in FORWARDED_HEADERS],
             body=b"",
             root_path=root_path,
-            body_in_head=True,
         )
         with self._held_bytes.request() as held:
             chunks = await read_body(request, max_bytes=self._limits.max_body_bytes, held=held)
@@ -228,7 +225,7 @@ class Ingress:
                 if plans := await self._replicas.plan_videos(request.jobs, client.name):
                     request = split_videos(request, plans, self._limits)
             except IdentityGoneError:
-                self._replicas.count_retry()
+                self._replicas.counts.add(Counter.REQUEST_RETRIES)
                 continue
             stages = format_metric("fetch", fetch_ms := (time.perf_counter() - started) * 1e3)
             if not is_charged:
@@ -248,7 +245,7 @@ class Ingress:
                 )
                 return await respond(attempt)
             except IdentityGoneError:
-                self._replicas.count_retry()
+                self._replicas.counts.add(Counter.REQUEST_RETRIES)
         changing = "the encoders are changing their weights; try again"
         raise ApiError(503, changing, code="overloaded", retry_after_s=self._limits.retry_after_s)
 

@@ -87,10 +87,8 @@ class Replicas:
         self._planned: LRUCache[str, PlannedVideo] = LRUCache(MAX_PLANNED)
         self._planning: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
         self._draining: set[asyncio.Task[None]] = set()
-        self._counts = Counters()
-        self.failures = Failures(
-            self._counts, retry_after_s=limits.retry_after_s, overloaded_retry_s=overloaded_retry_s
-        )
+        self.counts = Counters()
+        self.failures = Failures(self.counts, retry_after_s=limits.retry_after_s, overloaded_retry_s=overloaded_retry_s)
         self.identity = FleetIdentity(encoder, llm, self.failures.to_client_error)
 
     async def choose(self, call: Call) -> Call:
@@ -155,7 +153,7 @@ class Replicas:
         except EncoderLostError:
             if attempt + 1 == MAX_ATTEMPTS:
                 raise
-            self.count_retry()
+            self.counts.add(Counter.REQUEST_RETRIES)
             await asyncio.sleep(FIRST_RETRY_DELAY_S * 2**attempt)
             return await self._plan_video(job, file, slots, attempt + 1)
         if isinstance(plan, PlannedVideo):
@@ -179,7 +177,7 @@ class Replicas:
         Raises ApiError 503 if the object store has no room for the file of a video.
         """
         if not attempt and (location := self.look_up(job, host)) is not None:
-            self._counts.add(Counter.EMBEDDING_DIRECTORY_HITS)
+            self.counts.add(Counter.EMBEDDING_DIRECTORY_HITS)
             record_span(Stage.CACHED, 0)
             return location
         if job.chunk is not None and isinstance(job.chunk.file, StoredFile):
@@ -188,7 +186,7 @@ class Replicas:
         encoding, shared = self._encodings.acquire(
             f"{job.digest} {host} {attempt}", lambda: self._call_encoder(job, host, attempt)
         )
-        self._counts.add(Counter.COALESCED_ENCODES, shared)
+        self.counts.add(Counter.COALESCED_ENCODES, shared)
         if job.chunk is not None:
             try:
                 await self._accepted([encoding])
@@ -231,7 +229,7 @@ class Replicas:
             by_grpc = None
         llm = (by_grpc or self._llm).options(session_id=call.to_session_id())
         answer = llm.remote(http, request.references, request.headers, sources, call)
-        self._counts.add(Counter.GRPC_CALLS, by_grpc is not None)
+        self.counts.add(Counter.GRPC_CALLS, by_grpc is not None)
         return GrpcAnswer(answer) if by_grpc else cast(Answer, answer)
 
     async def _accepted(self, encodings: Sequence[Encoding]) -> list[ObjectRef[EncoderAnswer]]:
@@ -244,7 +242,7 @@ class Replicas:
         location = encoding.location if isinstance(encoding, Deferred) else encoding
         if location is not None:
             self._directory.discard(location)
-            self._counts.add(Counter.EMBEDDING_DIRECTORY_STALE)
+            self.counts.add(Counter.EMBEDDING_DIRECTORY_STALE)
 
     async def raise_encoding_error(self, encoding: EncoderCall) -> NoReturn:
         """Raises the error of a call to an encoder that the language model reported as failed."""
@@ -287,12 +285,6 @@ class Replicas:
             return await result
         except Exception as error:
             raise self.failures.to_client_error(error, EncoderLostError) from error
-
-    def count_deferral(self) -> None:
-        self._counts.add(Counter.EARLY_PREFILLS_DEFERRED)
-
-    def count_retry(self) -> None:
-        self._counts.add(Counter.REQUEST_RETRIES)
 
 
 def _cancel(call: Answer | DeploymentResponse[Any]) -> None:

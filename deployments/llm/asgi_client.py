@@ -73,7 +73,8 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
 
     complete = False
     task = asyncio.create_task(run())
-    task.add_done_callback(_retrieve_exception)
+    # Retrieves the error of a call that its caller has left; asyncio would log it as never retrieved.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         while (message := await messages.get()) is not None:
             while message["type"] == BODY and not messages.empty():
@@ -97,9 +98,3 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
             _, pending = await asyncio.wait([task], timeout=DISCONNECT_GRACE_S)
             for leftover in pending:
                 leftover.cancel()
-
-
-def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Retrieves the error of a call that its caller has left; asyncio would log it as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -188,11 +188,9 @@ class EmbeddingReceiver:
         for address, task in list(self._peers.items()):
             if not task.done():
                 continue
-            if task.cancelled() or task.exception() is not None:
+            if (peer := _connected(task)) is None:
                 del self._peers[address]
-                continue
-            peer = task.result()
-            if isinstance(peer.client, ShmClient) and not peer.client.is_alive and not peer.num_leases:
+            elif isinstance(peer.client, ShmClient) and not peer.client.is_alive and not peer.num_leases:
                 del self._peers[address]
                 if peer.in_engine:
                     self.link.unmap(address)
@@ -200,10 +198,8 @@ class EmbeddingReceiver:
     def shut_down(self) -> None:
         self.link.close()
         for task in self._peers.values():
-            if task.done() and not task.cancelled() and task.exception() is None:
-                client = task.result().client
-                if isinstance(client, ShmClient):
-                    client.close()
+            if (peer := _connected(task)) is not None and isinstance(peer.client, ShmClient):
+                peer.client.close()
         self._tcp.close()
         if self._remote_reader is not None:
             self._remote_reader.close()
@@ -295,7 +291,7 @@ class EmbeddingReceiver:
 
     async def _get_peer(self, address: str, connect: Callable[[], ShmClient | ReceiveBuffer]) -> Peer:
         task = self._peers.get(address)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        if task is None or (task.done() and _connected(task) is None):
             task = self._peers[address] = asyncio.create_task(self._connect_peer(address, connect))
         return await asyncio.shield(task)
 
@@ -352,6 +348,11 @@ class EmbeddingReceiver:
             self._counts.add(Counter.EMBEDDINGS_LOADED)
             self._counts.add(Counter.EMBEDDING_BYTES_LOADED, loaded.num_bytes)
             self._times.observe(Histogram.EMBEDDING_LOAD_SECONDS, clamp_duration(loaded.seconds, self._counts))
+
+
+def _connected(task: asyncio.Task[Peer]) -> Peer | None:
+    """Returns the result of a task that has succeeded."""
+    return task.result() if task.done() and not task.cancelled() and task.exception() is None else None
 
 
 def _release(acquired: Future[Lease]) -> None:

@@ -48,7 +48,7 @@ class VllmFrontend:
         headers: Sequence[ItemHeader | ChunkHeader | None],
         received: ReceivedEmbeddings,
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Yields a head, then body chunks of at most PIECE_BYTES; the head has the first if `request.body_in_head`.
+        """Yields a head, then body chunks of at most PIECE_BYTES; the head has the first.
 
         The head is delayed until all embeddings are received, so that the request can still be retried, and until the
         first chunk, so that its Server-Timing contains the time to the first token. References are valid meanwhile.
@@ -79,10 +79,8 @@ class VllmFrontend:
                         await received.complete.wait()
                         head = await self._make_head(start, body, request, received, has_images=bool(references))
                         start, body = None, head.body
-                        num_in_head = PIECE_BYTES if request.body_in_head else 0
-                        in_head, body = body[:num_in_head], body[num_in_head:]
-                        complete = request.body_in_head and not body and not more_body
-                        yield dataclasses.replace(head, body=in_head, complete=complete)
+                        in_head, body = body[:PIECE_BYTES], body[PIECE_BYTES:]
+                        yield dataclasses.replace(head, body=in_head, complete=not body and not more_body)
                     for begin in range(0, len(body), PIECE_BYTES):
                         yield body[begin : begin + PIECE_BYTES]
         finally:

@@ -48,7 +48,7 @@ class WatchedIngress(Ingress):
             replica_router.ACCEPT_S = PATIENT_ACCEPT_S
         super().__init__(config, llm, encoder, store)
         recorded = RecordedCounts()
-        self._replicas._counts = self._replicas.failures._counts = recorded
+        self._replicas.counts = self._replicas.failures._counts = recorded
 
     def listens_on(self) -> str | None:
         return serve_host()
@@ -62,7 +62,7 @@ class WatchedIngress(Ingress):
         return list(sys.modules)
 
     def counts(self) -> dict[str, int]:
-        counts = self._replicas._counts
+        counts = self._replicas.counts
         assert isinstance(counts, RecordedCounts)
         return counts.recorded
 

@@ -116,4 +116,4 @@ def test_the_version_is_raised_with_every_change_of_a_message() -> None:
         ]
     assert len(described) > 100
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]
-    assert (messages.PROTOCOL_VERSION, digest) == (3, "2fae5792ed668c45")
+    assert (messages.PROTOCOL_VERSION, digest) == (4, "b347dee538304366")

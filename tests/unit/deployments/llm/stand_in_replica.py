@@ -70,13 +70,13 @@ def place(item: int, label: str = "image 1 of 1") -> ItemReference:
     return ItemReference(new_key(), item, label)
 
 
-def request(*places: ItemReference, roles: Sequence[str] = (), joined: bool = False, **fields: object) -> HttpRequest:
+def request(*places: ItemReference, roles: Sequence[str] = (), **fields: object) -> HttpRequest:
     """All images in one message of a user, or each in one of its role."""
     parts = [{"type": "image_url", "image_url": {"url": place.key}} for place in places]
     messages = [{"role": role, "content": [part]} for role, part in zip(roles, parts, strict=bool(roles))]
     body = {"messages": messages or [{"role": "user", "content": parts}], **fields}
     headers = [(b"content-type", b"application/json")]
-    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode(), body_in_head=joined)
+    return HttpRequest("POST", "/v1/chat/completions", b"", headers, json.dumps(body).encode())
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

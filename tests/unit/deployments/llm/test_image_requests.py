@@ -66,7 +66,8 @@ class Replica:
         clock = FirstTokenClock(on_first_token=self._count_prefill)
         accepted, head, *chunks = [p async for p in self.requests.answer(http, references, files, clock)]
         assert isinstance(accepted, Accepted)
-        return head.status, json.loads(b"".join(chunks))  # type: ignore[union-attr,arg-type]
+        assert isinstance(head, ResponseHead)
+        return head.status, json.loads(b"".join([head.body, *chunks]))  # type: ignore[list-item]
 
     def _count_prefill(self) -> None:
         self.prefilled += 1

@@ -9,7 +9,7 @@ import pytest
 
 from deployments.common.api_error import ApiError
 from deployments.ingress.auth.gate import PATHS_WITHOUT_KEY
-from deployments.ingress.dashboard.static_files import POLICY, Page
+from deployments.ingress.dashboard.static_files import MEDIA_TYPES, POLICY, Page
 from deployments.ingress.http.routes import PAGE_FILES, Service, open_route
 
 FOLDER = resources.files("deployments.ingress.dashboard") / "page"
@@ -21,14 +21,14 @@ def directives() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("path", PAGE_FILES)
 def test_every_file_is_sent_with_the_policy(path: str) -> None:
-    head, body = Page(enabled=True).response(path, root_path="")
-    headers = dict(head.headers)
-    assert head.status == 200
-    assert body == (FOLDER / PAGE_FILES[path]).read_bytes()
-    assert headers[b"content-security-policy"] == POLICY.encode()
-    assert headers[b"x-content-type-options"] == b"nosniff"
-    assert headers[b"x-frame-options"] == b"DENY"
-    assert headers[b"cross-origin-resource-policy"] == b"same-origin"
+    response = Page(enabled=True).response(path, root_path="")
+    assert response.status_code == 200
+    assert response.body == (FOLDER / PAGE_FILES[path]).read_bytes()
+    assert response.headers["content-type"] == MEDIA_TYPES[PAGE_FILES[path].rpartition(".")[2]]
+    assert response.headers["content-security-policy"] == POLICY
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["x-frame-options"] == "DENY"
+    assert response.headers["cross-origin-resource-policy"] == "same-origin"
     assert open_route("GET", path, management=False).service is Service.PAGE
     assert path in PATHS_WITHOUT_KEY
 
@@ -61,10 +61,10 @@ def test_the_page_is_small() -> None:
 
 
 def test_the_bare_prefix_leads_to_the_page() -> None:
-    head, body = Page(enabled=True).response("", root_path="/app")
-    assert head.status == 307
-    assert (b"location", b"/app/") in head.headers
-    assert body == b""
+    response = Page(enabled=True).response("", root_path="/app")
+    assert response.status_code == 307
+    assert response.headers["location"] == "/app/"
+    assert response.body == b""
 
 
 @pytest.mark.parametrize("path", ["/page/", "/page/none.js", "/page/../door.py", "/page/index.html", "//"])
