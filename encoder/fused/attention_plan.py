@@ -128,7 +128,7 @@ def _runs(kernel: AttentionKernel, measure: Callable[..., float], device: torch.
     """Whether a kernel runs: an installed package need not have it for this GPU. Raises if it left the device
     unusable."""
     try:
-        measure(kernel, 64, 1, calls=1, replays=1)
+        measure(kernel, 64, _ROWS // 64, calls=1, replays=1)
     except Exception as error:  # kernel compilers raise exceptions of their own classes
         check_device(device)
         logger.warning("attention is computed without %s, which failed: %s", kernel, error)
