@@ -233,6 +233,7 @@ def encoder_of(path: Path) -> Encoder:
 def test_from_files_to_embeddings_as_a_replica_does_it(reference: Reference) -> None:
     """Decoder processes, shared memory, resizing on the device, captures in idle moments, fetching beside."""
     pytest.importorskip("msgspec", reason="decoders exchange msgspec messages")
+    pytest.importorskip("av", reason="decoders open videos with PyAV")
     from deployments.encoder_replica.decode.pool import DecodePool
 
     worker = GpuWorker(lambda: encoder_of(reference.path), max_queued_tokens=10**9)
