@@ -129,6 +129,7 @@ def schema(checkpoint: Path, encoders: int, options: argparse.Namespace) -> dict
         "name": NAME,
         "route_prefix": "/",
         "import_path": "benchmarks.simulation.stand_in_app:build",
+        "logging_config": {"enable_access_log": options.access_log},
         "args": {
             "model": str(checkpoint),
             "encoder_replica": {
@@ -230,6 +231,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--no-library", action="store_true", help="do not measure the library")
     parser.add_argument("--serve-proxy", action="store_true", help="use Serve's own proxy instead of its HAProxy")
+    parser.add_argument("--access-log", action="store_true", help="with Serve's access log, unlike serve_config.yaml")
     parser.add_argument("--tiny", action="store_true", help="a small model, without GPUs")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")

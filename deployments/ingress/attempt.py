@@ -145,7 +145,10 @@ class Attempt:
                 self.replicas.cancel(self._answer, ())
             else:
                 self.cancel(failed=True)
-            raise client_error from error
+            try:
+                raise client_error from error
+            finally:
+                del client_error  # or this frame, which the error refers to, would keep it and the request
         except BaseException:  # the client disconnected, or the deadline has passed
             self.cancel()
             raise

@@ -133,12 +133,11 @@ class Ingress:
                 with tracing.continue_trace(request.headers):
                     return await self._dispatch(request, deadline)
         except TimeoutError:
-            error = deadline.error()
-        except ApiError as refused:
-            error = refused
+            return http_response(*error_head_and_body(deadline.error()))
+        except ApiError as refused:  # a local variable would keep the request's files until cycles are collected
             if refused.status == 429:
                 self._admission_metrics.shed(Shed.RATE_LIMIT, 0)
-        return http_response(*error_head_and_body(error))
+            return http_response(*error_head_and_body(refused))
 
     async def _dispatch(self, request: Request, deadline: Deadline) -> Response:
         root_path = request.scope.get("root_path", "")

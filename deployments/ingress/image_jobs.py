@@ -129,8 +129,8 @@ async def fetch_images(
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
+        while tasks:  # which a failed one would keep alive
+            tasks.pop().cancel()
 
 
 def build_engine_request(

@@ -129,8 +129,8 @@ class Replicas:
         try:
             planned = await asyncio.gather(*plans)
         finally:
-            for plan in plans:
-                plan.cancel()
+            while plans:  # which a failed one would keep alive
+                plans.pop().cancel()
         return dict(zip(files, zip(planned, files.values(), strict=True), strict=True))
 
     async def _plan_video(

@@ -94,13 +94,8 @@ class VisualScaler:
         need = self.compute_need(load, min_replicas=min_replicas, max_replicas=max_replicas)
         floor, window_s = 0, self.targets.scale_down_stabilization_s
         if self.targets.target_utilization is None and self._tokens_per_s is not None:
-            floor = self._to_replicas(
-                self._learned.target_tokens_per_s,
-                self._tokens_per_s,
-                load.running_replicas,
-                min_replicas=0,
-                max_replicas=max_replicas,
-            )
+            per_s = self._learned.target_tokens_per_s
+            floor = self._to_replicas(per_s, self._tokens_per_s, load, min_replicas=0, max_replicas=max_replicas)
             window_s = min(window_s, self._learned.window_s)
         settled = self._window.apply(load.now_s, need, load.target_replicas, floor=floor, window_s=window_s)
         return min(max(settled, min_replicas), max_replicas)
@@ -114,25 +109,31 @@ class VisualScaler:
         self._tokens_per_image = load.tokens_per_image or self._tokens_per_image
         if self._tokens_per_s is None or (self._tokens_per_image is None and load.waiting_images > 0):
             busy = load.backlog_tokens > 0 or load.waiting_images > 0
-            # Until speed and image size are measured, the number of replicas is kept.
-            return min(max(load.target_replicas, int(busy), min_replicas), max_replicas)
+            # Until speed and image size are measured, the number of replicas is kept while there is work.
+            kept = load.target_replicas if busy or self._is_traffic(load.arriving_tokens_per_s) else 0
+            return min(max(kept, int(busy), min_replicas), max_replicas)
         waiting = load.backlog_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
         clear_s = targets.replica_startup_s + targets.target_encode_delay_s
         utilization = self._target_utilization(load, self._tokens_per_s)
         per_s = load.arriving_tokens_per_s / utilization + waiting / clear_s
         least = max(min_replicas, int(waiting > 0))
-        return self._to_replicas(
-            per_s, self._tokens_per_s, load.running_replicas, min_replicas=least, max_replicas=max_replicas
-        )
+        return self._to_replicas(per_s, self._tokens_per_s, load, min_replicas=least, max_replicas=max_replicas)
+
+    def _is_traffic(self, tokens_per_s: float) -> bool:
+        return (
+            tokens_per_s * self.targets.target_encode_delay_s >= 1
+        )  # an exponentially weighted mean never decays to 0
 
     def _to_replicas(
-        self, per_s: float, tokens_per_s: float, running: int, *, min_replicas: int, max_replicas: int
+        self, per_s: float, tokens_per_s: float, load: VisualLoad, *, min_replicas: int, max_replicas: int
     ) -> int:
         """Returns the replicas for `per_s` tokens per second, limited by `max_scale_up_factor`."""
-        if per_s * self.targets.target_encode_delay_s < 1:  # an exponentially weighted mean never decays to 0
+        if not self._is_traffic(per_s):
             return min_replicas
         need = math.ceil(min(per_s / tokens_per_s, max_replicas))
-        return min(max(need, min_replicas), max_replicas, math.ceil(self.targets.max_scale_up_factor * max(1, running)))
+        # At least what was requested: replicas that start in place of lost ones do not run yet.
+        most = max(load.target_replicas, math.ceil(self.targets.max_scale_up_factor * max(1, load.running_replicas)))
+        return min(max(need, min_replicas), max_replicas, most)
 
     def _target_utilization(self, load: VisualLoad, tokens_per_s: float) -> float:
         if self.targets.target_utilization is not None:

@@ -92,8 +92,6 @@ class LLMScaler:
         if load.running_requests > 0:
             by_cache = load.kv_cache_use * requests / load.running_requests / self.targets.target_kv_cache_utilization
         need = math.ceil(min(max(by_number, by_cache), max_replicas))
-        return min(
-            max(need, min_replicas),
-            max_replicas,
-            math.ceil(self.targets.max_scale_up_factor * max(1, load.running_replicas)),
-        )
+        # At least what was requested: replicas that start in place of lost ones do not run yet.
+        most = max(load.target_replicas, math.ceil(self.targets.max_scale_up_factor * max(1, load.running_replicas)))
+        return min(max(need, min_replicas), max_replicas, most)

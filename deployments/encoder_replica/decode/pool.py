@@ -109,7 +109,10 @@ class Workers:
             self._permits.release()
             raise
         future.add_done_callback(self._release_permit)
-        return await asyncio.shield(future)
+        try:
+            return await asyncio.shield(future)
+        finally:
+            del future  # or its error would keep this frame, and the pixels' memory
 
     def _release_permit(self, future: asyncio.Future[Any]) -> None:
         self._permits.release()

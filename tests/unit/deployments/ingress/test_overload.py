@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from starlette.requests import Request
 from deployments.common.api_error import Shed
 from deployments.common.messages import Accepted, NotEncoded, SharedEmbedding
 from deployments.ingress.deployment import Ingress
+from deployments.ingress.http.chat_request import ChatRequest
 from tests.unit.deployments.ingress.test_deferred import TOKENS, picture, user
 from tests.unit.deployments.ingress.test_embedding_directory import Reads
 from tests.unit.deployments.stand_ins import IMAGE, JSON_HEAD, RETRY_AFTER_S, Pieces, StandIns, ingress_of, told
@@ -317,3 +320,34 @@ def test_a_timeout_that_is_none_is_refused() -> None:
         assert at_work.stand_ins.requests == []
 
     asyncio.run(scenario())
+
+
+@pytest.fixture
+def no_cycles_collected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_cycles_collected")
+@pytest.mark.parametrize("lost", [False, True], ids=["refused", "replica lost"])
+def test_requests_that_fail_keep_nothing_in_memory(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Their errors referred to the frames that held their images, which were counted as released."""
+    parse, kept = ChatRequest.parse, list[weakref.ref[ChatRequest]]()
+
+    def parsed(*values: Any, **options: Any) -> ChatRequest:
+        request = parse(*values, **options)
+        kept.append(weakref.ref(request))
+        return request
+
+    async def scenario() -> None:
+        at_work = AtWork(0, **({} if lost else {"max_image_side": 10}))
+        at_work.stand_ins.answers = [Pieces(RuntimeError("broken")) for _ in range(3)]
+        for _ in range(3):
+            assert (await at_work.asked(PICTURE)).status_code == (500 if lost else 400)
+        await settled()
+
+    monkeypatch.setattr(ChatRequest, "parse", parsed)
+    asyncio.run(scenario())
+    assert [one() for one in kept] == [None] * 3

@@ -216,6 +216,32 @@ def test_unmeasured_keeps_what_there_is() -> None:
     assert VisualScaler(ScalingTargets()).choose_replicas(from_none, min_replicas=0, max_replicas=100) == 1
 
 
+def test_unmeasured_and_idle_goes_to_the_minimum() -> None:
+    """The first image after a scale-up from zero may be refused: nothing is measured then, and the GPU was kept."""
+    scaler = VisualScaler(ScalingTargets(scale_down_stabilization_s=60))
+    idle = load(running_replicas=3, target_replicas=3, tokens_per_s=None, tokens_per_image=None)
+    asked = [
+        scaler.choose_replicas(dataclasses.replace(idle, now_s=now_s), min_replicas=0, max_replicas=9)
+        for now_s in (0, 59, 61)
+    ]
+    assert asked == [3, 3, 0]
+    arriving = dataclasses.replace(idle, now_s=62, arriving_tokens_per_s=100.0)
+    assert scaler.compute_need(arriving, min_replicas=0, max_replicas=9) == 3
+
+
+@pytest.mark.parametrize("utilization", [0.5, None])
+def test_replicas_that_start_in_place_of_lost_ones_are_not_taken_away(utilization: float | None) -> None:
+    """Seven of eight are lost, and take longer to start than the window lasts."""
+    scaler = VisualScaler(ScalingTargets(target_utilization=utilization, scale_down_stabilization_s=60))
+    needs_eight = load(
+        running_replicas=8, target_replicas=8, arriving_tokens_per_s=8 * SPEED * 0.49, backlog_tokens=100.0
+    )
+    for now_s in range(0, 300, 5):
+        running = 8 if now_s < 30 else 1
+        told = dataclasses.replace(needs_eight, now_s=float(now_s), running_replicas=running)
+        assert scaler.choose_replicas(told, min_replicas=0, max_replicas=10) == 8
+
+
 def test_a_new_scaler_takes_nothing_away_at_once() -> None:
     """Serve makes a new one with every change of the configuration, before any replica has reported to it."""
     scaler = VisualScaler(ScalingTargets(target_utilization=0.8, scale_down_stabilization_s=60))

@@ -62,6 +62,16 @@ def test_within_bounds_and_no_faster_than_growth() -> None:
     )
 
 
+def test_replicas_that_start_in_place_of_lost_ones_are_not_taken_away() -> None:
+    """Seven of eight are lost, and take longer to start than the window lasts: they were stopped under full load."""
+    scaler = LLMScaler(LLMTargets(target_requests=10, scale_down_stabilization_s=60, max_scale_up_factor=2))
+    busy = replace(IDLE, running_replicas=8, target_replicas=8, running_requests=80)
+    for now_s in range(0, 300, 5):
+        lost = replace(busy, running_replicas=1, running_requests=10, waiting_requests=70) if now_s >= 30 else busy
+        told = replace(lost, now_s=float(now_s))
+        assert scaler.choose_replicas(told, min_replicas=0, max_replicas=10) == 8
+
+
 def test_holds_on_to_what_was_needed_of_late() -> None:
     scaler = LLMScaler(TARGETS)
     busy = replace(IDLE, running_replicas=5, target_replicas=5, running_requests=50)

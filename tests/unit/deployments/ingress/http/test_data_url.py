@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.ingress.http.image_parts import MediaError, MediaTooLargeError, decode_data_url
+from tests.unit.deployments.stand_ins import StandIns, asked
 
 MAX = 1000
 BYTES = bytes(range(256))
@@ -80,6 +81,14 @@ def test_empty(url: str) -> None:
 def test_not_base64(payload: str) -> None:
     with pytest.raises(MediaError, match="not valid base64"):
         decoded("data:image/png;base64," + payload)
+
+
+def test_a_url_in_a_field_for_base64_is_told_apart() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "data:image/png;base64,AAAA"}
+    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    refused = asked(StandIns(), "POST", "/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert "a field for base64 takes no data: prefix" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 999, 1000])
