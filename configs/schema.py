@@ -169,7 +169,7 @@ class FetchConfig(Options):
     @model_validator(mode="after")
     def _check_allowed_domains_are_host_names(self) -> FetchConfig:
         for domain in self.allowed_domains:
-            if not re.fullmatch(r"[A-Za-z0-9_.:-]+", domain):
+            if not re.fullmatch(r"[A-Za-z0-9_:-][A-Za-z0-9_.:-]*", domain) or domain.count(":") == 1:
                 raise ValueError(
                     f"allowed_domains has {domain!r}, which no URL's host matches; write host names, such as "
                     "example.org (and xn--bcher-kva.example for bücher.example)"
@@ -330,6 +330,7 @@ class IngressConfig(Options):
             ("max_images_in_flight", "max_images_per_request"),
             ("max_bytes_held", "max_body_bytes"),
             ("max_retry_after_s", "retry_after_s"),
+            ("max_image_side", "min_image_side"),
         ):
             if getattr(self, total) < getattr(self, largest):
                 raise ValueError(f"{total} is {getattr(self, total)}, less than {largest}, {getattr(self, largest)}")

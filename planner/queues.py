@@ -26,7 +26,7 @@ def simulate_processor_sharing(ready_s: Sequence[float], work_s: Sequence[float]
     done = [0.0] * len(ready_s)
     # `served_s`: service of a job present from the start. A job ends when `served_s` has grown by its work since its
     # arrival.
-    served_s, now_s = 0.0, 0.0
+    served_s, now_s = 0.0, ready_s[0] if ready_s else 0.0
     active: list[tuple[float, int]] = []
 
     def advance_to(time_s: float) -> None:

@@ -219,6 +219,13 @@ def install(pip: Sequence[str], requirements: Sequence[str], machine: Machine) -
         follow([*pip, "install", "--progress-bar", "off", *requirements], machine)
 
 
+def python_of(venv: Path) -> str | None:
+    """Returns the version of the Python that made an environment, None if it is not known."""
+    settings = venv / "pyvenv.cfg"
+    found = re.search(r"^version *= *(\S+)", settings.read_text() if settings.exists() else "", re.MULTILINE)
+    return None if found is None else found[1]
+
+
 def ensure_venv(venv: Path, record: Record | None, wanted: Record, machine: Machine) -> Path:
     """Returns the environment's Python. Creates the environment if it is missing, broken or incompatible."""
     python = venv / "bin" / "python"
@@ -226,6 +233,8 @@ def ensure_venv(venv: Path, record: Record | None, wanted: Record, machine: Mach
         machine.say(".venv was made in another folder; making it anew")
     elif record is not None and {backend(record.extras), backend(wanted.extras)} == set(BACKENDS):
         machine.say(".venv holds the packages of the other kind of machine; making it anew")
+    elif record is None and python_of(venv) not in (None, platform.python_version()):
+        machine.say(f"making .venv anew with Python {platform.python_version()}")
     elif machine.succeeds([str(python), "-m", "pip", "--version"]):
         return python
     else:

@@ -152,16 +152,10 @@ def reservations(config: dict[str, Any], num_cpus: int, num_gpus: int) -> list[t
         entries = {entry["name"]: entry for entry in application.get("deployments") or ()}
         for name, section in sections.items():
             entry = entries.get(name, {})
-            options, replicas = entry.get("ray_actor_options") or {}, _num_replicas_at_start(entry)
-            cpus += replicas * _option(options, section, "num_cpus")
-            gpus += replicas * _option(options, section, "num_gpus")
+            replicas = _num_replicas_at_start(entry)
+            cpus += replicas * float(getattr(section, "num_cpus"))  # noqa: B009 - of three classes
+            gpus += replicas * float(getattr(section, "num_gpus", 0))
     return [("CPUs", round(cpus, 4), num_cpus), ("GPUs", round(gpus, 4), num_gpus)]  # as Ray counts
-
-
-def _option(options: dict[str, Any], section: BaseModel, name: str) -> float:
-    """Returns an option of the deployment's entry, else that of its settings; 0 without both."""
-    given = options.get(name)
-    return float(getattr(section, name, 0) if given is None else given)
 
 
 def _num_replicas_at_start(deployment: dict[str, Any]) -> int:
@@ -276,6 +270,11 @@ def _contradictions(
             yield (
                 f"{here}.max_queued_requests: {queue} is less than args.ingress.{key}, {bound}; "
                 "Serve would refuse what the ingress has let in"
+            )
+        if deployment.get("ray_actor_options"):
+            yield (
+                f"{here}.ray_actor_options: Serve would replace all that the application sets, its GPUs too; set "
+                "num_cpus, num_gpus and accelerator_type in args"
             )
         if deployment.get("user_config") is not None:
             yield f"{here}.user_config: no deployment takes it, and its replicas would not start; settings are in args"

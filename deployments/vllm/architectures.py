@@ -47,6 +47,11 @@ TESTED: frozenset[str] = frozenset(
 )
 """Architectures that gave the tokens of vLLM alone (`make test-models`, tests/models/results.json)."""
 
+SOUNDS_ALONE: frozenset[str] = frozenset(
+    ("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration", "MoonshotKimiaForCausalLM")
+)
+"""Architectures whose sounds do not share a batch: their towers attend to the padding of the shorter ones, or fail."""
+
 _MISTRAL = "its prompts need Mistral's tokenizer, which opens images and sounds itself"
 _LEVELS = "the width of its embeddings, which have several levels, is not known"
 UNSUPPORTED: Mapping[str, str] = {

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import import_shim
+from deployments.vllm.architectures import SOUNDS_ALONE
 from deployments.vllm.checked_graphs import CheckedGraphs, Replay
 from deployments.vllm.preparer import VISION_CHUNK, VllmInputs, noise_image, sample
 from encoder.device_errors import is_device_lost, is_out_of_memory
@@ -71,10 +72,9 @@ class VllmBatch:
         fetched = []
         with torch.cuda.stream(self.copy_stream):
             for output in self.outputs:
-                rows, width = output.shape
                 # float16 does not travel; float32 holds its values exactly.
                 dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
-                place = None if allocate is None else allocate(rows, width, dtype)
+                place = None if allocate is None else allocate(output.shape[0], output.shape[1], dtype)
                 # Synchronises on purpose: the caller needs the values.
                 fetched.append(output.to("cpu", dtype, copy=True) if place is None else place.copy_(output))
         return fetched
@@ -218,8 +218,7 @@ class VllmEncoder:
             self._counts.add_replay(num_tokens, max(sum(budgets), num_tokens))
         else:
             self._counts.add_eager_run(num_tokens, reason)
-        budget = sum(budgets) if budgets and reason is None else None
-        record = RunRecord(budget, reason, num_tokens, len(batched))
+        record = RunRecord(sum(budgets) if budgets and reason is None else None, reason, num_tokens, len(batched))
         return VllmBatch(batch, outputs, record, self._tower.mark(), self._tower.copy_stream)
 
 
@@ -361,6 +360,8 @@ class VllmTower:
 
     def encodes_alone(self, modality: str) -> bool:
         """Whether items of the modality must not share a batch."""
+        if modality == "audio":
+            return not SOUNDS_ALONE.isdisjoint(self._config.model_config.architectures)
         return modality == "video" and getattr(self._model, "requires_sequential_video_encoding", False)
 
     def _capture_graphs(self) -> CheckedGraphs | None:
@@ -371,8 +372,7 @@ class VllmTower:
 
         if not supports_encoder_cudagraph(self._model):
             return None
-        dtype = self._config.model_config.dtype
-        manager = EncoderCudaGraphManager(self._config, self._device, dtype, self._model)
+        manager = EncoderCudaGraphManager(self._config, self._device, self._config.model_config.dtype, self._model)
         # One frame per item. With vLLM's room for videos of hundreds of frames, each graph of GLM-4V computes 76,800
         # patches or more, also for one small image.
         manager.max_frames_per_batch = manager.max_batch_size

@@ -150,9 +150,8 @@ def test_generous_metadata_passes() -> None:
         read_header(files.png_with(texts + files.chunk(b"eXIf", files.exif(900)), after=texts[:1000])).format == "PNG"
     )
     large = files.encoded(files.picture(1500, 1500), "PNG")
-    pixels = large.index(b"IDAT") - 4
     structure.check_structure(large)
-    assert large.count(b"IDAT") > 100 or pixels < 100
+    assert large.count(b"IDAT") > 100
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def test_what_reads_requests_works_on_all_of_them_at_once() -> None:
     assert simulate_processor_sharing([0.0] * 10, [0.1] * 10, 1) == pytest.approx([1.0] * 10)
     assert simulate_processor_sharing([0.0] * 10, [0.1] * 10, 5) == pytest.approx([0.2] * 10)
     assert simulate_processor_sharing([0.0, 5.0], [1.0, 1.0], 1) == pytest.approx([1.0, 6.0])
+    assert simulate_processor_sharing([-5.0, -4.5], [1.0, 1.0], 1) == pytest.approx([-3.5, -3.0]), "from any time on"
     # From 1 to 2 both get half: the first ends after 1.5 of its 2, the second after the rest alone.
     assert simulate_processor_sharing([0.0, 1.0], [1.5, 1.0], 1) == pytest.approx([2.0, 2.5])
     assert simulate_processor_sharing([0.0, 0.0, 0.0], [1.0, 0.0, 2.0], 1) == pytest.approx([2.0, 0.0, 3.0])

@@ -37,8 +37,8 @@ def test_shipped_configuration_passes() -> None:
             "deployments[1].autoscaling_config: unknown key 'min_replica': did you mean 'min_replicas'?",
         ),
         (
-            {"deployments__2__ray_actor_options": {"num_gpu": 1}},
-            "deployments[2].ray_actor_options: unknown key 'num_gpu': did you mean 'num_gpus'?",
+            {"deployments__2__logging_config": {"log_leve": "INFO"}},
+            "deployments[2].logging_config: unknown key 'log_leve': did you mean 'log_level'?",
         ),
         (
             {
@@ -112,6 +112,21 @@ def test_shipped_configuration_passes() -> None:
         (
             {"deployments__2__num_replicas": "auto", "deployments__2__autoscaling_config": {"min_replicas": 101}},
             "deployments[2].autoscaling_config: max_replicas (100) must be greater than or equal to min_replicas (101)",
+        ),
+        (
+            {"deployments__1__ray_actor_options": {"num_cpus": 2}},
+            "deployments[1].ray_actor_options: Serve would replace all that the application sets, its GPUs too; set",
+        ),
+        (
+            {"args__ingress__min_image_side": 99_999},
+            "applications[0].args.ingress: max_image_side is",
+        ),
+        *(
+            (
+                {"args__ingress__fetch__allowed_domains": [domain]},
+                f"args.ingress.fetch: allowed_domains has {domain!r}, which no URL's host matches; write host",
+            )
+            for domain in (".example.org", "example.org:443")
         ),
         (
             {"deployments__1__user_config": {"x": 1}},

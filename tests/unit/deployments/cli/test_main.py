@@ -172,9 +172,7 @@ FROM_THREE = {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 8}
         ([ENCODERS, LLMS], {}, 3.1),
         ([SCALED], {}, 1.1),
         ([{**SCALED, "autoscaling_config": FROM_THREE}], {}, 2.6),
-        ([{**ENCODERS, "ray_actor_options": {"num_cpus": 4}}], {}, 9.1),
-        ([{**ENCODERS, "ray_actor_options": {"num_cpus": "4"}}], {}, 9.1),
-        ([{**ENCODERS, "ray_actor_options": {"num_cpus": None}}], {}, 2.1),
+        ([ENCODERS], {"encoder_replica": {"num_cpus": 4}}, 9.1),
         ([LLMS], {"encoder": {"implementation": "none"}, "llm": {"num_cpus": 0.75}}, 1.6),
     ],
 )
@@ -212,7 +210,7 @@ ON_ONE = {"encoder_replica": {"num_gpus": 0.2}, "llm": {"num_gpus": 0.8}}
         ([], {"llm": {"engine_args": {"tensor_parallel_size": 2}}}, 2, 3.0),
         ([], ON_ONE, 0, 1.0),
         ([], ON_ONE, 1, 1.0),
-        ([ENCODERS, {"name": "LLM", "ray_actor_options": {"num_gpus": 0.7}}], ON_ONE, 1, 1.1),
+        ([ENCODERS], {**ON_ONE, "llm": {"num_gpus": 0.7}}, 1, 1.1),
     ],
 )
 def test_serve_starts_nothing_whose_gpus_are_not_there(

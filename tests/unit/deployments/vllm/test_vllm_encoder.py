@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.encoder_config import EncoderConfig
 from deployments.vllm import vllm_encoder as module
+from deployments.vllm.architectures import SOUNDS_ALONE, model_support
 from deployments.vllm.preparer import VISION_CHUNK, VllmInputs
 from deployments.vllm.vllm_encoder import (
     SAMPLE_SIDES,
@@ -75,6 +76,21 @@ def make(budgets: tuple[int, ...] = (64,), max_items: int = 16) -> tuple[VllmEnc
     tower = FakeTower()
     config = EncoderConfig(encoder_cudagraph_token_budgets=budgets, encoder_cudagraph_max_images_per_batch=max_items)
     return VllmEncoder(cast(VllmTower, tower), config), tower
+
+
+@pytest.mark.parametrize(
+    ("architecture", "alone"), [("GraniteSpeechForConditionalGeneration", True), ("Qwen2Audio", False)]
+)
+def test_sounds_whose_tower_attends_to_padding_are_encoded_alone(architecture: str, alone: bool) -> None:
+    """In a batch with a longer sound, of any request, their embeddings differed by a third."""
+    tower = VllmTower.__new__(VllmTower)
+    tower._config = SimpleNamespace(model_config=SimpleNamespace(architectures=[architecture]))
+    tower._model = SimpleNamespace(requires_sequential_video_encoding=True)
+    assert [tower.encodes_alone(modality) for modality in ("audio", "image", "video")] == [alone, False, True]
+
+
+def test_every_architecture_whose_sounds_are_encoded_alone_is_vllms() -> None:
+    assert {model.architecture for model in model_support()} >= SOUNDS_ALONE
 
 
 def test_embeddings_are_in_the_order_of_the_items() -> None:
