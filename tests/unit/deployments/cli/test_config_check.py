@@ -37,10 +37,6 @@ def test_shipped_configuration_passes() -> None:
             "deployments[1].autoscaling_config: unknown key 'min_replica': did you mean 'min_replicas'?",
         ),
         (
-            {"deployments__2__logging_config": {"log_leve": "INFO"}},
-            "deployments[2].logging_config: unknown key 'log_leve': did you mean 'log_level'?",
-        ),
-        (
             {
                 "deployments__1__autoscaling_config__policy": VISUAL_TOKEN_POLICY
                 | {"policy_kwargs": {"target_delay": 1}}
