@@ -36,7 +36,7 @@ class EncoderConfig:
     """ "auto" is the checkpoint's own dtype."""
     fused_kernels: Literal["auto"] | bool = "auto"
     """Fused kernels. "auto": on a GPU with Triton, if their error is not much larger than the eager tower's and
-    `compile_mm_encoder` is not set. true: an error if they cannot be used."""
+    neither `compile_mm_encoder` nor `attention_backend: sdpa` is set. true: an error if they cannot be used."""
     fp8: bool = False
     """GEMMs in 8 bits (e4m3), with fused kernels and dtype bfloat16, on GPUs of compute capability 9.0 (Hopper) and
     newer. At start-up the tower is compared with itself in float32 on trial images, and each image in a batch with the

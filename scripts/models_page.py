@@ -53,7 +53,7 @@ def page() -> str:
         "The generic encoder's kernels are vLLM's. On an H200 with vLLM's encoder graphs, a request with four new "
         "images took 210 ms with Gemma-3-4B's tower, with vLLM alone 286; ten such requests at once had a TTFT of "
         "580 ms, with vLLM alone 1,536. With GLM-4.1V's tower, whose processor is faster, it was 136 and 141 ms, and "
-        "at once 424 and 479 ms ([log](../benchmarks/log/2026-11-29-generic-encoder-gpu.md)).",
+        "at once 424 ms, with vLLM alone 401 to 479 ([log](../benchmarks/log/2026-11-29-generic-encoder-gpu.md)).",
         GENERATED,
         "## Tested",
         "A small checkpoint with random weights of each architecture answered the same questions twice on a CPU, by "

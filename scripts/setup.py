@@ -147,7 +147,8 @@ def ensure_cpu_torch(pip: Sequence[str], requirement: str, machine: Machine) -> 
             "Either let this machine reach that address and run `make setup` again, or fetch the wheel on one that "
             f"does:\n    pip download --no-deps --index-url {CPU_TORCH_INDEX} '{requirement}'\n"
             "and then, with the folder it lies in:  PIP_FIND_LINKS=/that/folder make setup\n"
-            f"The wheel must fit this Python, {platform.python_version()}; another one: make setup PYTHON=/path/to/it"
+            f"The wheel must fit this Python, {platform.python_version()}; "
+            "another one: make clean setup PYTHON=/path/to/it"
         )
     follow([*pip, "install", "--no-deps", "--progress-bar", "off", *only_there, requirement], machine)
 
@@ -219,13 +220,6 @@ def install(pip: Sequence[str], requirements: Sequence[str], machine: Machine) -
         follow([*pip, "install", "--progress-bar", "off", *requirements], machine)
 
 
-def python_of(venv: Path) -> str | None:
-    """Returns the version of the Python that made an environment, None if it is not known."""
-    settings = venv / "pyvenv.cfg"
-    found = re.search(r"^version *= *(\S+)", settings.read_text() if settings.exists() else "", re.MULTILINE)
-    return None if found is None else found[1]
-
-
 def ensure_venv(venv: Path, record: Record | None, wanted: Record, machine: Machine) -> Path:
     """Returns the environment's Python. Creates the environment if it is missing, broken or incompatible."""
     python = venv / "bin" / "python"
@@ -233,8 +227,6 @@ def ensure_venv(venv: Path, record: Record | None, wanted: Record, machine: Mach
         machine.say(".venv was made in another folder; making it anew")
     elif record is not None and {backend(record.extras), backend(wanted.extras)} == set(BACKENDS):
         machine.say(".venv holds the packages of the other kind of machine; making it anew")
-    elif record is None and python_of(venv) not in (None, platform.python_version()):
-        machine.say(f"making .venv anew with Python {platform.python_version()}")
     elif machine.succeeds([str(python), "-m", "pip", "--version"]):
         return python
     else:

@@ -271,10 +271,10 @@ def _contradictions(
                 f"{here}.max_queued_requests: {queue} is less than args.ingress.{key}, {bound}; "
                 "Serve would refuse what the ingress has let in"
             )
-        if deployment.get("ray_actor_options"):
+        if "ray_actor_options" in deployment:
             yield (
-                f"{here}.ray_actor_options: Serve would replace all that the application sets, its GPUs too; set "
-                "num_cpus, num_gpus and accelerator_type in args"
+                f"{here}.ray_actor_options: Serve would replace all that the application sets, such as GPUs; set CPUs, "
+                "GPUs and their type in args"
             )
         if deployment.get("user_config") is not None:
             yield f"{here}.user_config: no deployment takes it, and its replicas would not start; settings are in args"

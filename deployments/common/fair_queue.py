@@ -31,7 +31,7 @@ def virtual_arrival_s(now_s: float, *, tokens: int, tokens_before: int, tokens_p
 
     Args:
         tokens: of the image.
-        tokens_before: of the images before it in its request.
+        tokens_before: of the images before it in its request, or of all the others.
         tokens_per_s: measured speed of the replica; 0 while it is unknown, which orders the queue by age alone.
     """
     return now_s + (min((tokens_before + tokens) / tokens_per_s, MAX_YIELD_S) if tokens_per_s > 0 else 0.0)

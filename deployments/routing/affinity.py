@@ -64,7 +64,7 @@ class Call:
     """Over 0 for a retry: the replica of the failed attempt is ranked last."""
     cost: int = 0
     """Cost of the call at a replica that does not cache the key, in the unit of the work in answers to probes. For an
-    image: its visual tokens and those of the images before it in its request."""
+    image: its visual tokens and `ImageJob.tokens_before`."""
     identity: str = ""
     """Identity that a replica must have to take the call; empty accepts all."""
     host: str = ""

@@ -37,7 +37,7 @@ class ScalingTargets:
     """Time a replica takes to start. If set, the backlog may take that much longer, so that bursts that are over by
     then start fewer replicas."""
     max_scale_up_factor: float = 2.0
-    """Most replicas requested at once, as a multiple of the running ones."""
+    """Most replicas requested at once, as a multiple of the running ones; never less than were requested before."""
     tolerance: float = 0.1
     """Share of the replicas below which a scale-down is skipped."""
 
@@ -109,8 +109,9 @@ class VisualScaler:
         self._tokens_per_image = load.tokens_per_image or self._tokens_per_image
         if self._tokens_per_s is None or (self._tokens_per_image is None and load.waiting_images > 0):
             busy = load.backlog_tokens > 0 or load.waiting_images > 0
-            # Until speed and image size are measured, the number of replicas is kept while there is work.
-            kept = load.target_replicas if busy or self._is_traffic(load.arriving_tokens_per_s) else 0
+            # Until speed and image size are measured, replicas are kept while there is work or some of them start.
+            is_idle = not busy and not self._is_traffic(load.arriving_tokens_per_s)
+            kept = 0 if is_idle and load.running_replicas >= load.target_replicas else load.target_replicas
             return min(max(kept, int(busy), min_replicas), max_replicas)
         waiting = load.backlog_tokens + load.waiting_images * (self._tokens_per_image or 0.0)
         clear_s = targets.replica_startup_s + targets.target_encode_delay_s
@@ -120,9 +121,8 @@ class VisualScaler:
         return self._to_replicas(per_s, self._tokens_per_s, load, min_replicas=least, max_replicas=max_replicas)
 
     def _is_traffic(self, tokens_per_s: float) -> bool:
-        return (
-            tokens_per_s * self.targets.target_encode_delay_s >= 1
-        )  # an exponentially weighted mean never decays to 0
+        # An exponentially weighted mean never decays to 0.
+        return tokens_per_s * self.targets.target_encode_delay_s >= 1
 
     def _to_replicas(
         self, per_s: float, tokens_per_s: float, load: VisualLoad, *, min_replicas: int, max_replicas: int

@@ -37,7 +37,7 @@ class LLMTargets:
     scale_down_stabilization_s: float = 60.0
     """Stabilization window: the highest number of replicas needed in this time is kept."""
     max_scale_up_factor: float = 2.0
-    """Most replicas requested at once, as a multiple of the running ones."""
+    """Most replicas requested at once, as a multiple of the running ones; never less than were requested before."""
     tolerance: float = 0.1
     """Share of the replicas below which a scale-down is skipped."""
 

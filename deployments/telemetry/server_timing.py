@@ -41,10 +41,10 @@ def format_server_timing(
             f'cache;desc="{sum(image.timings.cached for image in encoded)}/{len(encoded)}"',
         ]
         metrics += [f'path;desc="{path}"'] if path is not None else []
+        numbered = [(number, image) for number, image in enumerate(images, 1) if isinstance(image, SharedEmbedding)]
         metrics += [
             f'{_modality(image)}-{number};desc="{_describe_image(image)}"'
-            for number, image in enumerate(images[:MAX_IMAGES_LISTED], 1)
-            if isinstance(image, SharedEmbedding)
+            for number, image in numbered[:MAX_IMAGES_LISTED]
         ]
     if first_token_s is not None:
         metrics.append(format_metric("first-token", first_token_s * 1e3))

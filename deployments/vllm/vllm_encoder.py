@@ -272,9 +272,8 @@ class VllmTower:
         self._no_graphs = Reason.SWITCHED_OFF if switched_off else Reason.NOT_CAPTURED if on_gpu else Reason.NO_GPU
         self._graphs = self._capture_graphs() if on_gpu and not switched_off else None
         if config.cudagraph_mm_encoder is True and self._graphs is None:
-            raise ValueError(
-                f"cudagraph_mm_encoder is true, and CUDA graphs are not available: {self._no_graphs.value}"
-            )
+            why = "vLLM's class has none, or no memory for them" if on_gpu else self._no_graphs.value
+            raise ValueError(f"cudagraph_mm_encoder is true, and CUDA graphs are not available: {why}")
 
     @torch.inference_mode()
     def embed(self, items: Sequence[VllmInputs], *, eagerly: bool = False) -> Embedded:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from encoder.device_errors import check_device
+from encoder.device_errors import check_device, is_out_of_memory
 from encoder.fused.rope_attention import (
     FEW_ROWS,
     AttentionKernel,
@@ -130,6 +130,8 @@ def _runs(kernel: AttentionKernel, measure: Callable[..., float], device: torch.
     try:
         measure(kernel, 64, _ROWS // 64, calls=1, replays=1)
     except Exception as error:  # kernel compilers raise exceptions of their own classes
+        if is_out_of_memory(error):
+            raise
         check_device(device)
         logger.warning("attention is computed without %s, which failed: %s", kernel, error)
         return False

@@ -81,8 +81,9 @@ class Pipeline:
     def launch(self, images: Sequence[Pixels | Decoded]) -> Iterator[Launched]:
         """Packs images and yields each batch once it is launched, ordered by its first image.
 
-        A batch is launched only when the caller asks for it, after consuming the one before. A failed batch leaves the
-        pipeline usable; the caller may retry the images of batches that were not yielded.
+        PLANNED_TOGETHER images are packed at a time. A batch is launched only when the caller asks for it, after
+        consuming the one before. A failed batch leaves the pipeline usable; the caller may retry the images of batches
+        that were not yielded.
         """
         merge = self.staging.rules.merge_size
         grids = [image.grid_thw for image in images]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -100,3 +102,16 @@ def test_bad_files_are_refused_and_cost_nothing_else(started: Started) -> None:
         with pytest.raises(ImageError):
             started.encode(file)
     assert started.encode(media.image(1))
+
+
+def test_graphs_that_must_be_there_are_an_error_on_a_cpu(tmp_path: Path) -> None:
+    """In a process of its own: it would replace the towers' process group."""
+    make("mistral3", tmp_path)
+    source = (
+        "from configs.encoder_config import EncoderConfig\n"
+        "from deployments.vllm.vllm_encoder import VllmTower\n"
+        "options = {'dtype': 'float32', 'max_model_len': 4096}\n"
+        f"VllmTower({str(tmp_path)!r}, EncoderConfig(cudagraph_mm_encoder=True), options)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert "cudagraph_mm_encoder is true, and CUDA graphs are not available: cpu_device" in ran.stderr

@@ -361,7 +361,9 @@ def decode_base64(payload: bytes | memoryview, *, max_bytes: int) -> bytes:
     try:
         data = pybase64.b64decode(bytes(payload) + b"=" * missing if missing else payload, validate=True)
     except binascii.Error as error:
-        raise MediaError("the file is not valid base64; a field for base64 takes no data: prefix") from error
+        if bytes(payload[:5]) == b"data:":
+            raise MediaError("a field for base64 takes no data: prefix") from error
+        raise MediaError("the file is not valid base64") from error
     return _check_size(data, max_bytes)
 
 

@@ -124,18 +124,6 @@ def test_pip_installs_where_uv_does_not(checkout: Path, fails: str) -> None:
     assert any("pip" in text for text in machine.said)
 
 
-@pytest.mark.parametrize(("version", "made_anew"), [("2.7.18", True), (platform.python_version(), False)])
-def test_another_python_takes_the_place_of_one_with_which_it_failed(
-    checkout: Path, version: str, made_anew: bool
-) -> None:
-    """The message of a wheel that does not fit recommends another Python; the environment kept the first one."""
-    (checkout / ".venv").mkdir()
-    (checkout / ".venv" / "pyvenv.cfg").write_text(f"home = /usr/bin\nversion = {version}\n")
-    machine = FakeMachine(without_gpu)
-    assert setup.set_up(checkout, None, machine) is True
-    assert len(machine.ran("-m venv --clear")) == made_anew
-
-
 @pytest.mark.parametrize("name", ["pyproject.toml", "scripts/setup.py", "locks/cpu.txt"])
 def test_a_change_of_what_is_wanted_installs_again_into_the_same_environment(checkout: Path, name: str) -> None:
     setup.set_up(checkout, None, FakeMachine(missing_venv))
@@ -231,7 +219,7 @@ def test_a_torch_that_is_nowhere_is_explained() -> None:
     machine = FakeMachine(lambda command: False)
     with pytest.raises(setup.SetupError) as caught:
         setup.ensure_cpu_torch(PIP, TORCH, machine)
-    for part in (TORCH, setup.CPU_TORCH_INDEX, "PIP_FIND_LINKS=", "make setup PYTHON="):
+    for part in (TORCH, setup.CPU_TORCH_INDEX, "PIP_FIND_LINKS=", "make clean setup PYTHON="):
         assert part in str(caught.value)
     assert len(machine.commands) == 2
 

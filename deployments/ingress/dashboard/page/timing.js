@@ -113,9 +113,10 @@ function metricsOf(files, metrics) {
     if (number) told[number - 1] = imageFacts(desc);
   }
   return new Map([...new Set(files.map(({ data }) => data))].map((data) => {
-    const parts = told.splice(0, 1).filter(Boolean);
-    while (parts[0]?.frames && told[0]?.frames && !told[0].frames.startsWith("1-")) parts.push(told.shift());
-    return [data, parts];
+    const parts = told.splice(0, 1);
+    const next = () => told.find(Boolean)?.frames;
+    while (data.startsWith("data:video/") && next() && !next().startsWith("1-")) parts.push(told.shift());
+    return [data, parts.filter(Boolean)];
   }));
 }
 

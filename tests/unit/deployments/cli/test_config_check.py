@@ -111,7 +111,7 @@ def test_shipped_configuration_passes() -> None:
         ),
         (
             {"deployments__1__ray_actor_options": {"num_cpus": 2}},
-            "deployments[1].ray_actor_options: Serve would replace all that the application sets, its GPUs too; set",
+            "deployments[1].ray_actor_options: Serve would replace all that the application sets, such as GPUs; set",
         ),
         (
             {"args__ingress__min_image_side": 99_999},

@@ -225,6 +225,8 @@ def test_unmeasured_and_idle_goes_to_the_minimum() -> None:
         for now_s in (0, 59, 61)
     ]
     assert asked == [3, 3, 0]
+    starting = dataclasses.replace(idle, running_replicas=0, now_s=61.0)
+    assert scaler.compute_need(starting, min_replicas=0, max_replicas=9) == 3, "or none would ever be up"
     arriving = dataclasses.replace(idle, now_s=62, arriving_tokens_per_s=100.0)
     assert scaler.compute_need(arriving, min_replicas=0, max_replicas=9) == 3
 

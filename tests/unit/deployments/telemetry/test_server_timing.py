@@ -86,6 +86,8 @@ def test_the_header_is_bounded() -> None:
         f"image-{n}" for n in range(1, MAX_IMAGES_LISTED + 1)
     ]
     assert many["cache"] == 'desc="0/100"'
+    after = parsed(format_server_timing([None] * 100 + [image(1, 1, 1, 100.0, False)], 0.0, None), images=True)
+    assert "image-101" in after, "those before it were not needed"
 
 
 def test_text_only_has_the_first_token_alone() -> None:
