@@ -107,7 +107,7 @@ def config_check(config: Path) -> None:
     vitray check-config my_config.yaml
 
     Checks `args:` against the existing settings, and names the other keys that Serve does not know and would silently
-    ignore. vLLM's own arguments are checked if vLLM is installed.
+    ignore. Of vLLM's own arguments the names are checked, not the values, if vLLM is installed.
     """
     _check(config)
     click.echo(f"{config}: no mistakes found")
