@@ -190,7 +190,7 @@ def answered(pieces: Sequence[object]) -> tuple[int, list[tuple[str, float]]]:
     accepted, head, *chunks = pieces
     assert isinstance(accepted, Accepted)
     assert isinstance(head, ResponseHead)
-    body = json.loads(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))
+    body = json.loads(head.body + b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))
     tokens = body["choices"][0]["logprobs"]["content"] if head.status == 200 else []
     return head.status, [(each["token"], each["logprob"]) for each in tokens]
 
