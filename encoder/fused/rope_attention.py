@@ -33,6 +33,10 @@ class AttentionKernel:
     tile: Tile | None = None
     """Tile of Triton's kernel that does not rotate; None is `attention_tile` of the batch."""
 
+    def __post_init__(self) -> None:
+        if self.rotates and self.backend is not AttentionBackend.TRITON:
+            raise ValueError(f"attention backend {self.backend.value!r} does not rotate q and k itself")
+
     def __str__(self) -> str:
         name = f"{self.backend.value}+rope" if self.rotates else self.backend.value
         return name if self.tile is None else f"{name} {self.tile.rows}×{self.tile.keys}"
@@ -50,6 +54,10 @@ class AttentionPlan:
     few_rows: AttentionKernel | None = None
     """Kernel for batches of `FEW_ROWS` whose segments may be longer than `LONGEST`: its latency matters there, not its
     throughput. None: as for more rows."""
+
+    def __post_init__(self) -> None:
+        if not self.kernels or len(self.lengths) not in (len(self.kernels), len(self.kernels) - 1):
+            raise ValueError("a plan needs a kernel for every class of lengths, and at most one more")
 
     @classmethod
     def single(cls, kernel: AttentionKernel) -> AttentionPlan:
