@@ -9,7 +9,7 @@ import copy
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -76,9 +76,13 @@ class TowerForward:
         """Whether the first call of a shape may compile, which must not happen during a capture."""
         return self.name == "compiled"
 
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes the device the current one, on which kernels are launched; does nothing on the CPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def run_grids(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Computes `[num_tokens, width]` from `[num_patches, patch_dim]` and their grids, in a new arena."""
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self.on_device():
             return self.run(patches, batch_metadata(grids, self.config, self.device, self.backend, self.expand))
 
     def exact_metadata(self, tables: GridTables, layout: Layout) -> TowerMetadata:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -139,8 +138,7 @@ class TowerRunner:
         `patches`: `[num_patches, patch_dim]`, any float dtype, on the runner's device. Returns `[num_tokens, width]`
         in the tower's dtype; the caller owns it.
         """
-        device = self.forward.device
-        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.inference_mode(), self.forward.on_device():
             return self._run(patches, grids, budget)
 
     def _run(self, patches: Tensor, grids: Sequence[Grid], budget: int | None) -> Tensor:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs.renamed import describe_former_key
 from configs.resolve import ClusterFacts, resolve
-from configs.schema import AppConfig, unknown_key_message
+from configs.schema import AppConfig, EncoderReplicaConfig, IngressConfig, LLMConfig, unknown_key_message
 from deployments.cli.readiness import FEWER, Resource
 from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
@@ -146,15 +146,18 @@ def reservations(config: dict[str, Any], num_cpus: int, num_gpus: int) -> list[t
     cpus = gpus = 0.0
     for _, application in our_applications(config):
         args = resolve(AppConfig.model_validate(application.get("args") or {}), ClusterFacts(has_gpu=num_gpus > 0))
-        sections: dict[str, BaseModel] = {names.LLM: args.llm, names.INGRESS: args.ingress}
+        sections: dict[str, LLMConfig | IngressConfig | EncoderReplicaConfig] = {
+            names.LLM: args.llm,
+            names.INGRESS: args.ingress,
+        }
         if args.encoder.implementation != "none":
             sections[names.ENCODER] = args.encoder_replica
         entries = {entry["name"]: entry for entry in application.get("deployments") or ()}
         for name, section in sections.items():
             entry = entries.get(name, {})
             replicas = _num_replicas_at_start(entry)
-            cpus += replicas * float(getattr(section, "num_cpus"))  # noqa: B009 - of three classes
-            gpus += replicas * float(getattr(section, "num_gpus", 0))
+            cpus += replicas * section.num_cpus
+            gpus += 0 if isinstance(section, IngressConfig) else replicas * float(section.num_gpus)  # resolved
     return [("CPUs", round(cpus, 4), num_cpus), ("GPUs", round(gpus, 4), num_gpus)]  # as Ray counts
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from deployments.scaling.stabilization import StabilizationWindow, in_range
+from deployments.scaling.stabilization import StabilizationWindow, in_range, limit_growth
 from deployments.scaling.utilization_target import ArrivalSeries, LearnedUtilization, TokenSamples
 
 # Keys of the autoscaling stats that each replica reports (`EncoderReplica.record_autoscaling_stats`).
@@ -131,8 +131,7 @@ class VisualScaler:
         if not self._is_traffic(per_s):
             return min_replicas
         need = math.ceil(min(per_s / tokens_per_s, max_replicas))
-        # At least what was requested: replicas that start in place of lost ones do not run yet.
-        most = max(load.target_replicas, math.ceil(self.targets.max_scale_up_factor * max(1, load.running_replicas)))
+        most = limit_growth(self.targets.max_scale_up_factor, load.running_replicas, load.target_replicas)
         return min(max(need, min_replicas), max_replicas, most)
 
     def _target_utilization(self, load: VisualLoad, tokens_per_s: float) -> float:

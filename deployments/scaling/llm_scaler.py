@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deployments.scaling.stabilization import StabilizationWindow, in_range
+from deployments.scaling.stabilization import StabilizationWindow, in_range, limit_growth
 
 # Keys of the autoscaling stats that each replica reports (`LLM.record_autoscaling_stats`).
 RUNNING_REQUESTS = "engine_running_requests"
@@ -92,6 +92,5 @@ class LLMScaler:
         if load.running_requests > 0:
             by_cache = load.kv_cache_use * requests / load.running_requests / self.targets.target_kv_cache_utilization
         need = math.ceil(min(max(by_number, by_cache), max_replicas))
-        # At least what was requested: replicas that start in place of lost ones do not run yet.
-        most = max(load.target_replicas, math.ceil(self.targets.max_scale_up_factor * max(1, load.running_replicas)))
+        most = limit_growth(self.targets.max_scale_up_factor, load.running_replicas, load.target_replicas)
         return min(max(need, min_replicas), max_replicas, most)

@@ -1,9 +1,16 @@
-"""Stabilization window for scale-down, as in Kubernetes' HorizontalPodAutoscaler, and range checks of the settings."""
+"""Stabilization window for scale-down, as in Kubernetes' HorizontalPodAutoscaler, the limit of a scale-up, and range
+checks of the settings."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+
+
+def limit_growth(max_scale_up_factor: float, running_replicas: int, target_replicas: int) -> int:
+    """Returns the most replicas to request: a multiple of the running ones, and at least those requested last, since
+    replicas that start in place of lost ones do not run yet."""
+    return max(target_replicas, math.ceil(max_scale_up_factor * max(1, running_replicas)))
 
 
 class StabilizationWindow:

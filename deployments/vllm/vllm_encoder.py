@@ -72,9 +72,10 @@ class VllmBatch:
         fetched = []
         with torch.cuda.stream(self.copy_stream):
             for output in self.outputs:
+                rows, width = output.shape
                 # float16 does not travel; float32 holds its values exactly.
                 dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
-                place = None if allocate is None else allocate(output.shape[0], output.shape[1], dtype)
+                place = None if allocate is None else allocate(rows, width, dtype)
                 # Synchronises on purpose: the caller needs the values.
                 fetched.append(output.to("cpu", dtype, copy=True) if place is None else place.copy_(output))
         return fetched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from itertools import pairwise
 from typing import Literal, cast
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 from configs.encoder_config import EncoderConfig
-from encoder import forwards
-from encoder.device_errors import check_device
 from encoder.forwards import TowerForward, choose_forward
 from encoder.graphs.budgets import default_budgets, tight_keys, whole_keys
 from encoder.graphs.buffers import GraphKey
@@ -20,16 +17,12 @@ from encoder.graphs.capture import GraphCapturer
 from encoder.graphs.captured import EncoderGraphs
 from encoder.metadata.device_tables import GridTables
 from encoder.metadata.geometry import Grid
-from encoder.metadata.segments import AttentionBackend
-from encoder.packing.run_counts import Fallback, Reason, RunCounts, RunRecord
+from encoder.packing.run_counts import Reason, RunCounts, RunRecord
 from encoder.runner import CPU_WORTHWHILE_TOKENS, TowerRunner
-from encoder.start_check import FusionError
 from encoder.towers.backends import BackendUnavailableError
 from encoder.towers.tower import VisionTower
-from encoder.towers.weights import load_tower
 from tests.programs import output_of_python
 from tests.unit.encoder.graphs.fake_graphs import FakeGraphs, borders_on_the_device, forward_of
-from training.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
 BUDGETS = (16, 32, 64)
@@ -45,12 +38,6 @@ LAYOUTS: list[list[Grid]] = [
     [(1, 2, 2), (1, 2, 20), (1, 10, 6)],
     [(3, 4, 8), (1, 6, 6)],  # a video of three frames
 ]
-
-
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionTower:
-    path = make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoints") / request.param)
-    return load_tower(path, dtype=torch.float32, device=CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -255,18 +242,6 @@ def test_what_is_asked_for_and_cannot_be_had_is_an_error(
         TowerRunner.build(choose_forward(tower, config := EncoderConfig(**settings)), config)  # type: ignore[arg-type]
 
 
-def test_compiling_leaves_the_plain_tower_as_it_was(tower: VisionTower) -> None:
-    forward = choose_forward(tower, EncoderConfig(compile_mm_encoder=True))
-    compiled = forward.run
-    assert isinstance(compiled, torch.nn.Module)
-    assert (forward.name, forward.may_compile) == ("compiled", True)
-    assert not choose_forward(tower, EncoderConfig()).may_compile
-    assert [block._compiled_call_impl is not None for block in compiled.blocks] == [True] * len(tower.blocks)  # type: ignore[union-attr]
-    assert [block._compiled_call_impl for block in tower.blocks] == [None] * len(tower.blocks)
-    ours, theirs = dict(compiled.named_parameters()), dict(tower.named_parameters())
-    assert all(ours[name].data_ptr() == parameter.data_ptr() for name, parameter in theirs.items())
-
-
 @pytest.mark.slow
 def test_a_compiled_tower_gives_what_the_plain_one_gives(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as on a GPU, in graphs or not; without the compiler behind it, which needs one for C++ here."""
@@ -281,48 +256,6 @@ def test_a_compiled_tower_gives_what_the_plain_one_gives(tower: VisionTower, mon
             patches = patches_of(tower, grids)
             found = forward.run(patches, forward.exact_metadata(tables, layout))
             assert_close(found, expected_of(tower, patches, grids))
-
-
-class CompilerError(Exception):
-    """Of a kernel's compiler: derived from nothing that Python's own errors share."""
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (CompilerError("no such instruction"), Fallback.KERNELS),
-        (FusionError("no such instruction"), Fallback.DIFFERS),
-        (BackendUnavailableError("no such instruction"), Fallback.BACKEND),
-        (None, Fallback.UNSUPPORTED),
-    ],
-)
-def test_without_fused_kernels_the_plain_tower_runs(
-    tower: VisionTower, monkeypatch: pytest.MonkeyPatch, error: Exception | None, reason: Fallback
-) -> None:
-    """Nothing but a warning told that an encoder ran without them, and 2 to 9 times as slow."""
-    told: list[str] = []
-
-    def broken(*_: object) -> TowerForward:
-        assert error is not None
-        raise error
-
-    unsupported = "no such instruction" if error is None else None
-    monkeypatch.setattr("encoder.forwards._on_gpu", lambda tower: True)
-    monkeypatch.setattr("encoder.forwards._fused_unsupported_reason", lambda tower: unsupported)
-    monkeypatch.setattr("encoder.forwards._fused", broken)
-    monkeypatch.setattr("encoder.forwards.logger.warning", lambda text, *values: told.append(text % values))
-    runner = TowerRunner.build(choose_forward(tower, EncoderConfig()), EncoderConfig())
-    assert (runner.forward.name, runner.counts.fusion_fallback) == ("eager", reason)
-    assert told == ["no fused kernels: no such instruction"]
-
-
-def test_attention_of_torch_runs_the_plain_tower(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all other settings at their defaults; it ended the start of an encoder on any GPU."""
-    monkeypatch.setattr("encoder.forwards._on_gpu", lambda tower: True)
-    forward = choose_forward(tower, config := EncoderConfig(attention_backend="sdpa"))
-    assert (forward.name, forward.backend, forward.fallback) == ("eager", AttentionBackend.SDPA, None)
-    monkeypatch.setattr("encoder.runner._no_graphs_reason", lambda forward, config: Reason.ATTENTION)
-    assert TowerRunner.build(forward, config).forward is forward
 
 
 @pytest.mark.parametrize(("capture", "fails"), [("startup", True), ("on_demand", False)])
@@ -353,41 +286,6 @@ def test_attention_work_is_not_timed_where_batches_are_single_images(tower: Visi
     graphs.replay_ms = lambda key, grids: timed.append(key) or replay_ms(key, grids)  # type: ignore[method-assign, func-returns-value]
     GraphCapturer(cast(EncoderGraphs, graphs), config, tower.config, RunCounts(), activation_bytes=1000).start()
     assert len(timed) == len(graphs.captured), "under load only"
-
-
-def test_a_lost_device_is_not_gone_on_with(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No forward runs after an illegal access; after a missing kernel image the plain tower does."""
-
-    def lost(device: torch.device) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    def broken(*_: object) -> TowerForward:
-        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-
-    monkeypatch.setattr("encoder.forwards._on_gpu", lambda tower: True)
-    monkeypatch.setattr("encoder.forwards._fused_unsupported_reason", lambda tower: None)
-    monkeypatch.setattr("encoder.forwards._fused", broken)
-    assert choose_forward(tower, EncoderConfig()).name == "eager"
-    monkeypatch.setattr("torch.cuda.synchronize", lost)
-    monkeypatch.setattr("encoder.forwards.check_device", lambda device: check_device(torch.device("cuda")))
-    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        choose_forward(tower, EncoderConfig())
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "reason"),
-    [((8, 0), torch.float64, "float64"), ((7, 5), torch.bfloat16, "7.5"), ((8, 0), torch.bfloat16, None)],
-)
-def test_it_says_why_a_gpu_runs_no_fused_kernels(
-    tower: VisionTower,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    reason: str | None,
-) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    found = forwards._fused_unsupported_reason(copy.deepcopy(tower).to(dtype))
-    assert found is None if reason is None else reason in str(found)
 
 
 def test_default_budgets_are_those_documented() -> None:
