@@ -145,6 +145,7 @@ def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, cache_dir: Path) 
         "name": NAME,
         "route_prefix": f"/{NAME}",
         "import_path": "deployments.app:build_app",
+        "logging_config": {"enable_access_log": False},  # as in serve_config.yaml
         "args": {
             "model": str(checkpoint),
             "encoder": encoder,

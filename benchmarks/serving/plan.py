@@ -149,6 +149,7 @@ def serve_config(
                 "name": served.name,
                 "route_prefix": f"/{served.name}",
                 "import_path": "deployments.app:build_app",
+                "logging_config": {"enable_access_log": False},  # as in serve_config.yaml
                 "args": {
                     "model": str(checkpoint),
                     "encoder": settings | kept if gpu else {**settings, "warm_image_sizes": []},
@@ -210,7 +211,8 @@ def api_server(checkpoint: Path, port: int, args: Mapping[str, Any], *, processe
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     if processes > 1:
         command = [sys.executable, "-m", "benchmarks.peers.vllm_serve", "serve", "--api-server-count", str(processes)]
-    for name, value in {"model": checkpoint, "host": "127.0.0.1", "port": port, **args}.items():
+    fixed = {"model": checkpoint, "host": "127.0.0.1", "port": port, "disable_uvicorn_access_log": True}
+    for name, value in {**fixed, **args}.items():
         command.append("--" + name.replace("_", "-"))
         if value is not True:
             command.append(json.dumps(value) if isinstance(value, dict) else str(value))
