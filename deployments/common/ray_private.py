@@ -229,6 +229,9 @@ class PrivateRequestRouter(RequestRouter):
     known_replicas: Sequence[RunningReplica] = ()
     """All that Serve's controller has sent."""
 
+    def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
+        self.in_backoff: list[asyncio.Future[None]] = []
+
     @property
     def deployment_name(self) -> str:
         return self._deployment_id.name
@@ -266,6 +269,23 @@ class PrivateRequestRouter(RequestRouter):
         pending = self._get_pending_request_matching_internal_request_id(request_metadata)
         if pending is not None and self.try_assign(pending, replica):
             super()._fulfill_next_pending_request(replica, request_metadata)
+
+    async def _backoff(self, attempt: int) -> None:
+        """Waits before full replicas are tried again: Serve's time, or until a call ends and leaves its place.
+
+        Without that, places stay free for up to `max_backoff_s`, and calls that have just arrived, which try more
+        often, take them before those that have waited longest.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.in_backoff.append(ended)
+        try:
+            await asyncio.wait([ended], timeout=self._compute_backoff_s(attempt))
+        finally:
+            self.in_backoff.remove(ended)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        if longest := next((ended for ended in self.in_backoff if not ended.done()), None):
+            longest.set_result(None)
 
     def refusal(self) -> Exception | None:
         """Returns the error of calls that no replica will take; None if they wait for one."""

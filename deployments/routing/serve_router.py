@@ -161,6 +161,7 @@ class AffinityRouter(ReplicaRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Removes one call of the request from the replica's load. Serve calls this once for every routed call."""
+        super().on_request_completed(replica_id, internal_request_id)
         active = self._active.get((replica_id, internal_request_id))
         if not active:
             return

@@ -141,6 +141,7 @@ def test_vllm_alone_is_started_by_its_module_with_its_own_names(tmp_path: Path) 
     served = {one.name: one for one in list_servers(gpu=True, peers=True)[0]}
     command = vllm_command(served["vllm-graphs"], tmp_path, gpu=True, port=8200)
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    command.remove("--disable-uvicorn-access-log")
     options = dict(zip(command[3::2], command[4::2], strict=True))
     assert options["--model"] == str(tmp_path)
     assert options["--served-model-name"] == serving_plan.MODEL

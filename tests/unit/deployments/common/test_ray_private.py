@@ -44,6 +44,8 @@ CALLS = {
     replica_result.ReplicaResult.get_rejection_response: ["self"],
     replica_result.ReplicaResult.cancel: ["self"],
     replica.Replica._can_accept_request: ["self", "request_metadata"],
+    request_router.RequestRouter._backoff: ["self", "attempt"],
+    request_router.RequestRouter._compute_backoff_s: ["self", "attempt"],
     request_router.RequestRouter._choose_replica_for_request: ["self", "pending_request", "is_retry"],
     request_router.RequestRouter._fulfill_next_pending_request: ["self", "replica", "request_metadata"],
     request_router.RequestRouter._get_pending_request_matching_internal_request_id: ["self", "request_metadata"],
