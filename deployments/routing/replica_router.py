@@ -67,6 +67,9 @@ class BoundedReplica(RunningReplica):
             self._router.counts.add(Counter.CALL_ACCEPT_TIMEOUTS, target=self.replica_id.deployment_id.name)
             silent = f"the call was not accepted in {ACCEPT_S:g} s"
             raise ActorUnavailableError(silent, self.actor_id.binary()) from None
+        finally:
+            # It refers to the result and the call, whose files would be kept until cycles are collected.
+            vars(result).pop("get_rejection_response", None)
 
 
 class ReplicaRouter(PrivateRequestRouter):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -94,6 +97,25 @@ def test_a_call_that_is_not_accepted_is_not_waited_for(monkeypatch: pytest.Monke
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert (silent.cancelled, living.cancelled) == (True, False)
     assert counted == [(Counter.CALL_ACCEPT_TIMEOUTS, "LLM")]
+
+
+@pytest.mark.parametrize("call", [Call(accepts=True), Call(accepts=False, rejects=True), Call(accepts=False)])
+def test_the_files_of_a_call_are_not_kept_by_a_cycle(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    """All requests of some seconds were kept until Python collected cycles, for which it stopped for 0.1 to 0.2 s."""
+    monkeypatch.setattr(replica_router, "ACCEPT_S", 0.05)
+
+    async def scenario() -> weakref.ref[PendingRequest]:
+        sent = pending()
+        result = replica(monkeypatch, call).try_send_request(sent, True)
+        with contextlib.suppress(ActorUnavailableError):
+            await result.get_rejection_response()
+        return weakref.ref(sent)
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        gc.enable()
 
 
 def test_a_rejected_call_is_reported_to_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
