@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import os
@@ -140,6 +141,22 @@ def test_what_a_late_client_cost_is_in_the_latency(
     assert done.exit_code == 1
     assert "NOT VALID" in done.stderr
     assert "NO, over 300 ms" in done.stdout
+
+
+def test_no_garbage_is_collected_during_a_run(
+    server: ChatServer, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled = []
+    asked = trace_client.ask
+
+    async def ask(*arguments: Any) -> None:
+        enabled.append(gc.isenabled())
+        await asked(*arguments)
+
+    monkeypatch.setattr(trace_client, "ask", ask)
+    bench(server.url, "--trace", trace, "--images", tmp_path, *RELAXED)
+    assert enabled[-5:] == [False] * 5
+    assert gc.isenabled()
 
 
 def test_errors_by_status(server: ChatServer, trace: Path, tmp_path: Path) -> None:
