@@ -147,15 +147,17 @@ class EmbeddingReceiver:
             except (EmbeddingUnavailableError, OSError, WireError):
                 lost.append(number)
 
-        while True:
-            await missing.changed.wait()
-            missing.changed.clear()
+        async def receive_all() -> None:
             async with asyncio.TaskGroup() as group:
                 for number, slot in enumerate(received.slots):
                     if slot.state is SlotState.SKIPPED and digests[number] in missing.digests:
                         group.create_task(receive_one(number, slot))
-            if lost:
-                raise NotEncodedError(*sorted(lost))
+
+        while not lost:
+            await missing.changed.wait()
+            missing.changed.clear()
+            await receive_all()  # a group of this coroutine's own would keep the request in a cycle
+        raise NotEncodedError(*sorted(lost))
 
     def close(self, received: ReceivedEmbeddings) -> None:
         """Releases all leases; those granted to the engine are released when the engine reports their end."""

@@ -38,6 +38,10 @@ class GrpcAnswer(Generic[T]):
         try:
             piece: T = await anext(self._answer)
             return piece
+        except StopAsyncIteration as end:
+            # Its traceback refers to futures that refer to it: a cycle, which would keep the call and what it carried.
+            end.__traceback__ = None
+            raise StopAsyncIteration from None
         except asyncio.CancelledError:
             waiting = asyncio.current_task()
             if waiting is None or waiting.cancelling():

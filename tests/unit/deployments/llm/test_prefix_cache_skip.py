@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -18,6 +20,7 @@ from deployments.common.messages import Accepted, Deferred, NotEncoded, Response
 from deployments.common.replica_errors import TransferFailedError
 from deployments.llm.prefix_cache_skip import Missing, MissingWatch, stream_unless_lost
 from deployments.llm.received import NotEncodedError, ReceivedEmbeddings
+from deployments.llm.streams import cancel_and_wait
 from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, FirstTokenClock, first_token_clock
 from encoder.item_header import ItemHeader
@@ -277,6 +280,25 @@ def test_what_is_missed_is_read_where_it_was_last_seen(first: str) -> None:
             given.receiver.close(received)
 
     run(scenario())
+
+
+def test_a_request_that_has_ended_is_not_kept_by_a_cycle() -> None:
+    """Until Python collected cycles, it was."""
+
+    async def scenario() -> weakref.ref[ReceivedEmbeddings]:
+        async with setting() as given:
+            missing, received = Missing(FirstTokenClock()), ReceivedEmbeddings()
+            lost = asyncio.ensure_future(given.receiver.receive_missing(missing, [], [], received))
+            missing.changed.set()
+            await eventually(lambda: not missing.changed.is_set())
+            await cancel_and_wait(lost)
+            return weakref.ref(received)
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("shape", [(6, WIDTH), (5, WIDTH)])

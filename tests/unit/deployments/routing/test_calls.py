@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
@@ -174,3 +176,35 @@ def test_whoever_is_cancelled_while_waiting_is_cancelled() -> None:
                 await anext(GrpcAnswer(never()))
 
     run(scenario)
+
+
+def test_an_answer_that_has_ended_is_not_kept_by_a_cycle() -> None:
+    """Serve reads each piece on the router's loop. The last exception and its future referred to each other, so every
+    request was kept until Python collected cycles."""
+
+    class Answer:
+        def __init__(self) -> None:
+            self._pieces = self._made()
+
+        async def _made(self) -> AsyncIterator[int]:
+            yield 1
+
+        async def __anext__(self) -> int:
+            future = asyncio.run_coroutine_threadsafe(self._get(), asyncio.get_running_loop())
+            return await asyncio.wrap_future(future)
+
+        async def _get(self) -> int:
+            return await anext(self._pieces)
+
+    async def scenario() -> weakref.ref[Answer]:
+        answer = Answer()
+        wrapped: GrpcAnswer[int] = GrpcAnswer(answer)
+        assert [piece async for piece in wrapped] == [1]
+        await asyncio.sleep(0)  # the task that read last ends
+        return weakref.ref(answer)
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        gc.enable()
