@@ -18,7 +18,7 @@ LADDER = "ladder_h200.json"
 TWO_GPUS = "goodput_x2_again_h200.json"
 ONE_GPU = "goodput_shared_threads_h200.json"
 EQUAL = "goodput_4b_threads_h200.json"
-EQUAL_TWO_GPUS = "goodput_4b_x2_steps_h100.json"
+EQUAL_TWO_GPUS = "goodput_4b_x2_steps_4096_h200.json"
 NEW_IMAGES = "serving_new_images_h200.json"
 GENERIC = "log/serving_gemma3_one_place_h200.json"
 LOGS = {
@@ -26,7 +26,7 @@ LOGS = {
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
     ONE_GPU: "2026-11-27-equal-requests-haproxy.md",
     EQUAL: "2026-11-27-equal-requests-haproxy.md",
-    EQUAL_TWO_GPUS: "2026-11-28-steps-of-the-engine.md",
+    EQUAL_TWO_GPUS: "2026-11-29-full-language-models.md",
     NEW_IMAGES: "2026-11-28-new-images-again.md",
     GENERIC: "2026-11-29-generic-encoder-gpu.md",
 }
@@ -37,11 +37,11 @@ Record = Mapping[str, Any]
 
 def markdown(folder: Path) -> str:
     """Returns a table with one row per workload, with our figure and the peer's."""
-    lines = [table_row(["NVIDIA H200 (H100 where stated)", "vitray", "vLLM 0.26 alone", "conditions"]), table_rule(4)]
+    lines = [table_row(["NVIDIA H200", "vitray", "vLLM 0.26 alone", "conditions"]), table_rule(4)]
     lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
     lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
     lines += _equal_rows(folder, EQUAL, "one GPU, shared with the encoder")
-    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two H100s, an encoder on each")
+    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two GPUs, an encoder on each")
     lines += _tower_rows(folder)
     lines += _single_rows(folder)
     lines.append(_generic_row(folder))
