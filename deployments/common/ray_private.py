@@ -229,8 +229,13 @@ class PrivateRequestRouter(RequestRouter):
     known_replicas: Sequence[RunningReplica] = ()
     """All that Serve's controller has sent."""
 
-    def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
-        self.in_backoff: list[asyncio.Future[None]] = []
+    max_num_routing_tasks_cap = 1024
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        """A task for each waiting call: with Serve's two for each replica, calls that wait for one replica block those
+        that others could take."""
+        return self.max_num_routing_tasks_cap if self.curr_replicas else 0
 
     @property
     def deployment_name(self) -> str:
@@ -249,6 +254,7 @@ class PrivateRequestRouter(RequestRouter):
         if not pending.future.done():
             pending.future.set_exception(error)
             self._remove_pending_request_from_indices(pending)
+            self.forget(pending)
 
     def _get_pending_request_matching_internal_request_id(
         self, request_metadata: RequestMetadata | None = None
@@ -269,23 +275,20 @@ class PrivateRequestRouter(RequestRouter):
         pending = self._get_pending_request_matching_internal_request_id(request_metadata)
         if pending is not None and self.try_assign(pending, replica):
             super()._fulfill_next_pending_request(replica, request_metadata)
+            self.forget(pending)
+
+    async def wait_for_place(self, timeout_s: float) -> None:
+        """Waits in a call's routing task before full replicas are tried again."""
+        await asyncio.sleep(timeout_s)
 
     async def _backoff(self, attempt: int) -> None:
-        """Waits before full replicas are tried again: Serve's time, or until a call ends and leaves its place.
+        await self.wait_for_place(self._compute_backoff_s(attempt))
 
-        Without that, places stay free for up to `max_backoff_s`, and calls that have just arrived, which try more
-        often, take them before those that have waited longest.
-        """
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.in_backoff.append(ended)
-        try:
-            await asyncio.wait([ended], timeout=self._compute_backoff_s(attempt))
-        finally:
-            self.in_backoff.remove(ended)
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        if longest := next((ended for ended in self.in_backoff if not ended.done()), None):
-            longest.set_result(None)
+    def forget(self, pending: PendingRequest) -> None:
+        """Removes a call that no longer waits, which Serve does only once all before it have ended."""
+        at = next((at for at, one in enumerate(self._pending_requests_to_fulfill) if one is pending), None)
+        if at is not None:
+            del self._pending_requests_to_fulfill[at]
 
     def refusal(self) -> Exception | None:
         """Returns the error of calls that no replica will take; None if they wait for one."""
@@ -294,7 +297,7 @@ class PrivateRequestRouter(RequestRouter):
     def refuse_pending(self) -> None:
         """Fails the calls that wait for a replica if none will take them."""
         if error := self.refusal():
-            for pending in self._pending_requests_to_fulfill:
+            for pending in list(self._pending_requests_to_fulfill):
                 self.fail(pending, error)
 
     async def _choose_replica_for_request(
@@ -305,7 +308,10 @@ class PrivateRequestRouter(RequestRouter):
         try:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         except asyncio.CancelledError:
+            self.forget(pending_request)
             future = pending_request.future
-            if future.done() and not future.cancelled():  # just assigned: Serve will not report its completion
+            if (
+                future.done() and not future.cancelled() and not future.exception()
+            ):  # just assigned: Serve will not report its completion
                 self.on_request_completed(future.result().replica_id, pending_request.metadata.internal_request_id)
             raise

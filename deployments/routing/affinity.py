@@ -74,7 +74,7 @@ class Call:
     only_choose: bool = False
     """Whether a replica is only chosen, for a call that follows."""
     refused_by: tuple[str, ...] = ()
-    """Replicas that were too busy for the call; it goes to one of them only if there is no other."""
+    """Replicas that were too busy for the call; it goes to one of them only if no other takes it."""
     refusable: bool = False
     """Whether a replica that is too busy may refuse the call, which then goes to another."""
     sticky: bool = False
@@ -126,8 +126,8 @@ class Affinity:
     all replicas of that identity, with the call counted in the mean, or at most FREE_CALLS calls over the mean. With
     `separate_cache_hits`, cache hits and computations are bounded separately: the replica that the key was sent to last
     takes the call unless it has too many cache hits in flight, whatever its other load. A retry exceeds the bound
-    rather than return to the replica that failed it, and a refused call rather than return to a replica that refused
-    it. Each router applies the bound to the calls that it sent, so their sum keeps it too.
+    rather than return to the replica that failed it, and a refused call before it returns to a replica that refused it.
+    Each router applies the bound to the calls that it sent, so their sum keeps it too.
     """
 
     def __init__(self, *, load_factor: float = 1.25, separate_cache_hits: bool = False) -> None:
@@ -231,16 +231,18 @@ class Affinity:
         if call.sticky:
             as_compute = as_compute | (serving & (tiers == SENT_LAST))
         if call.refused_by:
-            unasked = serving & np.array([name not in call.refused_by for name in self._names], np.bool_)
-            if unasked.any():
-                as_hit, as_compute = as_hit & unasked, as_compute & unasked
-                if not (as_hit | as_compute).any():
-                    as_compute = unasked
+            unasked = serving & ~self._has_refused(call)
+            if not ((as_hit | as_compute) & unasked).any():
+                as_compute = as_compute | unasked
         # A replica that fails every call has the least load, so the bound would send its failed calls back to it.
         others = serving & (tiers != AVOIDED)
         if call.attempt and others.any() and not ((as_hit | as_compute) & others).any():
             as_compute = others
         return as_hit, as_compute | (serving & self._is_chosen(call)) if call.replica else as_compute
+
+    def _has_refused(self, call: Call) -> Flags:
+        """Returns, for each replica, whether it has refused the call."""
+        return np.array([name in call.refused_by for name in self._names], np.bool_)
 
     def _is_chosen(self, call: Call) -> Flags:
         """Returns, for each replica, whether it was chosen for the call."""
@@ -277,7 +279,9 @@ class Affinity:
             keys = [~_mix(self._name_hashes ^ np.uint64(int(call.key[:16], 16))), tiers]
         if call.host and len(call.refused_by) < NEAR_REFUSALS:
             keys += [np.array([host != call.host for host in self._hosts], np.bool_), tiers == AVOIDED]
-        order = np.lexsort([*keys, ~self._is_chosen(call)] if call.replica else keys)
+        if call.replica:
+            keys.append(~self._is_chosen(call))
+        order = np.lexsort([*keys, self._has_refused(call)] if call.refused_by else keys)
         return np.asarray(order[self._matches_identity(call)[order]])
 
 

@@ -76,7 +76,6 @@ class ReplicaRouter(PrivateRequestRouter):
     """Router of one deployment handle in one process."""
 
     def initialize_state(self, **_: Any) -> None:  # noqa: ANN401 - Serve's signature
-        super().initialize_state()
         self._excluded: set[ReplicaID] = set()
         self._has_seen_own_version = self._is_version_gone = False
         self._routable: dict[ReplicaID, RunningReplica] = {}

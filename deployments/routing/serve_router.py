@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
@@ -25,6 +27,7 @@ from deployments.routing.choices import Choices
 from deployments.routing.prefill_load import choose_probed, rank_by_pending_prefill
 from deployments.routing.replica_identity import HOST, IDENTITY, published
 from deployments.routing.replica_router import ReplicaRouter
+from deployments.routing.wait_queue import WaitQueue
 from deployments.telemetry.metrics import Counter
 
 PROBE_TIMEOUT_S = 0.05
@@ -59,6 +62,10 @@ class AffinityRouter(ReplicaRouter):
         self._choices = Choices(self._affinity)
         self._names: dict[str, RunningReplica] = {}
         self._hosts: dict[str, str] = {}
+        self._identities: dict[str, str] = {}
+        self._wait_queue = WaitQueue()
+        # By routing task, the call that it tries to assign, and `missed` of the queue at the beginning of the last try.
+        self._tries: WeakKeyDictionary[asyncio.Task[Any], tuple[PendingRequest, int]] = WeakKeyDictionary()
         # By replica and request. Calls of one request share its id, so `on_request_completed` may end them in another
         # order; the loads are right once all have ended.
         self._active: defaultdict[tuple[ReplicaID, str], list[ActiveCall]] = defaultdict(list)
@@ -66,9 +73,10 @@ class AffinityRouter(ReplicaRouter):
     def _set_routable(self, replicas: list[RunningReplica]) -> None:
         super()._set_routable(replicas)
         self._names = {replica.replica_id.unique_id: replica for replica in replicas}
-        identities = {name: published(one, IDENTITY) for name, one in self._names.items()}
+        self._identities = {name: published(one, IDENTITY) for name, one in self._names.items()}
         self._hosts = {name: published(one, HOST) for name, one in self._names.items()}
-        self._affinity.set_replicas(self._names, identities, self._hosts)
+        self._affinity.set_replicas(self._names, self._identities, self._hosts)
+        self._wait_queue.replicas_changed()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -81,6 +89,8 @@ class AffinityRouter(ReplicaRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Serve waits before it tries full replicas again
             call = self._call(pending_request)
+            if not call.only_choose:
+                await self._begin_try(pending_request, call)
             replaced = pending_request.metadata.internal_request_id if call.only_choose else None
             self.counts.add(Counter.CHOICES_NOT_CALLED, self._choices.expire(replaced))
             if self._names and not self._affinity.can_serve(call):
@@ -96,6 +106,28 @@ class AffinityRouter(ReplicaRouter):
             self.counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
             self._choices.begin(pending_request.metadata.internal_request_id, names[0], call)
         return [[self._names[name]] for name in names if name in self._names]
+
+    async def _begin_try(self, pending: PendingRequest, call: Call) -> None:
+        """Waits behind older calls for the same replicas before a call's first try."""
+        await asyncio.sleep(0)  # calls that were just assigned are counted first, as the load of their replicas
+        task = asyncio.current_task()
+        assert task is not None
+        is_first = task not in self._tries or self._tries[task][0] is not pending
+        self._tries[task] = pending, self._wait_queue.missed()
+        if is_first and self._wait_queue.has_older(pending.created_at, call.identity):
+            await self.wait_for_place(self.max_backoff_s)
+
+    async def wait_for_place(self, timeout_s: float) -> None:
+        """Waits until a call ends and leaves its place, or for `timeout_s` if the call is the oldest one. A router
+        without calls in flight, of which none can end, tries more often."""
+        task = asyncio.current_task()
+        assert task is not None
+        if task not in self._tries:  # a choice, for which no replica runs
+            return await super().wait_for_place(timeout_s)
+        pending, missed = self._tries[task]
+        timeout_s = timeout_s if self._active else min(timeout_s, self.initial_backoff_s)
+        await self._wait_queue.wait(pending.created_at, self._call(pending).identity, missed, timeout_s)
+        self._tries[task] = pending, self._wait_queue.missed()
 
     def _call(self, pending: PendingRequest) -> Call:
         call = Call.from_session_id(pending.metadata.session_id)
@@ -154,6 +186,7 @@ class AffinityRouter(ReplicaRouter):
             return False
         self.counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
         self._active[replica.replica_id, request].append(active)
+        self._wait_queue.assigned(self._identities[name])
         if self._refusable and call.key is not None:
             sent = dataclasses.replace(call, refusable=call.cost > 0 and self._affinity.is_refusable(call))
             pending.metadata.session_id = sent.to_session_id()
@@ -161,7 +194,7 @@ class AffinityRouter(ReplicaRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Removes one call of the request from the replica's load. Serve calls this once for every routed call."""
-        super().on_request_completed(replica_id, internal_request_id)
+        self._wait_queue.place_free(self._identities.get(replica_id.unique_id, ""))
         active = self._active.get((replica_id, internal_request_id))
         if not active:
             return

@@ -323,32 +323,6 @@ def test_who_does_not_tell_is_left_out_and_counted(silent: Any, monkeypatch: pyt
     )
 
 
-def test_a_call_that_ends_lets_the_one_that_waits_longest_try_at_once() -> None:
-    """Serve's own time between two tries is longer than the test may take."""
-
-    async def scenario() -> None:
-        fleet = Fleet("a")
-        fleet.router.update_backoff_params(600.0, None, 600.0)
-        fleet.full.add("a")
-        waiting = []
-        for number in range(2):
-            waiting.append(fleet.ask("", f"waiting {number}"))
-            await asyncio.sleep(0.05)
-        assert len(fleet.router.in_backoff) == 2
-        fleet.end("a")
-        await asyncio.sleep(0.05)
-        assert len(fleet.router.in_backoff) == 2, "another router's call has taken the place: both wait again"
-        fleet.full.clear()
-        fleet.end("a")
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        assert done == {waiting[1]}, "the first has just tried in vain"
-        fleet.end("a", "waiting 1")
-        await waiting[0]
-        assert not fleet.router.in_backoff
-
-    run(scenario)
-
-
 def test_where_those_that_told_are_full_another_takes_it() -> None:
     async def scenario() -> None:
         fleet = Fleet("abcd", probe_min_cost=1000)
