@@ -186,7 +186,10 @@ async def object_ref(response: DeploymentResponse[Any]) -> ray.ObjectRef[Any]:
     """Returns the reference to the result once a replica has accepted the call, which outlives a cancelled wait."""
     assigned = asyncio.ensure_future(response._to_object_ref())
     assigned.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised to the remaining waiters
-    return await asyncio.shield(assigned)
+    try:
+        return await asyncio.shield(assigned)
+    finally:
+        del assigned  # or its error, whose traceback has this frame, would refer to itself
 
 
 async def wait_until_ready(reference: ray.ObjectRef[Any]) -> None:

@@ -375,7 +375,7 @@ class EncoderReplica:
                 if isinstance(error, QueueFullError):
                     self._counts.add(Counter.ENCODER_REJECTIONS)
                 failed_future: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-                failed_future.set_exception(error)
+                failed_future.set_exception(error.with_traceback(None))  # which would keep all images of the call
                 futures.append(failed_future)
         return futures
 

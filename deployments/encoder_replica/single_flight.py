@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class SingleFlight(Generic[T]):
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = _Flight(asyncio.create_task(start()))
-            flight.task.add_done_callback(lambda task: self._finish(key, flight, task))
+            flight.task.add_done_callback(partial(self._finish, key, flight))
         flight.num_waiting += 1
         try:
             return await asyncio.shield(flight.task)
@@ -47,6 +48,7 @@ class SingleFlight(Generic[T]):
             if flight.num_waiting == 0 and not flight.task.done():
                 self._forget(key, flight)  # a later caller must not join a task that is being cancelled
                 flight.task.cancel()
+            del flight  # or the task's error, whose traceback has this frame, would refer to itself
 
     def _finish(self, key: str, flight: _Flight[T], task: asyncio.Task[T]) -> None:
         self._forget(key, flight)

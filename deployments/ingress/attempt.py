@@ -145,8 +145,9 @@ class Attempt:
                 self.replicas.cancel(self._answer, ())
             else:
                 self.cancel(failed=True)
+            self._answer = None
             try:
-                raise client_error from error
+                raise client_error from None if client_error is error else error
             finally:
                 del client_error  # or this frame, which the error refers to, would keep it and the request
         except BaseException:  # the client disconnected, or the deadline has passed

@@ -219,8 +219,8 @@ class Replicas:
         """
         refs = await self._accepted(encodings)
         if refs and not early:
-            ready = asyncio.gather(*map(ray_private.wait_until_ready, refs))  # waits without fetching
-            await self._translate_errors(ready)
+            # Waits without fetching.
+            await self._translate_errors(asyncio.gather(*map(ray_private.wait_until_ready, refs)))
         next_ref = map(ray_private.ResultReference, refs)
         sources = [next(next_ref) if isinstance(one, SharedCall) else one for one in encodings] or request.files
         http = dataclasses.replace(request.http, early_prefill=bool(refs) and early)
@@ -234,8 +234,9 @@ class Replicas:
 
     async def _accepted(self, encodings: Sequence[Encoding]) -> list[ObjectRef[EncoderAnswer]]:
         """Waits until encoders have accepted their calls. Returns references to the results of these."""
-        accepted = asyncio.gather(*(ray_private.object_ref(call.response) for call in _encoder_calls(encodings)))
-        return await self._translate_errors(accepted)
+        return await self._translate_errors(
+            asyncio.gather(*(ray_private.object_ref(call.response) for call in _encoder_calls(encodings)))
+        )
 
     def discard_location(self, encoding: SharedEmbedding | Deferred) -> None:
         """Forgets the location of an embedding that the language model did not find there."""
@@ -284,12 +285,20 @@ class Replicas:
         try:
             return await result
         except Exception as error:
-            raise self.failures.to_client_error(error, EncoderLostError) from error
+            client_error = self.failures.to_client_error(error, EncoderLostError)
+            try:
+                raise client_error from None if client_error is error else error
+            finally:
+                del client_error
+        finally:
+            del result  # or its error, whose traceback has this frame, would refer to itself
 
 
 def _cancel(call: Answer | DeploymentResponse[Any]) -> None:
-    with contextlib.suppress(Exception):  # Serve raises the call's error here, which was reported already
+    try:
         call.cancel()
+    except Exception as error:  # the call's own, which was reported already; its traceback would refer to the call
+        error.with_traceback(None)
 
 
 async def _drain(answer: Answer) -> None:

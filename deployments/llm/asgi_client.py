@@ -98,3 +98,4 @@ async def call(app: AsgiApp, request: HttpRequest) -> AsyncGenerator[Message, No
             _, pending = await asyncio.wait([task], timeout=DISCONNECT_GRACE_S)
             for leftover in pending:
                 leftover.cancel()
+        del task  # or its error, whose traceback has this frame, would refer to itself

@@ -276,6 +276,8 @@ class EmbeddingReceiver:
                 acquired.add_done_callback(_release)
             self._add_num_leases(peer, -1)
             raise
+        finally:
+            del acquired  # or its error, whose traceback has this frame, would refer to itself
         slot.state, slot.path, slot.lease, slot.peer = SlotState.LEASED, TransferPath.ENGINE, lease, peer
 
     async def _hold(self, slot: EmbeddingSlot, received: Future[ReceivedEmbedding], path: TransferPath) -> None:

@@ -69,12 +69,13 @@ async def unless_lost(result: Coroutine[Any, Any, T], lost: asyncio.Future[NoRet
     """Returns the result, or raises the error of `lost`, a future that fails if the engine needs an embedding that is
     stored nowhere; `result` is then cancelled."""
     task = asyncio.ensure_future(result)
+    awaited: set[asyncio.Future[Any]] = {task, lost}
     try:
-        awaited: set[asyncio.Future[Any]] = {task, lost}
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else lost.result()
     finally:
         await cancel_and_wait(task)
+        del task, awaited, lost  # or an error of one, whose traceback has this frame, would refer to itself
 
 
 async def stream_unless_lost(

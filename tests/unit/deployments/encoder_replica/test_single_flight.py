@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -172,3 +174,29 @@ def test_an_error_of_cancelled_work_is_not_reported_as_lost() -> None:
         await asyncio.sleep(0.01)
 
     run(scenario)
+
+
+def test_an_error_keeps_nothing_in_a_cycle() -> None:
+    """The task with the image's file was kept until Python collected cycles."""
+
+    class File(bytearray):
+        pass
+
+    async def scenario() -> weakref.ref[File]:
+        async def fail(file: File) -> object:
+            raise ValueError(len(file))
+
+        async def call(file: File) -> None:
+            with pytest.raises(ValueError, match="1"):
+                await SingleFlight[object]().run("key", lambda: fail(file))
+
+        file = File(b"1")
+        await call(file)
+        await asyncio.sleep(0)
+        return weakref.ref(file)
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        gc.enable()

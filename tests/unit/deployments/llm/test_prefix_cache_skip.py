@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from deployments.common.messages import Accepted, Deferred, NotEncoded, ResponseHead
 from deployments.common.replica_errors import TransferFailedError
-from deployments.llm.prefix_cache_skip import Missing, MissingWatch, stream_unless_lost
+from deployments.llm.prefix_cache_skip import Missing, MissingWatch, stream_unless_lost, unless_lost
 from deployments.llm.received import NotEncodedError, ReceivedEmbeddings
 from deployments.llm.streams import cancel_and_wait
 from deployments.telemetry.metrics import Counter
@@ -293,6 +293,28 @@ def test_a_request_that_has_ended_is_not_kept_by_a_cycle() -> None:
             await eventually(lambda: not missing.changed.is_set())
             await cancel_and_wait(lost)
             return weakref.ref(received)
+
+    gc.disable()
+    try:
+        assert asyncio.run(scenario())() is None
+    finally:
+        gc.enable()
+
+
+def test_a_request_that_has_failed_is_not_kept_by_a_cycle() -> None:
+    class File(bytearray):
+        pass
+
+    async def scenario() -> weakref.ref[File]:
+        async def fail(file: File) -> None:
+            raise ValueError(len(file))
+
+        file = File(b"1")
+        lost = asyncio.get_running_loop().create_future()
+        with pytest.raises(ValueError, match="1"):
+            await unless_lost(fail(file), lost)
+        await asyncio.sleep(0)
+        return weakref.ref(file)
 
     gc.disable()
     try:

@@ -49,8 +49,8 @@ def test_places_go_to_the_calls_in_order() -> None:
         given.end("a", "rejected")
         assert await ended(tasks) == [], "there was no place"
         order: list[int] = []
-        for number, task in enumerate(tasks):
-            task.add_done_callback(lambda _, number=number: order.append(number))
+        for task in tasks:
+            task.add_done_callback(lambda done: order.append(tasks.index(done)))
         given.full.clear()
         given.end("a", "other")
         assert await ended(tasks) == [0, 1, 2], "each that is assigned lets the next one try"
