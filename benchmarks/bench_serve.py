@@ -167,6 +167,9 @@ def main(
     keys = (key, against_key)[: len(bases)]
     servers = [Server(name, base, one) for name, base, one in zip(names, bases, keys, strict=True)]
     try:
+        for file in (out, plot):
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
         whole = read_trace(trace_file) if trace_file else generate_trace()
         trace = whole.cut(requests).capped(max_prompt_tokens, max_output_tokens)
         if pieces > len(trace.requests):
@@ -179,7 +182,7 @@ def main(
     except (TraceError, BenchError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
-        raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+        raise _failed(error) from error
     slo = Slo(ttft_ms, tpot_ms)
     found = report(plan, servers, runs, slo, max_lag_ms) | {
         "capped": {"prompt_tokens": max_prompt_tokens, "output_tokens": max_output_tokens}
@@ -191,13 +194,20 @@ def main(
         click.echo(
             f"\n{found['order']}\n{trace_figures.compared_text(found['compared'], [one.label for one in servers])}"
         )
-    if plot is not None:
-        trace_plot.draw(runs, slo, f"{trace.name}, {speed:g} times as fast", plot)
     if not found["valid"]:
         click.echo("NOT VALID: the client was late; give it more CPU or lower --speed", err=True)
-    write(found | provenance(commit, _without_key(sys.argv[1:])), out)
+    try:
+        write(found | provenance(commit, _without_key(sys.argv[1:])), out)
+        if plot is not None:
+            trace_plot.draw(runs, slo, f"{trace.name}, {speed:g} times as fast", plot)
+    except OSError as error:
+        raise _failed(error) from error
     answered = all(one["successful"] for one in found["servers"].values())
     sys.exit(0 if found["valid"] and answered else 1)
+
+
+def _failed(error: OSError) -> click.ClickException:
+    return click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _without_key(arguments: Sequence[str]) -> list[str]:

@@ -100,11 +100,11 @@ def _driver() -> str | None:
 
 
 def write(report: Mapping[str, object], out: Path | None) -> None:
-    """Writes the report to `out`, if given, and as the last line on stdout."""
-    if out is not None:
-        save(report, out)
+    """Writes the report as the last line on stdout, and then to `out`, if given, which may fail."""
     sys.stdout.flush()
     print(json.dumps(report), flush=True)
+    if out is not None:
+        save(report, out)
 
 
 def save(report: Mapping[str, object], out: Path) -> None:

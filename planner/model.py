@@ -13,9 +13,11 @@ Pure Python over numbers.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from encoder.packing.cost_based import CostTable, ImageCost, plan_batches
 from encoder.packing.greedy import Batch
@@ -28,6 +30,8 @@ MAX_UTILISATION = 0.9
 """Maximum utilisation of encoders and language models; above it any disturbance makes queues grow."""
 TARGET_CPU_UTILISATION = 0.5
 """Target utilisation of CPU processes, which determines their number: they cost no GPU."""
+PEAK_S = 300.0
+"""Length of the window whose load determines utilisation: the busiest one of the trace."""
 
 
 class Placement(Enum):
@@ -154,7 +158,7 @@ def choose_layout(found: Sequence[Prediction]) -> Prediction:
 def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout: Layout) -> Prediction:
     """Simulates the trace, unless language models exceed MAX_UTILISATION: such a layout misses the target."""
     language, llms = speeds.language, layout.llms
-    duration_s = requests[-1].at_s - requests[0].at_s
+    duration_s = _duration_at_peak_s(requests, language)
     decode_share = sum(request.output_tokens for request in requests) / (
         language.decode_tokens_per_s * llms * duration_s
     )
@@ -253,10 +257,27 @@ def _image_load_s_per_token(speeds: Speeds, placement: Placement) -> float:
 def _num_cpu_processes(requests: Sequence[Request], speeds: Speeds, placement: Placement) -> int:
     """Returns the number of CPU processes that the trace needs."""
     tokens = sum(image.num_tokens for request in requests for image in request.images)
-    duration_s = requests[-1].at_s - requests[0].at_s
+    duration_s = _duration_at_peak_s(requests, speeds.language)
     return max(
         1, math.ceil(tokens * _image_load_s_per_token(speeds, placement) / (TARGET_CPU_UTILISATION * duration_s))
     )
+
+
+def _duration_at_peak_s(requests: Sequence[Request], language: Language) -> float:
+    """Returns the time that the trace would take at the load of its busiest PEAK_S, or of its length if it is shorter.
+
+    N requests have N intervals, the last of which is the mean. Requests that arrive at one time count as PEAK_S.
+    """
+    times_s = [request.at_s - requests[0].at_s for request in requests]
+    window_s = min(PEAK_S, times_s[-1] * len(times_s) / (len(times_s) - 1)) if times_s[-1] > 0 else PEAK_S
+    work_s = (
+        request.output_tokens / language.decode_tokens_per_s + request.num_tokens / language.prefill_tokens_per_s
+        for request in requests
+    )
+    totals_s = list(accumulate(work_s, initial=0.0))
+    ends = [bisect_left(times_s, at_s + window_s) for at_s in times_s]
+    peak_work_s = max(totals_s[end] - totals_s[begin] for begin, end in enumerate(ends))
+    return window_s * totals_s[-1] / peak_work_s
 
 
 def _layouts(placement: Placement, gpus: int, llm_gpus: int, cpu_processes: int) -> Iterator[Layout]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.configuration import ENCODER_SHARE
-from planner.model import MAX_UTILISATION, STEP_TOKENS, Placement, Prediction, Speeds, Target, longest_stall_s
+from planner.model import MAX_UTILISATION, PEAK_S, STEP_TOKENS, Placement, Prediction, Speeds, Target, longest_stall_s
 from planner.traces import Request
 
 _PARTS = {
@@ -57,8 +57,8 @@ def text(
         f"{speeds.llm_overhead_s * 1e3:.0f} ms of the language model's own for every one; 1000 visual tokens take a "
         f"CPU {speeds.image_load_s_per_token * 1e6:.0f} ms to read, one of vLLM's "
         f"{speeds.vllm_image_load_s_per_token * 1e6:.0f}; no more than "
-        f"{MAX_UTILISATION:.0%} busy; up to {STEP_TOKENS} prompt tokens a step; a picture seen before costs no "
-        "encoding in any way, and every prompt is read whole (no prefix cache), "
+        f"{MAX_UTILISATION:.0%} busy in the busiest {PEAK_S:.0f} s; up to {STEP_TOKENS} prompt tokens a step; "
+        "a picture seen before costs no encoding in any way, and every prompt is read whole (no prefix cache), "
         f"{'as its images come' if speeds.early_prefill else 'once all of its images have come'} from encoders of "
         "their own; attention costs vLLM's tower what it costs ours; "
         "its tower spreads freely over a replica's GPUs; of a shared GPU the encoder has "

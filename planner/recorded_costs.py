@@ -26,12 +26,15 @@ def read_costs(path: Path, tower: str) -> CostTable:
     table = tables.get("fusion") or tables.get("cudagraph")
     if table is None:
         raise ValueError(f"{path.name} has no measured cost table of {tower}")
-    rows = {key: tuple((size, ms) for size, ms in table[key]) for key in ("replay_ms", "eager_ms")}
-    return CostTable(**rows, work_ms=table["work_ms"])
+    rows = {key: tuple((int(size), float(ms)) for size, ms in table[key]) for key in ("replay_ms", "eager_ms")}
+    return CostTable(**rows, work_ms=float(table["work_ms"]))
 
 
 def for_budgets(table: CostTable, budgets: Sequence[int]) -> CostTable:
-    """Returns the table for `budgets`, in any order: replays interpolated, above the largest in proportion."""
+    """Returns the table for `budgets`, in any order: replays interpolated, above the largest in proportion. Raises
+    ValueError for a table without replays."""
+    if not table.replay_ms:
+        raise ValueError("replay_ms is empty; there must be at least 1 measurement")
     times = tuple((budget, interpolate_ms(table.replay_ms, budget)) for budget in sorted(set(budgets)))
     return replace(table, replay_ms=times)
 
@@ -56,7 +59,9 @@ def read_vllm_costs(path: Path, tower: str, *, work_ms: float) -> CostTable:
             rows.append((shape["tokens"], shape["work"], min(times)))
     if len(rows) < 3:
         raise ValueError(f"{path.name} has times of vLLM's tower of {tower} for {len(rows)} shapes, not at least 3")
-    tokens, work, ms = np.array(rows).T
+    tokens, work, ms = np.array(rows, dtype=float).T
+    if not np.isfinite(rows).all() or ms.min() <= 0:
+        raise ValueError(f"{path.name} has times of vLLM's tower of {tower} that are not finite and positive: {rows}")
     base_ms, token_ms = (
         float(v) for v in np.linalg.lstsq(np.stack((1 / ms, tokens / ms), 1), 1 - work_ms * work / ms)[0]
     )

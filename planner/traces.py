@@ -32,6 +32,9 @@ RULES: Mapping[str, ImageRules] = {
 }
 """Patches and pixel bounds of the published preprocessor configs, by the benchmarks' name of the tower."""
 
+MAX_TOKENS = 2**31
+"""Maximum number of tokens of a request's text, and of its answer."""
+
 T = TypeVar("T")
 
 
@@ -89,10 +92,10 @@ def read_requests(path: Path, rules: ImageRules, video_rules: VideoRules | None 
         images, of_images = new_images(line["images"], rules, seen)
         chunks, of_videos = _new_videos(line.get("videos", []), video_rules, seen)
         at_s, prompt, output = float(line["t"]), int(line["prompt_tokens"]), int(line["output_tokens"])
-        if not math.isfinite(at_s) or prompt < 0 or output < 1:
+        if not (math.isfinite(at_s) and 0 <= prompt <= MAX_TOKENS and 1 <= output <= MAX_TOKENS):
             raise TraceError(
                 f"t is {at_s}, prompt_tokens {prompt} and output_tokens {output}; "
-                "they must be a finite time, at least 0 and at least 1"
+                f"they must be a finite time, 0 to {MAX_TOKENS} and 1 to {MAX_TOKENS}"
             )
         return Request(at_s, images + chunks, prompt + of_images + of_videos, output)
 
@@ -151,4 +154,7 @@ def video_costs(video: Mapping[str, Any], rules: VideoRules) -> list[ImageCost]:
 
 def image_cost(image: Mapping[str, int], rules: ImageRules) -> ImageCost:
     """Returns the cost of an image of a trace. Raises KeyError without `w` or `h`, ValueError for an invalid size."""
-    return costs.image_cost(image_grid(int(image["w"]), int(image["h"]), rules), rules.merge_size**2)
+    width, height = int(image["w"]), int(image["h"])
+    if min(width, height) < 1:
+        raise ValueError(f"image of {width}x{height} pixels; both must be at least 1")
+    return costs.image_cost(image_grid(width, height, rules), rules.merge_size**2)

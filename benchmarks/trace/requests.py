@@ -1,7 +1,7 @@
 """Requests of a trace: their times, images, and lengths of question and answer.
 
 A line is a JSON object: `t` in seconds, `images` with `id`, `w` and `h` in pixels (equal ids are the same image),
-`prompt_tokens` and `output_tokens`.
+`prompt_tokens` and `output_tokens`. A request with videos is refused.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.traces import TraceError
+from planner.traces import MAX_TOKENS, TraceError, read_lines
 
 GENERATED = "generated"
 """Name of the trace that is generated if none is given."""
+MAX_SIDE = 65_500
+"""Maximum width and height in pixels of a JPEG that libjpeg writes."""
 _SIDES = (64, 128, 192, 256, 320, 384, 512)
 _REPEATS = 0.3
 _BURST = 0.5
@@ -83,45 +86,49 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Reads a trace. Raises TraceError with file and line if it is invalid, or if an image has two sizes."""
-    content = path.read_bytes()
     requests: list[TraceRequest] = []
     sizes: dict[int, TraceImage] = {}
-    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
-        try:
-            request = _request(json.loads(line))
-            for image in request.images:
-                if sizes.setdefault(image.id, image) != image:
-                    known = sizes[image.id]
-                    raise ValueError(f"image {image.id} is {image.width}×{image.height}, and was "
-                                     f"{known.width}×{known.height}")  # fmt: skip
-            if requests and request.at_s < requests[-1].at_s:
-                raise ValueError(f"t is {request.at_s}, and was {requests[-1].at_s} in the line before")
-        except (ValueError, KeyError, TypeError) as error:
-            raise TraceError(f"{path.name}, line {number}: {error!r}") from error
+
+    def add(line: dict[str, object]) -> None:
+        request = _request(line)
+        for image in request.images:
+            if sizes.setdefault(image.id, image) != image:
+                known = sizes[image.id]
+                raise ValueError(f"image {image.id} is {image.width}×{image.height}, and was "
+                                 f"{known.width}×{known.height}")  # fmt: skip
+        if requests and request.at_s < requests[-1].at_s:
+            raise ValueError(f"t is {request.at_s}, and was {requests[-1].at_s} in the line before")
         requests.append(request)
+
+    read_lines(path, add)
     if not requests:
         raise TraceError(f"{path.name} has no request")
-    return Trace(path.stem, hashlib.sha256(content).hexdigest(), tuple(requests))
+    return Trace(path.stem, hashlib.sha256(path.read_bytes()).hexdigest(), tuple(requests))
 
 
 def _request(line: dict[str, object]) -> TraceRequest:
     images = line["images"]
     if not isinstance(images, list):
         raise TypeError("images must be a list")
+    if line.get("videos"):
+        raise ValueError("a request has videos, which this benchmark does not send")
     request = TraceRequest(
         float(str(line["t"])),
         tuple(TraceImage(int(image["id"]), int(image["w"]), int(image["h"])) for image in images),
         int(str(line["prompt_tokens"])),
         int(str(line["output_tokens"])),
     )
-    least = min((min(image.width, image.height) for image in request.images), default=1)
-    for name, value in (
-        ("w and h", least),
-        ("prompt_tokens", request.prompt_tokens),
-        ("output_tokens", request.output_tokens),
+    if not math.isfinite(request.at_s) or min((image.id for image in request.images), default=0) < 0:
+        raise ValueError("t must be finite, and the ids of images at least 0")
+    sides = [side for image in request.images for side in (image.width, image.height)]
+    for name, values, limit in (
+        ("w and h", sides, MAX_SIDE),
+        ("prompt_tokens", [request.prompt_tokens], MAX_TOKENS),
+        ("output_tokens", [request.output_tokens], MAX_TOKENS),
     ):
-        if value < 1:
-            raise ValueError(f"{name}: {value}; must be at least 1")
+        for value in values:
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name}: {value}; must be from 1 to {limit}")
     return request
 
 

@@ -143,12 +143,13 @@ def plan(
 
     The model plays the trace in a virtual clock through first-come-first-served queues with batches. Before the towers,
     CPU processes read requests with their pictures, each process all of its requests concurrently; the model uses as
-    many of these processes as are needed, and the output lists them. It models queueing and computing. It does not
-    model memory (whether weights and KV cache fit), the rate of tokens after the first one, misrouting between
-    replicas, or starts of replicas. vLLM's tower is a line through eleven shapes, up to 13 % off for the included
-    times. The times before and after the towers come from one run with PNG files of noise, which are slow to read;
-    yours (--reading-ms) is a request's time to the first token minus the stages that Server-Timing lists.
-    docs/measurements.md compares predictions with measurements.
+    many of these processes as are needed, and the output lists them. Utilisation is that of the trace's busiest
+    300 s, or of the whole trace if it is shorter. It models queueing and computing. It does not model memory (whether
+    weights and KV cache fit), the rate of tokens after the first one, misrouting between replicas, or starts of
+    replicas. vLLM's tower is a line through eleven shapes, up to 13 % off for the included times. The times before and
+    after the towers come from one run with PNG files of noise, which are slow to read; yours (--reading-ms) is a
+    request's time to the first token minus the stages that Server-Timing lists. docs/measurements.md compares
+    predictions with measurements.
     """
     from planner import configuration, overheads
     from planner import output as plan_report
@@ -195,7 +196,7 @@ def plan(
         if way is Placement.SHARED and llm_gpus > 1:
             met[way] = f"a language model takes {llm_gpus} GPUs"
         elif slo_stall is not None and stall_s > slo_stall:
-            met[way] = f"pictures stop answers for {stall_s:.2f} s, over --slo-stall"
+            met[way] = f"pictures stop answers for {stall_s * 1e3:.1f} ms, over --slo-stall"
         else:
             found_way = find_cheapest_layout(requests, speeds, target, placement=way, max_gpus=max_gpus)
             met[way] = found_way or "not within --max-gpus"
@@ -246,6 +247,6 @@ def _read_towers(costs: Path, tower: str) -> tuple[Tower, Tower]:
         raise click.ClickException(
             f"{costs} is not there: measured times come with a clone of the repository, or by --costs"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise click.ClickException(f"--costs: {costs.name} holds no measured times as expected: {reason}") from error

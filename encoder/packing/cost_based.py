@@ -51,12 +51,12 @@ class CostTable:
     def __post_init__(self) -> None:
         for name, rows in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
             sizes = [size for size, _ in rows]
-            if sizes != sorted(set(sizes)) or any(size < 1 or ms <= 0 for size, ms in rows):
-                raise ValueError(f"{name} must ascend in positive sizes with positive times, got {rows}")
+            if sizes != sorted(set(sizes)) or any(not size >= 1 or not 0 < ms < math.inf for size, ms in rows):
+                raise ValueError(f"{name} must ascend in positive sizes with finite positive times, got {rows}")
         if not self.eager_ms:
             raise ValueError("eager_ms is empty; there must be at least 1 measurement")
-        if self.work_ms < 0:
-            raise ValueError(f"work_ms is {self.work_ms}; it must not be negative")
+        if not 0 <= self.work_ms < math.inf:
+            raise ValueError(f"work_ms is {self.work_ms}; it must be finite and not negative")
 
     @cached_property
     def budgets(self) -> tuple[int, ...]:

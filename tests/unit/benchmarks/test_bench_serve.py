@@ -90,6 +90,15 @@ def test_a_run_counts_what_the_server_sent(server: ChatServer, trace: Path, tmp_
     assert text(found) in done.stdout
 
 
+def test_a_result_that_cannot_be_written_is_printed(server: ChatServer, trace: Path, tmp_path: Path) -> None:
+    """It was lost; and the folder of --out was created only after the run."""
+    (tmp_path / "out.json.part").mkdir()
+    done = bench(server.url, "--trace", trace, "--images", tmp_path, "--out", tmp_path / "out.json", *RELAXED)
+    assert (done.exit_code, result(done)["trace"]["requests"]) == (1, 5)
+    assert "out.json.part: Is a directory" in done.stderr
+    assert f"Error: {trace}: File exists" in bench("http://x", "--trace", trace, "--out", trace / "out.json").stderr
+
+
 def test_requests_are_the_traces(server: ChatServer, trace: Path, tmp_path: Path) -> None:
     bench(server.url, "--trace", trace, "--images", tmp_path, "--detail", "low", *RELAXED)
     bodies = sorted(server.bodies, key=lambda body: len(body["messages"][0]["content"]))
@@ -252,6 +261,11 @@ def test_a_generated_trace(server: ChatServer, tmp_path: Path) -> None:
         ('{"t": 1, "images": [], "prompt_tokens": 1, "output_tokens": 0}', "output_tokens: 0"),
         ('{"t": 0.2, "images": [], "prompt_tokens": 1, "output_tokens": 1}', "t is 0.2, and was 0.5"),
         ('{"t": 1, "images": [{"id": 7, "w": 9, "h": 4}], "prompt_tokens": 1, "output_tokens": 1}', "was 4×4"),
+        ('{"t": 1, "images": [], "videos": [{}], "prompt_tokens": 1, "output_tokens": 1}', "has videos"),
+        ('{"t": Infinity, "images": [], "prompt_tokens": 1, "output_tokens": 1}', "t must be finite"),
+        ('{"t": 1, "images": [{"id": -1, "w": 4, "h": 4}], "prompt_tokens": 1, "output_tokens": 1}', "ids of images"),
+        ('{"t": 1, "images": [{"id": 8, "w": 65501, "h": 4}], "prompt_tokens": 1, "output_tokens": 1}', "to 65500"),
+        ("[" * 100_000, "RecursionError"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, line: str, told: str) -> None:
@@ -353,12 +367,14 @@ def test_bad_options_are_refused(arguments: list[str], told: str) -> None:
     assert told in done.stderr
 
 
-def test_a_plot(server: ChatServer, trace: Path, tmp_path: Path) -> None:
+def test_a_plot(server: ChatServer, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="the plot is made of the extra [bench]")
     server.answers[1] = refused
-    out = tmp_path / "plot.png"
+    out = tmp_path / "new" / "plot.png"
     assert bench(server.url, "--trace", trace, "--images", tmp_path, "--plot", out, *RELAXED).exit_code == 0
     assert Image.open(out).size == (1620, 480)
+    monkeypatch.setattr(trace_plot, "draw", lambda *_: Path("gone").stat())
+    assert result(bench(server.url, "--trace", trace, "--images", tmp_path, "--plot", out, *RELAXED))["valid"]
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

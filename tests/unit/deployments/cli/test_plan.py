@@ -113,7 +113,7 @@ def test_a_split_is_printed_as_a_configuration_that_the_check_takes(pages: Path,
     result = plan(pages, "--slo-stall", "0.05")
     assert result.exit_code == 0, result.output
     assert "Split: " in result.stderr
-    assert "over --slo-stall" in result.stderr
+    assert re.search(r"stop answers for [1-9][\d.]+ ms, over --slo-stall", result.stderr)
     file = tmp_path / "printed.yaml"
     file.write_text(result.stdout)
     checked = CliRunner().invoke(cli.main, ["check-config", str(file)])
@@ -191,7 +191,13 @@ def test_one_file_of_the_ladder_has_the_times_of_both_towers(pages: Path, tmp_pa
     assert "no tower 'qwen3_vl'; it has qwen2_5_vl" in another.stderr
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"archs": {"qwen3_vl": [{"tokens": 49}]}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"archs": {"qwen3_vl": [{"tokens": 49}]}}', '{"archs": {"qwen3_vl": {"rows": [[]]}}}'),
+        '{"archs": {"qwen3_vl": {"rows": [{"name": "a", "facts": "b"}]}}}',
+    ],
+)
 def test_a_file_without_times_is_named(small: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.json").write_text(text)
     result = plan(small, "--costs", str(tmp_path / "mine.json"))

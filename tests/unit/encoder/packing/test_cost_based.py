@@ -124,6 +124,9 @@ def test_the_largest_sum_is_exact(counts: list[int], capacity: int, most: int) -
         ({"replay_ms": ((64, 0.0),)}, "positive"),
         ({"eager_ms": ()}, "at least 1"),
         ({"work_ms": -1.0}, "-1.0"),
+        ({"replay_ms": ((64, float("nan")),)}, "finite positive"),
+        ({"eager_ms": ((64, float("inf")),)}, "finite positive"),
+        ({"work_ms": float("nan")}, "work_ms is nan"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(changed: dict[str, object], message: str) -> None:
