@@ -62,4 +62,4 @@ serve: setup ## start the application of serve_config.yaml (ARGS="--no-haproxy" 
 
 clean: ## remove .venv and every cache (checkpoints and results stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
-	find configs encoder deployments training scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find configs encoder deployments planner benchmarks training examples scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,7 @@ from benchmarks.ladder.towers import HELD_OUT, SECTIONS, SHAPES
 from benchmarks.peers import vllm_process
 from benchmarks.record import ROOT, gpu, provenance, save, write
 from benchmarks.reports.ladder import plot
+from encoder.checkpoint.files import CheckpointError
 
 PEERS = ("transformers", "vllm")
 TINY_PEAK_SIDE = 256
@@ -56,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", type=_names(tuple(SECTIONS)), default=tuple(SECTIONS), help="default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="small towers and images, which run without a GPU")
     parser.add_argument(
@@ -109,6 +110,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
+def _device(text: str) -> str:
+    count = torch.cuda.device_count()
+    allowed = ("cpu", *(("cuda",) if count else ()), *(f"cuda:{number}" for number in range(count)))
+    if text not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
+    return text
+
+
 def _names(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -127,7 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.without_hopper:
         _hide_hopper(options.device)
     if options.accuracy is not None:
-        found = measure_accuracy(options.accuracy, _rungs(options), torch.device(options.device))
+        try:
+            found = measure_accuracy(options.accuracy, _rungs(options), torch.device(options.device))
+        except CheckpointError as error:
+            raise SystemExit(f"--accuracy: {error}") from error
         print(accuracy_table(found), flush=True)
         source = provenance(options.commit, arguments)
         report = {"benchmark": "accuracy", "without_hopper": options.without_hopper, **found, **source}
@@ -163,7 +175,8 @@ def _rungs(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _begun(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the report of the resumed file, or an empty one. Raises ValueError for a file of another run."""
+    """Returns the report of the resumed file, or an empty one. Raises SystemExit for a file of another run, or for one
+    that is no report."""
     device = torch.device(options.device)
     peak = product_tflops(device, TINY_PEAK_SIDE) if options.tiny else product_tflops(device)
     fresh: dict[str, Any] = {
@@ -185,10 +198,13 @@ def _begun(options: argparse.Namespace, arguments: Sequence[str] | None) -> dict
     print(f"{device.type}: {fresh['gpu']}; a square bfloat16 product reaches {peak:.0f} TFLOP/s", flush=True)
     if not options.resume or not options.out.exists():
         return fresh
-    found: dict[str, Any] = json.loads(options.out.read_text())
+    try:
+        found: dict[str, Any] = dict(json.loads(options.out.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise SystemExit(f"--resume: {options.out} is no report of this benchmark: {error}") from error
     for key in ("benchmark", "gpu", "tiny", "without_hopper", "seed", "weights", "commit"):
         if found.get(key) != fresh[key]:
-            raise ValueError(f"--resume: {options.out.name} has {key} {found.get(key)!r}, this run {fresh[key]!r}")
+            raise SystemExit(f"--resume: {options.out.name} has {key} {found.get(key)!r}, this run {fresh[key]!r}")
     return found
 
 

@@ -75,11 +75,17 @@ def pack_trace(config: EncoderConfig, trace: Sequence[ImageCost], costs: CostTab
 
 
 def encoder_config(path: Path | None) -> EncoderConfig:
-    """Returns the encoder's settings of a serve_config.yaml, or the defaults without one."""
+    """Returns the encoder's settings of the first application of a serve_config.yaml, or the defaults without one.
+
+    Raises ValueError for a file that is no such configuration, and errors of the file system and of PyYAML.
+    """
     if path is None:
         return EncoderConfig()
-    application = yaml.safe_load(path.read_text())["applications"][0]
-    return AppConfig.model_validate(application.get("args") or {}).encoder
+    config = yaml.safe_load(path.read_text())
+    applications = config.get("applications") if isinstance(config, dict) else None
+    if not isinstance(applications, list) or not applications or not isinstance(applications[0], dict):
+        raise ValueError("needs a list `applications:`; serve_config.yaml in this repository is an example")
+    return AppConfig.model_validate(applications[0].get("args") or {}).encoder
 
 
 def recorded_costs(path: Path) -> dict[str, object]:
@@ -98,7 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     options = parser.parse_args(arguments)
-    config, costs = encoder_config(options.config), read_costs(options.costs, options.arch)
+    try:
+        config = encoder_config(options.config)
+    except (OSError, ValueError, yaml.YAMLError, LookupError, AttributeError, RecursionError) as error:
+        parser.error(f"--config {options.config}: no serve_config.yaml: {error}")
+    try:
+        costs = read_costs(options.costs, options.arch)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        parser.error(
+            f"--costs {options.costs}: no result of bench_encoder.py with the costs of {options.arch}: {error}"
+        )
     try:
         images = {path.stem: read_image_costs(path, RULES[options.arch]) for path in options.traces}
     except (TraceError, OSError) as error:

@@ -24,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.ladder.text import GIB, columns
-from benchmarks.ladder.towers import NAMES, SECTIONS
 from benchmarks.record import ROOT, gpu, provenance, save, write
 
 CHILD_LIMIT_S = 300.0
@@ -36,8 +35,9 @@ _SHOWN = ("weights", "forward", "graphs_and_tables", "warm_up", "ready_after_wei
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options. Those of a child are not validated: that imports torch, and the child measures its import."""
     parser = argparse.ArgumentParser(description="Seconds until an encoder serves.")
-    parser.add_argument("--arch", choices=tuple(SECTIONS), default="qwen3_vl")
+    parser.add_argument("--arch", default="qwen3_vl", help="a published tower, such as qwen3_vl or qwen2_5_vl")
     parser.add_argument("--rungs", default="fusion", help="some of the ladder's rungs, such as fusion,cudagraph")
     parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint; default: a generated one")
     parser.add_argument("--tiny", action="store_true", help="a small tower, which runs without a GPU")
@@ -47,7 +47,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.child is not None:
+        return options
+    from benchmarks.ladder.rungs import RUNGS
+    from benchmarks.ladder.towers import SECTIONS
+
+    if options.arch not in SECTIONS:
+        parser.error(f"--arch: {options.arch!r} is not one of {', '.join(SECTIONS)}")
+    if unknown := [rung for rung in options.rungs.split(",") if rung not in RUNGS]:
+        parser.error(f"--rungs: {unknown[0]!r} is not one of {', '.join(RUNGS)}")
+    return options
 
 
 def start(checkpoint: Path, switches: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         save(start(Path(options.child["checkpoint"]), options.child["switches"]), Path(options.child["out"]))
         return 0
     from benchmarks.ladder.rungs import LABELS, switches_of
+    from benchmarks.ladder.towers import NAMES
     from benchmarks.serving.checkpoint import make_published
     from training.checkpoints import make_checkpoint
 

@@ -11,6 +11,7 @@ process with pyzmq and torch represents vLLM's engine. No path includes Serve's 
 from __future__ import annotations
 
 import argparse
+import math
 import mmap
 import multiprocessing
 import os
@@ -35,6 +36,8 @@ from benchmarks.transfer.paths import SLOTS, TRANSFER_PATHS, Receiver, Side, slo
 from deployments.transfer.shared_memory import Arena
 
 TODAY = "today"
+PATHS = (*TRANSFER_PATHS, TODAY)
+TINY_PATHS = ("application", "shared_memory", "shared_memory_2mib", "cuda_ipc")
 PAIR_PATIENCE_S = 240.0
 
 
@@ -138,19 +141,47 @@ def today(options: Options, gpus: tuple[int | None, int | None]) -> dict[float, 
         return transfer_today.measure(options, num_gpus=len({number for number in gpus if number is not None}))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", default="10,70,500", help="sizes of embeddings, 10^6 bytes")
+    parser.add_argument("--megabytes", type=_megabytes, help="sizes of embeddings, 10^6 bytes; default: 10,70,500")
     parser.add_argument("--width", type=int, default=16384, help="width of a token's embedding; Qwen3-VL-8B has 16384")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--ways", default=",".join([*TRANSFER_PATHS, TODAY]))
-    parser.add_argument("--tiny", action="store_true", help="0.1 and 1 MB, few rounds, some of the paths")
+    parser.add_argument("--rounds", type=int, help="default: 50")
+    parser.add_argument("--ways", type=_paths, help=f"some of {','.join(PATHS)}; default: all")
+    parser.add_argument("--tiny", action="store_true", help="other defaults: 0.1 and 1 MB, 5 rounds, some of the paths")
     parser.add_argument("--commit", help="commit of the sources, if they are not a git checkout")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    if given.tiny:
-        given.megabytes, given.rounds, given.ways = "0.1,1", 5, "application,shared_memory,shared_memory_2mib,cuda_ipc"
-    options = Options(tuple(map(float, given.megabytes.split(","))), given.width, given.rounds, 5)
+    defaults = ((0.1, 1.0), 5, TINY_PATHS) if given.tiny else ((10.0, 70.0, 500.0), 50, PATHS)
+    for name, default in zip(("megabytes", "rounds", "ways"), defaults, strict=True):
+        if getattr(given, name) is None:
+            setattr(given, name, default)
+    for name in ("rounds", "width"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} is {getattr(given, name)}; it must be at least 1")
+    return given
+
+
+def _megabytes(text: str) -> tuple[float, ...]:
+    try:
+        sizes = tuple(map(float, text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or not all(0 < size < math.inf for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers above 0, separated by commas")
+    return sizes
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    paths = tuple(text.split(","))
+    for path in paths:
+        if path not in PATHS:
+            raise argparse.ArgumentTypeError(f"{path!r} is not one of {', '.join(PATHS)}")
+    return paths
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(arguments)
+    options = Options(given.megabytes, given.width, given.rounds, 5)
     count = torch.cuda.device_count()
     layouts: dict[str, tuple[int | None, int | None]] = {"host_memory": (None, None)} if not count else {}
     if count >= 2:
@@ -164,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured: dict[str, object] = {}
     for layout, gpus in layouts.items():
         here: dict[str, object] = {}
-        for path in given.ways.split(","):
+        for path in given.ways:
             if path != TODAY and TRANSFER_PATHS[path].needs_gpu and not count:
                 here[path] = {"unavailable": "there is no GPU"}
                 continue

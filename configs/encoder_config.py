@@ -13,6 +13,8 @@ AttentionName = Literal["auto", "sdpa", "varlen", "triton", "flash_attn", "fa4",
 
 MIN_STAGING_BYTES = 1024**2
 """Each of four buffers holds at least one token of the widest towers, 131 kB in float32."""
+MAX_ASPECT_RATIO = 200
+"""As for all images (`encoder.images.size`), which this module does not import."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class EncoderConfig:
                 raise ValueError(
                     f"warm_image_sizes holds {list(size)}; it must hold pairs of a width and a height above 0"
                 )
+            if max(size) > MAX_ASPECT_RATIO * min(size):
+                shorter = f"warm_image_sizes: the shorter side of {list(size)}"
+                limit = f"1/{MAX_ASPECT_RATIO} of the longer side"
+                raise ValueError(f"{shorter} is {min(size)}, less than {limit}, {max(size)}")
 
     def _check_budgets(self, budgets: str | tuple[int, ...]) -> None:
         name = "encoder_cudagraph_token_budgets"

@@ -26,19 +26,29 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 
 
-LEAST_GPU_SHARE = 0.0001
+LEAST_SHARE = 0.0001
+"""Ray's precision of a count of GPUs or CPUs."""
 
 
-def _as_ray_counts(gpus: str | float) -> str | float:
+def _check_gpu_count(gpus: str | float) -> str | float:
     """Raises ValueError for counts that Ray refuses when it starts a replica."""
-    if isinstance(gpus, float) and gpus > 1 and gpus % 1:
+    if isinstance(gpus, str):
+        return gpus
+    if gpus > 1 and gpus % 1:
         raise ValueError(f"must be a whole number above 1, got {gpus:g}")
-    if isinstance(gpus, float) and 0 < gpus < LEAST_GPU_SHARE:
-        raise ValueError(f"must be 0 or at least {LEAST_GPU_SHARE}, got {gpus}")
-    return gpus
+    return _check_cpu_count(gpus)
 
 
-GpuCount = Annotated[Literal["auto"] | NonNegativeFloat, AfterValidator(_as_ray_counts)]
+def _check_cpu_count(cpus: float) -> float:
+    """Raises ValueError for counts that Ray refuses when it starts a replica."""
+    if 0 < cpus < LEAST_SHARE:
+        raise ValueError(f"must be 0 or at least {LEAST_SHARE}, got {cpus}")
+    return cpus
+
+
+GpuCount = Annotated[Literal["auto"] | NonNegativeFloat, AfterValidator(_check_gpu_count)]
+CpuCount = Annotated[NonNegativeFloat, AfterValidator(_check_cpu_count)]
+BufferBytes = Annotated[int, Field(gt=0, le=2**44)]  # the address space of a process is 2**47 bytes
 
 
 class Options(BaseModel):
@@ -74,7 +84,7 @@ class EncoderReplicaConfig(Options):
 
     num_gpus: GpuCount = "auto"
     """GPUs of a replica. "auto": one if the cluster has GPUs or can get them, else none. A fraction shares a GPU."""
-    num_cpus: NonNegativeFloat = 0.5
+    num_cpus: CpuCount = 0.5
     """CPUs that Ray reserves for a replica; the decode workers are not included."""
     accelerator_type: str | None = None
     """Ray's name of a GPU type, such as "A100" or "H100"."""
@@ -83,14 +93,14 @@ class EncoderReplicaConfig(Options):
     threads of a language model that decode images."""
     decode_timeout_s: PositiveFloat = 20.0
     """Seconds to decode an image; a slower one is refused and its worker process replaced."""
-    pixel_shm_bytes: PositiveInt = 256 * MIB
+    pixel_shm_bytes: BufferBytes = 256 * MIB
     """Shared memory for decoded images on their way to the encoder, pinned if the encoder is on a GPU. When it is full,
     images are sent through a pipe."""
     decode_memory_bytes: PositiveInt = 2 * GIB
     """Memory that one image may use in its worker process; an image that needs more is refused. With
     `encoder.implementation: none`, memory for the pixels of all images that wait for the engine of a language model: a
     request whose images need more alone is refused with 413."""
-    embedding_shm_bytes: PositiveInt = 4 * GIB
+    embedding_shm_bytes: BufferBytes = 4 * GIB
     """Shared memory for embeddings that language models of the same host read, cached embeddings included, which are
     evicted first; pinned if the encoder is on a GPU. When it is full, embeddings are read by TCP from the replica's
     own memory, of which as many bytes may be used."""
@@ -114,7 +124,7 @@ class LLMConfig(Options):
     num_gpus: GpuCount = "auto"
     """GPUs of a replica. "auto": tensor_parallel_size times pipeline_parallel_size if the cluster has GPUs or can get
     them, else none."""
-    num_cpus: NonNegativeFloat = 1.0
+    num_cpus: CpuCount = 1.0
     """CPUs that Ray reserves for a replica."""
     accelerator_type: str | None = None
     """Ray's name of a GPU type, such as "A100" or "H100"."""
@@ -123,7 +133,7 @@ class LLMConfig(Options):
     `vllm serve`."""
     server_args: dict[str, JsonValue] = {}
     """Options of `vllm serve` other than the engine's, for instance tool_call_parser or chat_template."""
-    receive_buffer_bytes: PositiveInt = 4 * GIB
+    receive_buffer_bytes: BufferBytes = 4 * GIB
     """Receive buffer for embeddings read by TCP or NIXL, pinned once the first one arrives if the replica has a
     GPU. It holds those of all requests until their answers end; a request whose embedding does not fit in time is
     retried."""
@@ -248,7 +258,7 @@ class VideoConfig(Options):
 class IngressConfig(Options):
     """Limits and features of the ingress."""
 
-    num_cpus: NonNegativeFloat = 0.1
+    num_cpus: CpuCount = 0.1
     """CPUs that Ray reserves for a replica."""
     max_body_bytes: PositiveInt = 64 * MIB
     """Bytes of a request's body; a larger one is rejected with 413."""
@@ -355,7 +365,7 @@ class TcpConfig(Options):
     """Address or network interface (`eth1`) on which encoder replicas listen. `null`: the address of their Ray node."""
     ports: tuple[Port, Port] | None = None
     """First and last port on which encoder replicas listen, one for each on a host. `null`: any free port."""
-    secret_file: str | None = None
+    secret_file: Annotated[str, Field(min_length=1)] | None = None
     """File on every node with the secret by which both ends authenticate, at least 32 bytes. `null`: the application
     creates one and keeps it in Ray's internal key-value store."""
 

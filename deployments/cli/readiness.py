@@ -71,6 +71,8 @@ class Facts:
     """Attention backends, with the reason why one is unavailable; None if it is available."""
     key_errors: Sequence[str] = ()
     """Reasons why API keys named by the configuration cannot be read."""
+    secret_error: str | None = None
+    """Why `tcp.secret_file` cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ def lines(facts: Facts, config: AppConfig, *, cluster: bool) -> Iterator[Line]:
     yield from _memory(facts, resolved)
     for error in facts.key_errors:
         yield Line("API keys", "problem", error, "`vitray new-key NAME` makes a key and the line for the file")
+    if facts.secret_error is not None:
+        fix = "write at least 32 random bytes to the file, such as of `openssl rand -hex 32`, the same on every node"
+        yield Line("TCP secret", "problem", facts.secret_error, fix, needed=not cluster)
 
 
 def fallbacks(cluster: Mapping[str, Any]) -> Iterator[Line]:

@@ -106,6 +106,22 @@ def test_recorded_costs_are_near_what_was_measured(arch: str) -> None:
         assert got == pytest.approx(ms - 0.5 if shape["tokens"] <= 64 else ms, rel=0.17)
 
 
+@pytest.mark.parametrize("option", ["--config", "--costs"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\xff\x00", b"[]", b"applications: []", b"applications: [1]", b"x: !!bool 7"]
+)
+def test_an_unreadable_configuration_or_cost_file_is_refused(
+    option: str, content: bytes | None, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given"
+    if content is not None:
+        path.write_bytes(content)
+    for given in (path, tmp_path):
+        with pytest.raises(SystemExit):
+            bench_packing.main([str(trace), option, str(given)])
+        assert f"{option} {given}: no " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

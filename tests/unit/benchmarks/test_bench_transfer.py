@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.bench_transfer import measure, sees_gpu
+from benchmarks.bench_transfer import measure, parse, sees_gpu
 from benchmarks.transfer.figures import Options, Took, bars_met, change, sum_of_bits
 from benchmarks.transfer.paths import SLOTS, TRANSFER_PATHS, Side, slot_bytes
 from tests.programs import output_of
@@ -88,3 +88,27 @@ def test_a_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with sees_gpu(1):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ways", "nope"], "'nope' is not one of application"),
+        (["--megabytes", "x"], "'x' must be numbers above 0"),
+        (["--megabytes", "10,-1"], "'10,-1' must be numbers above 0"),
+        (["--megabytes", "nan"], "'nan' must be numbers above 0"),
+        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        (["--tiny", "--width", "0"], "--width is 0; it must be at least 1"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_tiny_changes_defaults_only() -> None:
+    """--tiny replaced the paths, sizes and rounds that were given beside it."""
+    given = parse(["--tiny", "--ways", "shared_memory,today", "--rounds", "2"])
+    assert (given.ways, given.rounds, given.megabytes) == (("shared_memory", "today"), 2, (0.1, 1.0))
+    assert parse(["--megabytes", "3"]).megabytes == (3.0,)

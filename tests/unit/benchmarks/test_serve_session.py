@@ -40,6 +40,7 @@ from deployments.cli.config_check import problems
 from deployments.vllm import compat
 from encoder.checkpoint.vision_config import VisionConfig
 from encoder.towers.weights import load_tower
+from tests.programs import output_of_python
 from tests.threaded import serving
 from training.checkpoints import make_checkpoint
 
@@ -384,6 +385,13 @@ def test_a_start_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench_start, "_with_bytecode", _with_bytecode_as_it_is)
     found = bench_start._child(tmp_path, {"fused_kernels": True}, tmp_path / "state", tmp_path / "found.json")
     assert found["error"].startswith("1: ")
+
+
+def test_options_of_a_start_are_checked_and_its_child_imports_torch_later() -> None:
+    with pytest.raises(SystemExit):
+        bench_start.parse(["--rungs", "eager,fast"])
+    program = "import sys, benchmarks.bench_start as b; b.parse(['--child', '1']); assert 'torch' not in sys.modules"
+    output_of_python(program)
 
 
 @pytest.mark.parametrize("arguments", [["--rungs", "eager,fast"], ["--rounds", "0"], ["--side", "0"]])

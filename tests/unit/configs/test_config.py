@@ -10,9 +10,10 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs.encoder_config import EncoderConfig
+from configs.encoder_config import MAX_ASPECT_RATIO, EncoderConfig
 from configs.resolve import PRESETS, PROJECT_ROOT, ClusterFacts, load_preset, resolve
 from configs.schema import AppConfig, unknown_key_message
+from encoder.images import size
 
 DEFAULTS = AppConfig()
 LAPTOP = ClusterFacts(has_gpu=False)
@@ -117,6 +118,13 @@ def test_budgets_must_be_there_and_positive(budgets: list[int]) -> None:
         ("encoder_replica.num_gpus", float("inf"), "finite"),
         ("encoder_replica.num_gpus", 1.5, "must be a whole number above 1, got 1.5"),
         ("llm.num_gpus", 0.00001, "must be 0 or at least 0.0001, got 1e-05"),
+        ("llm.num_cpus", 0.00001, "must be 0 or at least 0.0001, got 1e-05"),
+        ("ingress.num_cpus", 0.00001, "must be 0 or at least 0.0001, got 1e-05"),
+        ("encoder_replica.num_cpus", 0.00001, "must be 0 or at least 0.0001, got 1e-05"),
+        ("encoder_replica.pixel_shm_bytes", 10**15, "less than or equal to 17592186044416"),
+        ("encoder_replica.embedding_shm_bytes", 10**24, "less than or equal to 17592186044416"),
+        ("llm.receive_buffer_bytes", 10**24, "less than or equal to 17592186044416"),
+        ("tcp.secret_file", "", "1 character"),
         ("encoder_replica.cache_bytes", -1, "0"),
         ("encoder_replica.max_queued_tokens", 0, "0"),
         ("encoder_replica.decode_timeout_s", float("nan"), "finite"),
@@ -152,11 +160,17 @@ def test_a_value_out_of_range_is_refused_with_its_limit(path: str, value: object
         ({"encoder_cudagraph_memory_bytes": -1}, "is -1; it must be greater than 0"),
         ({"staging_pinned_bytes": 1_000_000}, "staging_pinned_bytes is 1000000; it must be at least 1048576"),
         ({"warm_image_sizes": ((224, 0),)}, r"warm_image_sizes holds \[224, 0\]"),
+        ({"warm_image_sizes": ((10, 2001),)}, r"side of \[10, 2001\] is 10, less than 1/200 of the longer"),
     ],
 )
 def test_an_encoders_settings_are_checked_without_pydantic_too(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         EncoderConfig(**settings)
+
+
+def test_warm_images_have_the_aspect_ratios_of_all_images() -> None:
+    assert MAX_ASPECT_RATIO == size.MAX_ASPECT_RATIO
+    assert EncoderConfig(warm_image_sizes=((10, 2000),)).warm_image_sizes == ((10, 2000),)
 
 
 def test_an_encoders_settings_from_a_file_are_those_made_in_python() -> None:

@@ -97,6 +97,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
         ({"vllm_lacks": "libnuma.so.1"}, "vLLM", "problem"),
         ({"model": ModelFact(False, "gone", "copy it")}, "model", "missing"),
         ({"key_errors": ("keys: cannot be read",)}, "API keys", "problem"),
+        ({"secret_error": "tcp.secret_file: cannot be read"}, "TCP secret", "problem"),
         ({"memory_bytes": GIB // 2}, "memory at the start", "problem"),
     ],
 )
@@ -231,6 +232,19 @@ def test_keys_that_cannot_be_read(tmp_path: Path) -> None:
     config = AppConfig.model_validate({"ingress": {"auth": {"api_keys_file": str(tmp_path / "keys")}}})
     (error,) = looked.key_errors(config)
     assert "cannot be read" in error
+    config = AppConfig.model_validate({"ingress": {"auth": {"api_keys_file": "a\0b"}}})
+    assert looked.key_errors(config) == ["api_keys_file 'a\\x00b': embedded null byte"]
+
+
+def test_a_tcp_secret_that_cannot_be_read(tmp_path: Path) -> None:
+    """check passed for a missing secret_file, and the replicas did not start."""
+    assert looked.secret_error(AppConfig()) is None
+    (tmp_path / "short").write_text("abc")
+    (tmp_path / "long").write_text("abc" * 11)
+    for name, told in (("none", "No such file"), (".", "Is a directory"), ("short", "holds 3 bytes"), ("a\0b", "null")):
+        config = AppConfig.model_validate({"tcp": {"secret_file": f"{tmp_path}/{name}"}})
+        assert told in (looked.secret_error(config) or "")
+    assert looked.secret_error(AppConfig.model_validate({"tcp": {"secret_file": f"{tmp_path}/long"}})) is None
 
 
 def check(monkeypatch: pytest.MonkeyPatch, facts: Facts, *arguments: str) -> Result:

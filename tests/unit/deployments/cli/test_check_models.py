@@ -32,7 +32,7 @@ def test_a_model_in_a_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mo
     assert "has no preprocessor_config.json" in looked.model_fact(str(folder)).found
     (folder / "config.json").write_text('{"model_type": "llava"}')
     assert not looked.model_fact(str(folder)).there
-    for name in ("./nowhere", "/nowhere", "nowhere"):
+    for name in ("./nowhere", "/nowhere", "nowhere", f"/{'x' * 5000}", "a\0b"):
         assert looked.model_fact(name).found == "no such checkpoint folder"
 
 

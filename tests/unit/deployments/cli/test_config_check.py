@@ -13,6 +13,7 @@ from deployments import app
 from deployments.cli import config_check
 from deployments.common import names
 from deployments.vllm import compat
+from tests.programs import free_port
 from tests.unit.deployments.cli.commands import ROOT, vitray, write_config
 
 VISUAL_TOKEN_POLICY = {"policy_function": config_check.VISUAL_TOKEN_POLICY}
@@ -165,6 +166,14 @@ def test_shipped_configuration_passes() -> None:
             ({"route_prefix": prefix}, f"applications[0].route_prefix: {prefix!r} must begin with /")
             for prefix in ("v", "/v/", "//", "/{v}")
         ),
+        (
+            {"deployments": [{"name": "LLM"}, {"name": "Encoder"}, {"name": "LLM"}]},
+            "applications[0].deployments[2].name: 'LLM' twice; Serve would merge the two entries",
+        ),
+        (
+            {"args__encoder__warm_image_sizes": [[224, 224], [1, 201]]},
+            "applications[0].args.encoder: warm_image_sizes: the shorter side of [1, 201] is 1, less than 1/200 of",
+        ),
         ({"deployments": [None]}, "applications[0].deployments[0]: must be a mapping"),
         ({"deployments": ["Encoder"]}, "applications[0].deployments[0]: must be a mapping"),
         ({"deployments": 3}, "applications[0].deployments: Input should be a valid list"),
@@ -206,6 +215,12 @@ def test_an_application_of_somebody_else_may_stand_beside_ours(tmp_path: Path) -
         ("a: " + "[" * 2000, "not valid YAML"),
         ("applications:\n- args: {ingress: {auth: {}}, ingress: {}}", "key 'ingress' twice\n  in"),
         ("a: {[1]: 2, [1]: 3}", "not valid YAML"),
+        ("applications: [{args: &a {llm: {engine_args: {x: *a}}}}]", "alias 'a' is inside the value that it names"),
+        ("applications: []\na: &a [1, *a]", "alias 'a' is inside the value"),
+        ("applications: &a [*a]", "alias 'a' is inside the value"),
+        ("a: !!bool 7", "not valid YAML: a value does not fit its tag"),
+        ('a: !!int ""', "not valid YAML: a value does not fit its tag"),
+        ("a: !!timestamp abc", "not valid YAML: a value does not fit its tag"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -224,6 +239,21 @@ def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
     read = config_check.read_config(path)
     assert read["b"] == read["c"]["d"] == read["e"] == {"x": 2, "y": 1}
     assert read["g"] == {1: 2, "1": 3}
+
+
+def test_a_value_may_be_repeated_by_an_alias(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("applications: []\na: &a {x: &x [1], y: *x}\nb: [*a, *a, *x]")
+    assert config_check.read_config(path)["b"] == [{"x": [1], "y": [1]}, {"x": [1], "y": [1]}, [1]]
+
+
+def test_a_port_is_read_as_serve_reads_it(tmp_path: Path) -> None:
+    """check-config and serve ended with a traceback for a port that Serve converts to an integer."""
+    port = free_port()
+    path = write_config(tmp_path / "config.yaml", top__http_options__port=f"{port}.0")
+    config = config_check.read_config(path)
+    assert config_check.problems(config) == []
+    assert not any("http_options.port" in told for told in config_check.start_problems(config, 99, 0))
 
 
 def test_vllms_names_are_checked_where_vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,13 @@ from deployments.http_proxy import limits as proxy_bounds
 from deployments.ingress.http import routes
 from tests.programs import free_port
 from tests.unit.deployments.cli.commands import ROOT, vitray, write_config
+
+
+def test_make_clean_names_every_folder_of_python_files() -> None:
+    """`make clean` left __pycache__ in planner, benchmarks and examples."""
+    (cleaned,) = re.findall(r"^\tfind (.*) -name __pycache__", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    folders = {path.parent.name for path in ROOT.glob("*/*.py")}
+    assert folders - {"build"} <= set(cleaned.split())
 
 
 def test_help_says_what_each_command_does_and_loads_nothing_heavy() -> None:
