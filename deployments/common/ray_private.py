@@ -232,14 +232,6 @@ class PrivateRequestRouter(RequestRouter):
     known_replicas: Sequence[RunningReplica] = ()
     """All that Serve's controller has sent."""
 
-    max_num_routing_tasks_cap = 1024
-
-    @property
-    def max_num_routing_tasks(self) -> int:
-        """A task for each waiting call: with Serve's two for each replica, calls that wait for one replica block those
-        that others could take."""
-        return self.max_num_routing_tasks_cap if self.curr_replicas else 0
-
     @property
     def deployment_name(self) -> str:
         return self._deployment_id.name

@@ -27,7 +27,7 @@ from deployments.routing.choices import Choices
 from deployments.routing.prefill_load import choose_probed, rank_by_pending_prefill
 from deployments.routing.replica_identity import HOST, IDENTITY, published
 from deployments.routing.replica_router import ReplicaRouter
-from deployments.routing.wait_queue import WaitQueue
+from deployments.routing.wait_queue import Try, WaitQueue
 from deployments.telemetry.metrics import Counter
 
 PROBE_TIMEOUT_S = 0.05
@@ -62,10 +62,8 @@ class AffinityRouter(ReplicaRouter):
         self._choices = Choices(self._affinity)
         self._names: dict[str, RunningReplica] = {}
         self._hosts: dict[str, str] = {}
-        self._identities: dict[str, str] = {}
         self._wait_queue = WaitQueue()
-        # By routing task, the call that it tries to assign, and `missed` of the queue at the beginning of the last try.
-        self._tries: WeakKeyDictionary[asyncio.Task[Any], tuple[PendingRequest, int]] = WeakKeyDictionary()
+        self._tries: WeakKeyDictionary[asyncio.Task[Any], Try] = WeakKeyDictionary()  # by Serve's routing task
         # By replica and request. Calls of one request share its id, so `on_request_completed` may end them in another
         # order; the loads are right once all have ended.
         self._active: defaultdict[tuple[ReplicaID, str], list[ActiveCall]] = defaultdict(list)
@@ -73,9 +71,9 @@ class AffinityRouter(ReplicaRouter):
     def _set_routable(self, replicas: list[RunningReplica]) -> None:
         super()._set_routable(replicas)
         self._names = {replica.replica_id.unique_id: replica for replica in replicas}
-        self._identities = {name: published(one, IDENTITY) for name, one in self._names.items()}
+        identities = {name: published(one, IDENTITY) for name, one in self._names.items()}
         self._hosts = {name: published(one, HOST) for name, one in self._names.items()}
-        self._affinity.set_replicas(self._names, self._identities, self._hosts)
+        self._affinity.set_replicas(self._names, identities, self._hosts)
         self._wait_queue.replicas_changed()
 
     async def choose_replicas(
@@ -90,7 +88,9 @@ class AffinityRouter(ReplicaRouter):
             pending_request.routing_context.should_backoff = True  # Serve waits before it tries full replicas again
             call = self._call(pending_request)
             if not call.only_choose:
-                await self._begin_try(pending_request, call)
+                await asyncio.sleep(0)  # calls that were just assigned are counted first, as load of their replicas
+                last = self._tries.setdefault(_current_task(), Try(0.0, 0))
+                last.arrived_s, last.num_missed = pending_request.created_at, self._wait_queue.num_missed
             replaced = pending_request.metadata.internal_request_id if call.only_choose else None
             self.counts.add(Counter.CHOICES_NOT_CALLED, self._choices.expire(replaced))
             if self._names and not self._affinity.can_serve(call):
@@ -105,29 +105,23 @@ class AffinityRouter(ReplicaRouter):
             spilled = not is_probed and self._affinity.is_spill(names[0], call)
             self.counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
             self._choices.begin(pending_request.metadata.internal_request_id, names[0], call)
+        if pending_request is not None and not call.only_choose:
+            self._tries[_current_task()].tried = names
         return [[self._names[name]] for name in names if name in self._names]
 
-    async def _begin_try(self, pending: PendingRequest, call: Call) -> None:
-        """Waits behind older calls for the same replicas before a call's first try."""
-        await asyncio.sleep(0)  # calls that were just assigned are counted first, as the load of their replicas
-        task = asyncio.current_task()
-        assert task is not None
-        is_first = task not in self._tries or self._tries[task][0] is not pending
-        self._tries[task] = pending, self._wait_queue.missed()
-        if is_first and self._wait_queue.has_older(pending.created_at, call.identity):
-            await self.wait_for_place(self.max_backoff_s)
-
     async def wait_for_place(self, timeout_s: float) -> None:
-        """Waits until a call ends and leaves its place, or for `timeout_s` if the call is the oldest one. A router
-        without calls in flight, of which none can end, tries more often."""
-        task = asyncio.current_task()
-        assert task is not None
-        if task not in self._tries:  # a choice, for which no replica runs
+        """Waits until a call ends and leaves its place, or for `timeout_s`. In a router that has none in flight, the
+        oldest call tries more often."""
+        last = self._tries.get(_current_task())
+        if last is None:  # a choice, for which no replica runs
             return await super().wait_for_place(timeout_s)
-        pending, missed = self._tries[task]
-        timeout_s = timeout_s if self._active else min(timeout_s, self.initial_backoff_s)
-        await self._wait_queue.wait(pending.created_at, self._call(pending).identity, missed, timeout_s)
-        self._tries[task] = pending, self._wait_queue.missed()
+        if last.place is not None and last.place not in last.tried:
+            self._wait_queue.place_free(last.place, after_s=last.arrived_s)
+        last.place = None
+        if last.num_missed == self._wait_queue.num_missed:
+            is_alone = not self._active and not self._wait_queue
+            timeout_s = min(timeout_s, self.initial_backoff_s) if is_alone else timeout_s
+            last.place = await self._wait_queue.wait(last.arrived_s, timeout_s)
 
     def _call(self, pending: PendingRequest) -> Call:
         call = Call.from_session_id(pending.metadata.session_id)
@@ -186,7 +180,7 @@ class AffinityRouter(ReplicaRouter):
             return False
         self.counts.add(Counter.AFFINITY_SPILLS, spilled, target=self.deployment_name)
         self._active[replica.replica_id, request].append(active)
-        self._wait_queue.assigned(self._identities[name])
+        self._wait_queue.place_free(None)
         if self._refusable and call.key is not None:
             sent = dataclasses.replace(call, refusable=call.cost > 0 and self._affinity.is_refusable(call))
             pending.metadata.session_id = sent.to_session_id()
@@ -194,10 +188,16 @@ class AffinityRouter(ReplicaRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Removes one call of the request from the replica's load. Serve calls this once for every routed call."""
-        self._wait_queue.place_free(self._identities.get(replica_id.unique_id, ""))
+        self._wait_queue.place_free(replica_id.unique_id)
         active = self._active.get((replica_id, internal_request_id))
         if not active:
             return
         self._affinity.end(active.pop(0))
         if not active:
             del self._active[replica_id, internal_request_id]
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

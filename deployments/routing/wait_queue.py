@@ -8,85 +8,70 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
 @dataclass
 class _Waiting:
     arrived_s: float
-    identity: str
-    """Identity of the replicas that can take the call; empty for all."""
     woken: asyncio.Future[str | None]
-    """Its result is the identity of the replica that has a place, None if any may have one."""
+    """Its result is the replica that has a place, None if any may have one."""
 
 
 class WaitQueue:
-    """Calls in order of arrival. Used on the router's event loop.
+    """Calls in order of arrival, of which Serve lets at most two for each replica wait here and the others behind them.
 
-    The oldest call for each identity tries again by itself, since places also become free when calls of other routers
-    end, and the oldest one that can use it whenever `place_free` reports a place.
+    The oldest one tries again whenever `place_free` reports a place, and the next one if that is not for the oldest.
+    All try again by themselves after a time, since calls of other routers leave places too. Used on the router's event
+    loop.
     """
 
     def __init__(self) -> None:
         self._calls: list[_Waiting] = []
-        self._missed = 0
+        self.num_missed = 0
         """Places that became free while no call waited for them."""
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def missed(self) -> int:
-        """To be passed to `wait` after a try that begins now."""
-        return self._missed
-
-    def has_older(self, arrived_s: float, identity: str) -> bool:
-        """Whether a call that arrived earlier waits for the same replicas."""
-        first = self._first(lambda one: one.identity == identity)
-        return first is not None and first.arrived_s < arrived_s
-
-    async def wait(self, arrived_s: float, identity: str, missed: int, timeout_s: float) -> None:
-        """Returns when the call should try again: a place is reported, or it is the oldest and `timeout_s` has passed.
-
-        Args:
-            missed: `missed()` at the beginning of the last try.
-        """
-        if missed != self._missed:
-            return
-        call = _Waiting(arrived_s, identity, asyncio.get_running_loop().create_future())
+    async def wait(self, arrived_s: float, timeout_s: float) -> str | None:
+        """Returns when a call should try again, with the replica that was reported to have a place, if one was."""
+        call = _Waiting(arrived_s, asyncio.get_running_loop().create_future())
         bisect.insort(self._calls, call, key=lambda one: one.arrived_s)
         try:
-            while not call.woken.done():
-                await asyncio.wait([call.woken], timeout=timeout_s)
-                if self._first(lambda one: one.identity == identity) is call:
-                    break
+            await asyncio.wait([call.woken], timeout=timeout_s)
         except asyncio.CancelledError:
-            self._calls.remove(call)
             if call.woken.done():
-                self._wake_first(call.woken.result())
+                self.place_free(call.woken.result())
             raise
-        self._calls.remove(call)
+        finally:
+            self._calls.remove(call)
+        return call.woken.result() if call.woken.done() else None
 
-    def place_free(self, identity: str) -> None:
-        """Reports that a replica of this identity may have a place."""
-        if not self._wake_first(identity):
-            self._missed += 1
-
-    def assigned(self, identity: str) -> None:
-        """Reports that a call was sent to a replica of this identity, which may have more than one place."""
-        self._wake_first(identity)
+    def place_free(self, replica: str | None, *, after_s: float = 0.0) -> None:
+        """Reports that a replica may have a place, None for any. `after_s`: arrival of a call that could not use it."""
+        for call in self._calls:
+            if not call.woken.done() and call.arrived_s > after_s:
+                call.woken.set_result(replica)
+                return
+        if replica is not None:
+            self.num_missed += 1
 
     def replicas_changed(self) -> None:
-        for one in self._calls:
-            if not one.woken.done():
-                one.woken.set_result(None)
+        for call in self._calls:
+            if not call.woken.done():
+                call.woken.set_result(None)
 
-    def _wake_first(self, identity: str | None) -> bool:
-        """Wakes the oldest call that a replica of this identity can take. Returns whether there was one."""
-        call = self._first(lambda one: not one.woken.done() and (not one.identity or identity in (None, one.identity)))
-        if call is not None:
-            call.woken.set_result(identity)
-        return call is not None
 
-    def _first(self, matches: Callable[[_Waiting], bool]) -> _Waiting | None:
-        return next((one for one in self._calls if matches(one)), None)
+@dataclass
+class Try:
+    """A call's last try to find a replica with a place."""
+
+    arrived_s: float
+    num_missed: int
+    """`WaitQueue.num_missed` at its beginning."""
+    place: str | None = None
+    """The replica that was reported to have a place."""
+    tried: Collection[str] = ()
+    """Replicas that it was to be sent to."""

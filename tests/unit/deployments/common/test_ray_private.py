@@ -72,8 +72,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     common.RunningReplicaInfo: ("replica_metadata", "routing_stats"),
     common.ReplicaQueueLengthInfo: ("accepted", "num_ongoing_requests"),
     request_router.RequestRouter: (
-        *("_deployment_id", "_pending_requests_to_fulfill", "curr_replicas", "initial_backoff_s", "max_backoff_s"),
-        *("max_num_routing_tasks", "max_num_routing_tasks_cap"),
+        *("_deployment_id", "_pending_requests_to_fulfill", "curr_replicas", "initial_backoff_s"),
     ),
 }
 """What is read of these classes: fields, properties, or what their methods set."""
