@@ -158,7 +158,13 @@ def choose_layout(found: Sequence[Prediction]) -> Prediction:
 def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout: Layout) -> Prediction:
     """Simulates the trace, unless language models exceed MAX_UTILISATION: such a layout misses the target."""
     language, llms = speeds.language, layout.llms
-    duration_s = _duration_at_peak_s(requests, language)
+    duration_s = _duration_at_peak_s(
+        requests,
+        [
+            request.output_tokens / language.decode_tokens_per_s + request.num_tokens / language.prefill_tokens_per_s
+            for request in requests
+        ],
+    )
     decode_share = sum(request.output_tokens for request in requests) / (
         language.decode_tokens_per_s * llms * duration_s
     )
@@ -171,7 +177,9 @@ def predict(requests: Sequence[Request], speeds: Speeds, target: Target, layout:
         return overloaded
     ttfts, encoders_s, llms_s = simulate_ttft(requests, speeds, layout, decode_share)
     ttfts.sort()
-    encoder_utilisation = encoders_s / (layout.encoders * duration_s) if layout.placement is Placement.SPLIT else 0.0
+    encoder_utilisation = 0.0
+    if layout.placement is Placement.SPLIT:
+        encoder_utilisation = encoders_s / (layout.encoders * _duration_at_peak_s(requests, _image_tokens(requests)))
     llm_utilisation = decode_share + llms_s * (1 - decode_share) / (llms * duration_s)
     ttft_s = ttfts[math.ceil(target.share * len(ttfts) - 1e-9) - 1]
     meets_target = ttft_s <= target.ttft_s and max(encoder_utilisation, llm_utilisation) <= MAX_UTILISATION
@@ -256,28 +264,27 @@ def _image_load_s_per_token(speeds: Speeds, placement: Placement) -> float:
 
 def _num_cpu_processes(requests: Sequence[Request], speeds: Speeds, placement: Placement) -> int:
     """Returns the number of CPU processes that the trace needs."""
-    tokens = sum(image.num_tokens for request in requests for image in request.images)
-    duration_s = _duration_at_peak_s(requests, speeds.language)
-    return max(
-        1, math.ceil(tokens * _image_load_s_per_token(speeds, placement) / (TARGET_CPU_UTILISATION * duration_s))
-    )
+    tokens = _image_tokens(requests)
+    load_s = sum(tokens) * _image_load_s_per_token(speeds, placement)
+    return max(1, math.ceil(load_s / (TARGET_CPU_UTILISATION * _duration_at_peak_s(requests, tokens))))
 
 
-def _duration_at_peak_s(requests: Sequence[Request], language: Language) -> float:
+def _image_tokens(requests: Sequence[Request]) -> list[int]:
+    return [sum(image.num_tokens for image in request.images) for request in requests]
+
+
+def _duration_at_peak_s(requests: Sequence[Request], work: Sequence[float]) -> float:
     """Returns the time that the trace would take at the load of its busiest PEAK_S, or of its length if it is shorter.
 
     N requests have N intervals, the last of which is the mean. Requests that arrive at one time count as PEAK_S.
+    `work`: of each request, in any unit.
     """
     times_s = [request.at_s - requests[0].at_s for request in requests]
     window_s = min(PEAK_S, times_s[-1] * len(times_s) / (len(times_s) - 1)) if times_s[-1] > 0 else PEAK_S
-    work_s = (
-        request.output_tokens / language.decode_tokens_per_s + request.num_tokens / language.prefill_tokens_per_s
-        for request in requests
-    )
-    totals_s = list(accumulate(work_s, initial=0.0))
+    totals = list(accumulate(work, initial=0.0))
     ends = [bisect_left(times_s, at_s + window_s) for at_s in times_s]
-    peak_work_s = max(totals_s[end] - totals_s[begin] for begin, end in enumerate(ends))
-    return window_s * totals_s[-1] / peak_work_s
+    peak = max(totals[end] - totals[begin] for begin, end in enumerate(ends))
+    return window_s * totals[-1] / peak if peak else window_s
 
 
 def _layouts(placement: Placement, gpus: int, llm_gpus: int, cpu_processes: int) -> Iterator[Layout]:

@@ -88,6 +88,12 @@ def _share(server: Record, slo: Record) -> float:
     return share
 
 
+def _steps(result: Record) -> str:
+    """Returns the token budgets of the language models' steps where they differ."""
+    ours, theirs = result["fleet"]["batched_tokens"], result["fleet"]["peer_batched_tokens"]
+    return "" if [ours] == list(theirs) else f", steps of {ours} tokens, vLLM's of {theirs[0]}"
+
+
 def _equal_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
     """Yields the fastest rate of each shape of requests, beside vLLM's configuration with the earliest first token."""
     result = json.loads((folder / name).read_text())
@@ -105,7 +111,7 @@ def _equal_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
                 f"TTFT, TPOT, mean: {images} × {side}² and {prompt_tokens} tokens at {_rate(row):.3g}/s",
                 ours,
                 theirs,
-                f"Qwen3-VL-4B, {layout}{late}, {result['date'][:10]} ({_log(name)})",
+                f"Qwen3-VL-4B, {layout}{_steps(result)}{late}, {result['date'][:10]} ({_log(name)})",
             ]
         )
 

@@ -281,7 +281,7 @@ class Affinity:
             keys += [np.array([host != call.host for host in self._hosts], np.bool_), tiers == AVOIDED]
         if call.replica:
             keys.append(~self._is_chosen(call))
-        order = np.lexsort([*keys, self._has_refused(call)] if call.refused_by else keys)
+        order = np.lexsort([*keys, self._has_refused(call), tiers == AVOIDED] if call.refused_by else keys)
         return np.asarray(order[self._matches_identity(call)[order]])
 
 

@@ -119,8 +119,8 @@ class AffinityRouter(ReplicaRouter):
             self._wait_queue.place_free(last.place, after_s=last.arrived_s)
         last.place = None
         if last.num_missed == self._wait_queue.num_missed:
-            is_alone = not self._active and not self._wait_queue
-            timeout_s = min(timeout_s, self.initial_backoff_s) if is_alone else timeout_s
+            if not self._active and self._wait_queue.is_oldest(last.arrived_s):
+                timeout_s = min(timeout_s, self.initial_backoff_s)
             last.place = await self._wait_queue.wait(last.arrived_s, timeout_s)
 
     def _call(self, pending: PendingRequest) -> Call:
@@ -182,7 +182,8 @@ class AffinityRouter(ReplicaRouter):
         self._active[replica.replica_id, request].append(active)
         self._wait_queue.place_free(None)
         if self._refusable and call.key is not None:
-            sent = dataclasses.replace(call, refusable=call.cost > 0 and self._affinity.is_refusable(call))
+            refusable = call.cost > 0 and name not in call.refused_by and self._affinity.is_refusable(call)
+            sent = dataclasses.replace(call, refusable=refusable)
             pending.metadata.session_id = sent.to_session_id()
         return True
 

@@ -20,11 +20,11 @@ class _Waiting:
 
 
 class WaitQueue:
-    """Calls in order of arrival, of which Serve lets at most two for each replica wait here and the others behind them.
+    """Waiting calls in order of arrival. Used on the router's event loop.
 
-    The oldest one tries again whenever `place_free` reports a place, and the next one if that is not for the oldest.
-    All try again by themselves after a time, since calls of other routers leave places too. Used on the router's event
-    loop.
+    Serve runs at most two routing tasks for each replica; further calls wait in Serve's own queue. `place_free` wakes
+    the oldest call, or the next one if that call cannot use the replica. Every call also tries again after its timeout,
+    because the ends of other routers' calls are not reported.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,10 @@ class WaitQueue:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def is_oldest(self, arrived_s: float) -> bool:
+        """Whether no call that waits arrived before this time."""
+        return not self._calls or arrived_s <= self._calls[0].arrived_s
 
     async def wait(self, arrived_s: float, timeout_s: float) -> str | None:
         """Returns when a call should try again, with the replica that was reported to have a place, if one was."""

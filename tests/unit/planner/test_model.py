@@ -58,6 +58,16 @@ def test_text_takes_no_hop_and_no_encoder() -> None:
     assert found.encoder_utilisation == 0
 
 
+def test_each_part_is_as_busy_as_in_its_own_busiest_time() -> None:
+    """Pictures come in another time than most of the text: each is 0.1 s of work a second there."""
+    text = requests(*range(600), images=0)
+    pictures = requests(*range(600, 900), num_tokens=0)
+    layout = Layout(Placement.SPLIT, 1, 1)
+    found = predict([*text, *pictures], SPEEDS, TARGET, layout)
+    assert found.encoder_utilisation == pytest.approx(0.1)
+    assert found.llm_utilisation == pytest.approx(0.1)
+
+
 def test_images_of_a_request_are_encoded_side_by_side() -> None:
     four = requests(0, 10, images=4)
     one, two = (predict(four, SPEEDS, TARGET, Layout(Placement.SPLIT, encoders, 1)) for encoders in (1, 2))

@@ -84,6 +84,15 @@ def test_a_refused_call_goes_to_the_next_of_the_host_then_to_the_home_among_all(
         assert affinity.candidates(call) == affinity.rank(Call(key)), "one must take it"
 
 
+def test_a_refused_retry_returns_to_who_refused_it_before_who_failed_it() -> None:
+    affinity = on_two_hosts()
+    key = KEYS[0]
+    failed = begun(affinity, affinity.rank(Call(key))[0], Call(key)).name
+    busy, *others = affinity.rank(Call(key, attempt=1))[:-1]
+    assert affinity.rank(Call(key, attempt=1))[-1] == failed
+    assert affinity.candidates(Call(key, attempt=1, refused_by=(busy,))) == [*others, busy, failed]
+
+
 def test_a_refused_call_exceeds_the_bound_rather_than_return() -> None:
     affinity = on_two_hosts()
     for name in "bcd":

@@ -154,10 +154,10 @@ def test_the_oldest_call_tries_by_itself_often_where_no_call_of_its_router_can_e
         tasks = await waiting(given, Call())
         given.router.update_backoff_params(0.01, None, NEVER_S)
         tasks[0].cancel()
-        tasks = [given.ask("", "quiet")]
-        await asyncio.sleep(0.05)
+        tasks = [given.ask("", "quiet"), given.ask("", "quiet too")]
+        await asyncio.sleep(0.1)
         given.full.clear()
-        assert await ended(tasks) == [0]
+        assert await ended(tasks) == [0, 1]
 
     run(scenario)
 
