@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.encoder_replica.single_flight import SingleFlight
+from tests.cycles import assert_freed
 
 
 class Work:
@@ -195,8 +195,4 @@ def test_an_error_keeps_nothing_in_a_cycle() -> None:
         await asyncio.sleep(0)
         return weakref.ref(file)
 
-    gc.disable()
-    try:
-        assert asyncio.run(scenario())() is None
-    finally:
-        gc.enable()
+    assert_freed(scenario)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
@@ -25,6 +24,7 @@ from deployments.telemetry.metrics import Counter
 from deployments.vllm.compat import AsgiApp, FirstTokenClock, first_token_clock
 from encoder.item_header import ItemHeader
 from tests.cluster.stand_in_llm import StandInLLM
+from tests.cycles import assert_freed
 from tests.unit.deployments.llm.receivers import FreeAdded, eventually, setting
 from tests.unit.deployments.llm.stand_in_replica import digest, encoded, header, place, replica, request, run
 from tests.unit.deployments.samples import at_once
@@ -294,11 +294,7 @@ def test_a_request_that_has_ended_is_not_kept_by_a_cycle() -> None:
             await cancel_and_wait(lost)
             return weakref.ref(received)
 
-    gc.disable()
-    try:
-        assert asyncio.run(scenario())() is None
-    finally:
-        gc.enable()
+    assert_freed(scenario)
 
 
 def test_a_request_that_has_failed_is_not_kept_by_a_cycle() -> None:
@@ -316,11 +312,7 @@ def test_a_request_that_has_failed_is_not_kept_by_a_cycle() -> None:
         await asyncio.sleep(0)
         return weakref.ref(file)
 
-    gc.disable()
-    try:
-        assert asyncio.run(scenario())() is None
-    finally:
-        gc.enable()
+    assert_freed(scenario)
 
 
 @pytest.mark.parametrize("shape", [(6, WIDTH), (5, WIDTH)])

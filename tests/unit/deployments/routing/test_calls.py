@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import ReplicaID, RunningReplica
 
 from deployments.routing.calls import GrpcAnswer, GrpcCalls
+from tests.cycles import assert_freed
 
 NAME = ReplicaID("a", DeploymentID("LLM", "vitray"))
 LOOK_S = 0.02
@@ -203,8 +203,4 @@ def test_an_answer_that_has_ended_is_not_kept_by_a_cycle() -> None:
         await asyncio.sleep(0)  # the task that read last ends
         return weakref.ref(answer)
 
-    gc.disable()
-    try:
-        assert asyncio.run(scenario())() is None
-    finally:
-        gc.enable()
+    assert_freed(scenario)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import weakref
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +27,7 @@ from deployments.routing.replica_identity import version_metadata
 from deployments.routing.replica_router import ReplicaRouter
 from deployments.routing.serve_router import AffinityRouter
 from deployments.telemetry.metrics import Counter, Counters
+from tests.cycles import assert_freed
 
 LLM = DeploymentID("LLM", "vitray")
 NAME = ReplicaID("a", LLM)
@@ -111,11 +111,7 @@ def test_the_files_of_a_call_are_not_kept_by_a_cycle(monkeypatch: pytest.MonkeyP
             await result.get_rejection_response()
         return weakref.ref(sent)
 
-    gc.disable()
-    try:
-        assert asyncio.run(scenario())() is None
-    finally:
-        gc.enable()
+    assert_freed(scenario)
 
 
 def test_a_rejected_call_is_reported_to_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
