@@ -305,8 +305,7 @@ class PrivateRequestRouter(RequestRouter):
         except asyncio.CancelledError:
             self.forget(pending_request)
             future = pending_request.future
-            if (
-                future.done() and not future.cancelled() and not future.exception()
-            ):  # just assigned: Serve will not report its completion
+            # A call that was just assigned: Serve will not report its completion.
+            if future.done() and not future.cancelled() and not future.exception():
                 self.on_request_completed(future.result().replica_id, pending_request.metadata.internal_request_id)
             raise
