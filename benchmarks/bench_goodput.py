@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet = Fleet(
             options.gpus, options.encoders, options.batched_tokens, options.peer_batched_tokens, options.ingresses,
             options.decode_workers, options.kv_gib, options.peer_processes, options.peer_threads, options.shared,
-            options.parts, options.videos is not None, gpu=device is not None,
+            options.max_num_seqs, options.parts, options.videos is not None, gpu=device is not None,
         )  # fmt: skip
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.goodput.plan import MODELS
+from benchmarks.goodput.plan import MAX_NUM_SEQS, MODELS
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.requests import Trace, alike_trace, read_trace
 from planner.traces import TraceError
@@ -56,6 +56,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ingresses", type=int, default=4)
     parser.add_argument("--decode-workers", type=int, default=8, help="decoder processes per encoder (default 8)")
     parser.add_argument("--kv-gib", type=float, default=30.0, help="KV cache of each engine in GiB (default 30)")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=MAX_NUM_SEQS,
+        help="sequences in a step of each engine, and requests in flight of each of our language models (default 256)",
+    )
     parser.add_argument("--slo", type=slo, action="append", metavar="TTFT:TPOT",
                         help="milliseconds of a good answer; may be given several times (default 1000:50)")  # fmt: skip
     parser.add_argument("--again", type=int, default=60, help="repetitions of one request")

@@ -24,6 +24,8 @@ MEMORY_SHARE = 0.3
 """Share of the memory of a GPU or part that vLLM requires to be free at its start; it uses what `kv_gib` determines."""
 GIB = 2**30
 MAX_NUM_SEQS = 256
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""Numbers of sequences of decode steps with a CUDA graph; larger steps run without one."""
 SHARED_GIB = 16
 """Shared memory of an encoder: `documents.jsonl` at several requests per second fills up to 6 GiB."""
 _LLM = {"num_hidden_layers": 36, "vocab_size": 151_936, "max_position_embeddings": 65_536}
@@ -75,6 +77,8 @@ class Fleet:
     """`PeerSet.threads` of a vLLM server; each value makes a set of servers."""
     shared: bool = False
     """Every GPU has a language model, and at most one encoder that shares it; always so with a single GPU."""
+    max_num_seqs: int = MAX_NUM_SEQS
+    """`max_num_seqs` of each engine, and `max_ongoing_requests` of the application's language models."""
     parts: int = 1
     """Number of parts of each GPU (`benchmarks/serving/gpu_parts.py`); all numbers of GPUs count parts then."""
     videos: bool = False
@@ -123,7 +127,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
         return {**args, **CPU_ENGINE, "num_gpu_blocks_override": 256}
     return args | {
         "max_model_len": 32_768,
-        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_seqs": fleet.max_num_seqs,
         "limit_mm_per_prompt": {"image": MAX_IMAGES, "video": int(fleet.videos)},
         "gpu_memory_utilization": MEMORY_SHARE / fleet.parts,
         # vLLM's measurement of free memory is wrong while others allocate memory.
@@ -132,7 +136,7 @@ def engine_args(fleet: Fleet, batched_tokens: int) -> dict[str, Any]:
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_NUM_SEQS],
+            "cudagraph_capture_sizes": [size for size in GRAPH_SIZES if size <= fleet.max_num_seqs],
         },
     }
 
@@ -169,7 +173,7 @@ def serve_config(fleet: Fleet, checkpoint: Path, *, port: int, cache_dir: Path) 
                 "max_ongoing_requests": 512,
                 "autoscaling_config": {"min_replicas": fleet.encoders, "max_replicas": fleet.encoders},
             },
-            {"name": "LLM", "num_replicas": fleet.llms, "max_ongoing_requests": 256},
+            {"name": "LLM", "num_replicas": fleet.llms, "max_ongoing_requests": fleet.max_num_seqs},
         ],
     }
     return {
