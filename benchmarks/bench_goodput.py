@@ -41,6 +41,7 @@ from benchmarks.serving.latency_figures import stages, summary
 from benchmarks.serving.plan import MODEL
 from benchmarks.serving.servers import Peer, Servers, own_port
 from benchmarks.trace import figures as trace_figures
+from benchmarks.trace.client_pool import ClientPool
 from benchmarks.trace.images import make_images
 from benchmarks.trace.requests import Trace
 from benchmarks.trace.run import Plan, Server, measure
@@ -69,11 +70,11 @@ def measure_repeated(url: str, number: int) -> dict[str, Any]:
 
 
 def measure_slice(
-    trace: Trace, speed: float, servers: Sequence[Server], options: argparse.Namespace, folder: Path
+    trace: Trace, speed: float, servers: Sequence[Server], options: argparse.Namespace, folder: Path, pool: ClientPool
 ) -> dict[str, Any]:
     """Measures a slice of a trace at one speed."""
     plan = Plan(trace, speed, min(options.pieces, len(trace.requests)), 300.0, warm_ups=0, prepared=True)
-    runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True)))
+    runs = asyncio.run(measure(plan, servers, make_images(trace, folder), lambda told: print(told, flush=True), pool))
     if options.answers is not None and speed != float("inf"):
         goodput_answers.append(options.answers, trace, speed, runs)
     found = bench_serve.report(plan, servers, runs, options.slo[0], MAX_LAG_MS)
@@ -185,10 +186,11 @@ def run(
             port = stack.enter_context(start_balancer([one.port for one in members], folder))
             urls[name] = f"http://127.0.0.1:{port}"
         all_of = [Server(name, url) for name, url in urls.items()]
+        pool = stack.enter_context(ClientPool(options.client_processes))
         for number in range(2 if options.load else 0):  # warms every replica up with concurrent requests
             warm = options.load[0][1][0].cut(8 * fleet.gpus)
             digest = hashlib.sha256(f"warm-up {number}".encode()).hexdigest()
-            measure_slice(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures)
+            measure_slice(dataclasses.replace(warm, digest=digest), float("inf"), all_of, options, pictures, pool)
         if options.again:
             direct = {NAME: urls[NAME]} | {name: f"http://127.0.0.1:{one[0].port}" for name, one in sets.items()}
             report["again_ms"] = {name: measure_repeated(url, options.again) for name, url in direct.items()}
@@ -199,7 +201,7 @@ def run(
                     print(f"no time left for {trace.name} at {speed:g}", flush=True)
                     continue
                 first = len(report["rows"]) % len(all_of)  # each server is first, second, … in turn
-                row = measure_slice(trace, speed, all_of[first:] + all_of[:first], options, pictures)
+                row = measure_slice(trace, speed, all_of[first:] + all_of[:first], options, pictures, pool)
                 report["rows"].append(row | {"due_s": row["trace"]["seconds"] / speed})
                 if options.out is not None:
                     save(report, options.out)

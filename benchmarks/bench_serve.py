@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks.record import provenance, write
 from benchmarks.trace import figures as trace_figures
 from benchmarks.trace import plot as trace_plot
 from benchmarks.trace.client import Run
+from benchmarks.trace.client_pool import ClientPool
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.images import cache_folder, make_images
 from benchmarks.trace.requests import generate_trace, lines, read_trace
@@ -123,6 +125,13 @@ def _speed(_: click.Context, __: click.Parameter, value: str) -> float:
     help="A run is not valid if the client sent more than 1 % of the requests later than this.",
 )
 @click.option(
+    "--client-processes",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Processes that send the requests. More of them are needed from about 5,000 streamed tokens a second.",
+)
+@click.option(
     "--images",
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -140,8 +149,8 @@ def main(
     url: str, against: str | None, labels: tuple[str, ...], trace_file: Path | None, requests: int | None,
     speed: float, pieces: int, ttft_ms: float, tpot_ms: float, max_prompt_tokens: int | None,
     max_output_tokens: int | None, ignore_eos: bool, detail: str | None, model: str | None, key: str | None,
-    against_key: str | None, timeout_s: float, warm_ups: int, max_lag_ms: float, folder: Path | None,
-    plot: Path | None, out: Path | None, write_trace: Path | None, commit: str | None,
+    against_key: str | None, timeout_s: float, warm_ups: int, max_lag_ms: float, client_processes: int,
+    folder: Path | None, plot: Path | None, out: Path | None, write_trace: Path | None, commit: str | None,
 ) -> None:  # fmt: skip
     """Send a trace of chat requests with pictures to the server at URL at the trace's times, and measure the responses.
 
@@ -178,7 +187,8 @@ def main(
             write_trace.write_text("".join(f"{line}\n" for line in lines(trace.requests)))
         files = make_images(trace, folder or cache_folder(), _progress)
         plan = Plan(trace, speed, pieces, timeout_s, model, ignore_eos, detail, warm_ups)
-        runs = asyncio.run(measure(plan, servers, files, lambda told: click.echo(told, err=True)))
+        with ClientPool(client_processes) if client_processes > 1 else nullcontext() as pool:
+            runs = asyncio.run(measure(plan, servers, files, lambda told: click.echo(told, err=True), pool))
     except (TraceError, BenchError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
@@ -195,7 +205,7 @@ def main(
             f"\n{found['order']}\n{trace_figures.compared_text(found['compared'], [one.label for one in servers])}"
         )
     if not found["valid"]:
-        click.echo("NOT VALID: the client was late; give it more CPU or lower --speed", err=True)
+        click.echo("NOT VALID: the client was late; give it more CPU or --client-processes, or lower --speed", err=True)
     try:
         write(found | provenance(commit, _without_key(sys.argv[1:])), out)
         if plot is not None:

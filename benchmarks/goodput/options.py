@@ -62,6 +62,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=MAX_NUM_SEQS,
         help="sequences in a step of each engine, and requests in flight of each of our language models (default 256)",
     )
+    parser.add_argument(
+        "--client-processes", type=int, default=4, help="processes that send requests and read answers (default 4)"
+    )
     parser.add_argument("--slo", type=slo, action="append", metavar="TTFT:TPOT",
                         help="milliseconds of a good answer; may be given several times (default 1000:50)")  # fmt: skip
     parser.add_argument("--again", type=int, default=60, help="repetitions of one request")

@@ -81,15 +81,25 @@ async def served_model(http: aiohttp.ClientSession, url: str) -> str:
         return str((await listed.json())["data"][0]["id"])
 
 
-async def open_loop(http: aiohttp.ClientSession, url: str, due_s: Sequence[float], make: Callable[[int], bytes]) -> Run:
-    """Sends request i at `due_s[i]` seconds, ascending. A thread calls `make(i)` for its body shortly before."""
+async def open_loop(
+    http: aiohttp.ClientSession, url: str, due_s: Sequence[float], make: Callable[[int], bytes],
+    begin_s: float | None = None, ready: Callable[[], object] = lambda: None,
+) -> Run:  # fmt: skip
+    """Sends request i at `due_s[i]` seconds, ascending. A thread calls `make(i)` for its body shortly before.
+
+    Args:
+        begin_s: when the run begins, by default at the first request.
+        ready: called before the clock starts; may wait for other clients.
+    """
+    begin_s = due_s[0] if begin_s is None else begin_s
     loop = asyncio.get_running_loop()
     sent = [Sent(index, due) for index, due in enumerate(due_s)]
     with ThreadPoolExecutor(2, thread_name_prefix="bodies") as threads:
         # The first bodies are made before the clock starts.
-        first = [loop.run_in_executor(threads, make, one.index) for one in sent if one.due_s - due_s[0] <= AHEAD_S]
+        first = [loop.run_in_executor(threads, make, one.index) for one in sent if one.due_s - begin_s <= AHEAD_S]
         await asyncio.gather(*first)
-        began = loop.time() - due_s[0]
+        ready()
+        began = loop.time() - begin_s
 
         async def later(one: Sent) -> None:
             if one.index < len(first):
@@ -106,7 +116,7 @@ async def open_loop(http: aiohttp.ClientSession, url: str, due_s: Sequence[float
         clock = asyncio.create_task(_watch(lags))
         with _no_garbage_collection():
             await asyncio.gather(*map(later, sent))
-        duration_s = loop.time() - began - due_s[0]
+        duration_s = loop.time() - began - begin_s
         clock.cancel()
     return Run(sent, duration_s, lags)
 

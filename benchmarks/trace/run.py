@@ -12,6 +12,7 @@ import aiohttp
 from benchmarks.trace import bodies as trace_bodies
 from benchmarks.trace.bodies import Bodies
 from benchmarks.trace.client import Run, join_runs, one_by_one, open_loop, served_model, session
+from benchmarks.trace.client_pool import ClientPool, piece_bodies
 from benchmarks.trace.requests import Trace
 
 
@@ -65,9 +66,16 @@ class Plan:
 
 
 async def measure(
-    plan: Plan, servers: Sequence[Server], files: Mapping[int, Path], say: Callable[[str], None]
+    plan: Plan,
+    servers: Sequence[Server],
+    files: Mapping[int, Path],
+    say: Callable[[str], None],
+    pool: ClientPool | None = None,
 ) -> dict[str, Run]:
-    """Returns each server's run by label. Raises BenchError if one does not respond as required."""
+    """Returns each server's run by label. Without `pool`, this process is the client.
+
+    Raises BenchError if a server does not respond as required.
+    """
     runs: dict[str, list[Run]] = {server.label: [] for server in servers}
     bodies: dict[str, Bodies] = {}
     tokens_per_word: float | None = None
@@ -85,18 +93,18 @@ async def measure(
         for server, piece in plan.order(servers):
             say(f"{server.label}: {len(piece)} requests")
             due_s = [plan.trace.requests[index].at_s / plan.speed for index in piece]
-            make = _piece_bodies(bodies[server.label], piece, prepared=plan.prepared)
-            run = await open_loop(sessions[server.label], server.url, due_s, make)
+            made = bodies[server.label]
+            if pool is None:
+                make = piece_bodies(made, piece, prepared=plan.prepared)
+                run = await open_loop(sessions[server.label], server.url, due_s, make)
+            else:
+                run = await pool.open_loop(
+                    server.url, server.key, plan.timeout_s, due_s, made, piece, prepared=plan.prepared
+                )
             for one, index in zip(run.sent, piece, strict=True):
                 one.index = index
             runs[server.label].append(run)
     return {label: join_runs(found) for label, found in runs.items()}
-
-
-def _piece_bodies(bodies: Bodies, piece: Sequence[int], *, prepared: bool) -> Callable[[int], bytes]:
-    if prepared:
-        return [bodies.of(index) for index in piece].__getitem__
-    return lambda place: bodies.of(piece[place])
 
 
 async def _model(http: aiohttp.ClientSession, server: Server) -> str:

@@ -30,10 +30,11 @@ from benchmarks.serving.latency_client import Answer
 from benchmarks.serving.servers import Peer, Servers
 from benchmarks.trace.bodies import Bodies
 from benchmarks.trace.client import Run, Sent
+from benchmarks.trace.client_pool import piece_bodies
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.images import picture
 from benchmarks.trace.requests import Trace, generate_trace
-from benchmarks.trace.run import Server, _piece_bodies
+from benchmarks.trace.run import Server
 from configs.resolve import ClusterFacts, resolve
 from configs.schema import AppConfig
 from deployments.vllm.compat import check_args
@@ -334,10 +335,10 @@ def test_bodies_are_made_before_the_clock_starts_where_asked() -> None:
             return str(index).encode()
 
     noting = cast(Bodies, Noting())
-    at_once = _piece_bodies(noting, [5, 3], prepared=True)
+    at_once = piece_bodies(noting, [5, 3], prepared=True)
     assert made == [5, 3]
     assert (at_once(1), at_once(0), made) == (b"3", b"5", [5, 3])
-    assert (_piece_bodies(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])
+    assert (piece_bodies(noting, [7], prepared=False)(0), made) == (b"7", [5, 3, 7])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""Client processes that share the requests of an open loop, since a single event loop reads some thousand chunks of
+streams a second on time."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import multiprocessing.synchronize
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from threading import BrokenBarrierError
+from typing import Self
+
+from benchmarks.trace.bodies import Bodies
+from benchmarks.trace.client import Run, open_loop, session
+
+READY_S = 120.0
+"""Time in which all processes have made the bodies that are made before the clock starts."""
+
+_barriers: list[multiprocessing.synchronize.Barrier] = []
+"""In a client process: its only member is passed by all processes at once when all are ready."""
+
+
+class ClientPool:
+    """`number` client processes; request i is sent by process i modulo `number`.
+
+    All start their clocks together. Use as a context manager.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        context = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(
+            number, mp_context=context, initializer=_keep, initargs=(context.Barrier(number),)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    async def open_loop(
+        self, url: str, key: str | None, timeout_s: float, due_s: Sequence[float], bodies: Bodies,
+        piece: Sequence[int], *, prepared: bool,
+    ) -> Run:  # fmt: skip
+        """Sends the requests `piece` of a trace at `due_s`, as `client.open_loop` does.
+
+        Raises OSError if a picture cannot be read, threading.BrokenBarrierError if a process is not ready in time.
+        """
+        loop = asyncio.get_running_loop()
+        shares = [slice(first, None, self.number) for first in range(self.number)]
+        found = await asyncio.gather(
+            *(
+                loop.run_in_executor(
+                    self._executor, _send, url, key, timeout_s, due_s[share], due_s[0], bodies, piece[share], prepared
+                )
+                for share in shares
+            ),
+            return_exceptions=True,
+        )
+        if failed := [each for each in found if isinstance(each, BaseException)]:
+            raise min(failed, key=lambda error: isinstance(error, BrokenBarrierError))  # the cause, if it is known
+        runs = [each for each in found if isinstance(each, Run)]
+        sent = [one for run in runs for one in run.sent]
+        for run, share in zip(runs, shares, strict=True):
+            for one, index in zip(run.sent, range(len(piece))[share], strict=True):
+                one.index = index
+        return Run(
+            sorted(sent, key=lambda one: one.index),
+            max(run.duration_s for run in runs),
+            [lag for run in runs for lag in run.loop_lags_s],
+        )
+
+
+def piece_bodies(bodies: Bodies, piece: Sequence[int], *, prepared: bool) -> Callable[[int], bytes]:
+    """Returns a function of a place in `piece` that returns its body. `prepared`: all are made now."""
+    if prepared:
+        return [bodies.of(index) for index in piece].__getitem__
+    return lambda place: bodies.of(piece[place])
+
+
+def _keep(barrier: multiprocessing.synchronize.Barrier) -> None:
+    _barriers.append(barrier)
+
+
+def _send(
+    url: str, key: str | None, timeout_s: float, due_s: Sequence[float], begin_s: float, bodies: Bodies,
+    piece: Sequence[int], prepared: bool,
+) -> Run:  # fmt: skip
+    """Runs in a client process."""
+
+    async def send() -> Run:
+        async with session(key, timeout_s) as http:
+            return await open_loop(http, url, due_s, make, begin_s, lambda: _barriers[0].wait(READY_S))
+
+    try:
+        make = piece_bodies(bodies, piece, prepared=prepared)
+    except BaseException:
+        _barriers[0].abort()
+        raise
+    return asyncio.run(send())
