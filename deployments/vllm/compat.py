@@ -18,6 +18,7 @@ import secrets
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from deployments.vllm import import_shim
 from deployments.vllm.connector.link import ADDRESS_KEY, MIN_TOKENS_KEY
 from deployments.vllm.references import DecodedImages, References
 from deployments.vllm.stats import EngineStats
+from deployments.vllm.stream_pacing import Pacer
 from encoder.item_header import ItemHeader, PromptRun, PromptUpdate
 
 CONNECTOR_NAME = "vitray"
@@ -246,10 +248,11 @@ def start_engine(
     check_args(engine_args, server_args, own_tower=link is None)
     if cpu_kv_cache_gib is not None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)  # vLLM has no other way to set it
-    async_llm = lookup("AsyncLLM")
+    async_llm, pacer = lookup("AsyncLLM"), Pacer()
 
     class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
-        """Records the time of the first token, which vLLM's HTTP answers lack, and sets identifier and salt."""
+        """Records the time of the first token, which vLLM's HTTP answers lack, sets identifier and salt, and paces the
+        streams."""
 
         async def generate(
             self, prompt: object, sampling_params: object, request_id: str, **kwargs: object
@@ -259,10 +262,12 @@ def start_engine(
                 prompt = {**prompt, "cache_salt": salt}
             if clock is not None:
                 request_id = clock.name_prompt()
-            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                if clock is not None:
-                    clock.tick()
-                yield output
+            outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+            async with aclosing(pacer.pace(outputs)) as paced:
+                async for output in paced:
+                    if clock is not None:
+                        clock.tick()
+                    yield output
 
     arguments: dict[str, object] = {
         "load_format": "safetensors",

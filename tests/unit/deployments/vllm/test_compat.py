@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -357,8 +357,8 @@ def test_an_engine_gets_the_salt_and_a_name_of_the_request(
 
         async def generate(
             self, prompt: dict[str, Any], sampling_params: None, request_id: str
-        ) -> AsyncIterator[tuple[Any, str]]:
-            yield prompt["cache_salt"], request_id
+        ) -> AsyncGenerator[SimpleNamespace, None]:
+            yield SimpleNamespace(told=(prompt["cache_salt"], request_id), finished=True)
 
     fakes = {
         "AsyncLLM": FakeLLM,
@@ -374,7 +374,8 @@ def test_an_engine_gets_the_salt_and_a_name_of_the_request(
     async def generated(clock: compat.FirstTokenClock | None) -> list[tuple[str, str]]:
         compat.cache_salt.set(salt)
         compat.first_token_clock.set(clock)
-        return [one async for one in engine.generate({"cache_salt": "theirs"}, None, request_id="r" * 66_000)]
+        asked = engine.generate({"cache_salt": "theirs"}, None, request_id="r" * 66_000)
+        return [output.told async for output in asked]
 
     assert asyncio.run(generated(None)) == [(expected, "r" * 66_000)]
     one, other = compat.FirstTokenClock(), compat.FirstTokenClock()
