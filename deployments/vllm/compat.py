@@ -248,7 +248,9 @@ def start_engine(
     check_args(engine_args, server_args, own_tower=link is None)
     if cpu_kv_cache_gib is not None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)  # vLLM has no other way to set it
-    async_llm, pacer = lookup("AsyncLLM"), Pacer()
+    async_llm = lookup("AsyncLLM")
+    # vLLM 0.26 loses text behind the end of the reasoning if several tokens come at once.
+    pacer = Pacer(0.0 if "reasoning_parser" in {**engine_args, **server_args} else None)
 
     class ClockedLLM(async_llm):  # type: ignore[misc, valid-type]
         """Records the time of the first token, which vLLM's HTTP answers lack, sets identifier and salt, and paces the
