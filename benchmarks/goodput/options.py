@@ -58,12 +58,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float, default=30.0, help="KV cache of each engine in GiB (default 30)")
     parser.add_argument(
         "--max-num-seqs",
-        type=int,
+        type=positive,
         default=MAX_NUM_SEQS,
         help="sequences in a step of each engine, and requests in flight of each of our language models (default 256)",
     )
     parser.add_argument(
-        "--client-processes", type=int, default=4, help="processes that send requests and read answers (default 4)"
+        "--client-processes", type=positive, default=4, help="processes that send requests and read answers (default 4)"
     )
     parser.add_argument("--slo", type=slo, action="append", metavar="TTFT:TPOT",
                         help="milliseconds of a good answer; may be given several times (default 1000:50)")  # fmt: skip
@@ -106,6 +106,12 @@ def videos(text: str) -> dict[str, int]:
 def slo(text: str) -> Slo:
     ttft_ms, tpot_ms = text.split(":")
     return Slo(float(ttft_ms), float(tpot_ms))
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(f"{text} is less than 1")
+    return number
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -37,7 +37,10 @@ class ClientPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:  # the processes would send the rest of their requests first
+            for process in multiprocessing.active_children():
+                process.terminate()
         self._executor.shutdown(cancel_futures=True)
 
     async def open_loop(
@@ -89,14 +92,21 @@ def _send(
     piece: Sequence[int], prepared: bool,
 ) -> Run:  # fmt: skip
     """Runs in a client process."""
+    waited = False
+
+    def ready() -> None:
+        nonlocal waited
+        _barriers[0].wait(READY_S)
+        waited = True
 
     async def send() -> Run:
         async with session(key, timeout_s) as http:
-            return await open_loop(http, url, due_s, make, begin_s, lambda: _barriers[0].wait(READY_S))
+            return await open_loop(http, url, due_s, make, begin_s, ready)
 
     try:
         make = piece_bodies(bodies, piece, prepared=prepared)
+        return asyncio.run(send())
     except BaseException:
-        _barriers[0].abort()
+        if not waited:  # the other processes would wait for this one
+            _barriers[0].abort()
         raise
-    return asyncio.run(send())

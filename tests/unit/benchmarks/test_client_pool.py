@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -61,14 +62,41 @@ def test_more_processes_than_requests(server: ChatServer, tmp_path: Path) -> Non
     assert [each.answer.ok for each in run.sent] == [True, True]
 
 
-def test_a_picture_that_is_gone_stops_all_processes(server: ChatServer, trace: Trace, tmp_path: Path) -> None:
+@pytest.mark.timeout(60)  # less than READY_S
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_picture_that_is_gone_stops_all_processes(
+    server: ChatServer, trace: Trace, tmp_path: Path, prepared: bool
+) -> None:
     """The others would wait for the process that failed."""
     files = make_images(trace, tmp_path)
     files[trace.requests[-1].images[0].id].unlink()
     bodies = Bodies(trace, files, "model", 1.0)
     due_s = [0.0] * len(trace.requests)
     with ClientPool(2) as pool, pytest.raises(FileNotFoundError):
-        asyncio.run(pool.open_loop(server.url, None, 60.0, due_s, bodies, range(7), prepared=True))
+        asyncio.run(pool.open_loop(server.url, None, 60.0, due_s, bodies, range(7), prepared=prepared))
+
+
+@pytest.mark.timeout(60)  # less than until the requests are due
+def test_an_interrupted_run_does_not_send_the_rest(server: ChatServer, trace: Trace, tmp_path: Path) -> None:
+    bodies = Bodies(trace, make_images(trace, tmp_path), "model", 1.0)
+    due_s = [0.0, *(600.0 for _ in range(6))]
+
+    arrived = threading.Event()
+
+    async def note(_: int) -> None:
+        arrived.set()
+
+    server.before = note
+
+    async def interrupted(pool: ClientPool) -> None:
+        sending = asyncio.ensure_future(pool.open_loop(server.url, None, 60.0, due_s, bodies, range(7), prepared=True))
+        await asyncio.to_thread(arrived.wait)
+        sending.cancel()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), ClientPool(2) as pool:
+        asyncio.run(interrupted(pool))
+    assert len(server.bodies) == 1
 
 
 def test_the_program_has_an_option_for_it(server: ChatServer, tmp_path: Path) -> None:

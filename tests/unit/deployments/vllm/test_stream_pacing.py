@@ -50,12 +50,11 @@ class Engine:
 
 
 async def read(pacer: Pacer, tokens: int) -> tuple[list[Output], list[float]]:
-    """Returns the outputs of a request, and the seconds between them and from the last to the end."""
+    """Returns the outputs of a request and the seconds between them."""
     outputs, at_s = [], []
     async for output in pacer.pace(Engine().generate(tokens)):
         outputs.append(output)
         at_s.append(time.perf_counter())
-    at_s.append(time.perf_counter())
     return outputs, [after - before for before, after in itertools.pairwise(at_s)]
 
 
@@ -129,7 +128,7 @@ def test_an_answer_in_one_piece_is_no_stream() -> None:
     asyncio.run(run())
 
 
-def test_a_pause_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_has_a_limit_and_none_comes_after_the_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def sleep(pause_s: float) -> None:
