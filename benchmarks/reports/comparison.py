@@ -18,7 +18,8 @@ LADDER = "ladder_h200.json"
 TWO_GPUS = "goodput_x2_again_h200.json"
 ONE_GPU = "goodput_shared_threads_h200.json"
 EQUAL = "goodput_4b_threads_h200.json"
-EQUAL_TWO_GPUS = "goodput_4b_x2_steps_4096_h200.json"
+EQUAL_TWO_GPUS = "log/goodput_4b_x2_on_time_256_h200.json"
+EQUAL_FOUR_IMAGES = "log/goodput_4b_x2_sequences_256_h200.json"
 NEW_IMAGES = "serving_new_images_h200.json"
 GENERIC = "log/serving_gemma3_one_place_h200.json"
 LOGS = {
@@ -26,7 +27,8 @@ LOGS = {
     TWO_GPUS: "2026-11-23-goodput-two-gpus.md",
     ONE_GPU: "2026-11-27-equal-requests-haproxy.md",
     EQUAL: "2026-11-27-equal-requests-haproxy.md",
-    EQUAL_TWO_GPUS: "2026-11-29-full-language-models.md",
+    EQUAL_TWO_GPUS: "2026-11-29-more-sequences.md",
+    EQUAL_FOUR_IMAGES: "2026-11-29-more-sequences.md",
     NEW_IMAGES: "2026-11-28-new-images-again.md",
     GENERIC: "2026-11-29-generic-encoder-gpu.md",
 }
@@ -41,7 +43,9 @@ def markdown(folder: Path) -> str:
     lines += _goodput_rows(folder, TWO_GPUS, "two GPUs, one shared with the encoder")
     lines += _goodput_rows(folder, ONE_GPU, "one GPU, shared with the encoder by fractions")
     lines += _equal_rows(folder, EQUAL, "one GPU, shared with the encoder")
-    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two GPUs, an encoder on each")
+    # The highest rates of the newest runs with a client on time at which requests do not pile up.
+    lines += _equal_rows(folder, EQUAL_TWO_GPUS, "two GPUs, an encoder on each", {"1x640+400+150": 70.0})
+    lines += _equal_rows(folder, EQUAL_FOUR_IMAGES, "two GPUs, an encoder on each", {"4x640+400+150": 36.0})
     lines += _tower_rows(folder)
     lines += _single_rows(folder)
     lines.append(_generic_row(folder))
@@ -94,10 +98,14 @@ def _steps(result: Record) -> str:
     return "" if [ours] == list(theirs) else f", steps of {ours} tokens, vLLM's of {theirs[0]}"
 
 
-def _equal_rows(folder: Path, name: str, layout: str) -> Iterator[str]:
-    """Yields the fastest rate of each shape of requests, beside vLLM's configuration with the earliest first token."""
+def _equal_rows(folder: Path, name: str, layout: str, speeds: Mapping[str, float] | None = None) -> Iterator[str]:
+    """Yields rows of requests of equal shape, beside vLLM's configuration with the earliest first token: those of
+    `speeds` by trace, or the fastest of each shape."""
     result = json.loads((folder / name).read_text())
-    for row in _fastest(result["rows"]):
+    rows = result["rows"]
+    if speeds is not None:
+        rows = [row for row in rows if speeds.get(row["trace"]["name"]) == row["speed"]]
+    for row in _fastest(rows):
         images, side, prompt_tokens, _ = re.split("[x+]", row["trace"]["name"])
         if prompt_tokens != "400":
             continue
