@@ -24,8 +24,10 @@ ANSWER_TIMEOUT_S = 620.0
 
 _ROUTE = "/chat/completions"
 _FURTHER_TYPES = {
+    ".3gp": "video/3gpp",
     ".flac": "audio/flac",
     ".m4a": "audio/mp4",
+    ".m4v": "video/mp4",
     ".oga": "audio/ogg",
     ".ogg": "audio/ogg",
     ".opus": "audio/ogg",
@@ -105,6 +107,9 @@ class ChatClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         """`url`: with or without a final `/v1`. Raises AskError if it is not a URL of a server."""
+        key = (key or "").strip()
+        if not key.isascii() or any(map(str.isspace, key)):
+            raise AskError("the API key contains spaces, line breaks or characters outside ASCII", _REMEDIES[401])
         base = url.rstrip("/")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         try:
@@ -115,7 +120,7 @@ class ChatClient:
             raise AskError(f"--url {url} is not the address of a server", "write it as http://127.0.0.1:8000")
         try:
             self._http = httpx.Client(
-                headers={b"authorization": f"Bearer {key.strip()}".encode()} if key else None,
+                headers={b"authorization": f"Bearer {key}".encode()} if key else None,
                 timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
                 trust_env=not is_loopback(parsed.host),  # a proxy cannot reach servers on this machine
             )

@@ -225,7 +225,8 @@ def _hub(model: str) -> ModelFact:
         return ModelFact(False, "neither a folder here nor on the hub", "check the name; for a private one log in")
     except HfHubHTTPError as error:
         return ModelFact(False, f"the hub answered with status {error.response.status_code}", offline)
-    except OSError as error:  # no connection, or offline mode; the cause may contain an address
+    except Exception as error:  # no connection, of which each HTTP client of the hub's has its own; or offline mode
+        # The cause may contain an address.
         return ModelFact(
             False, f"not in the hub's cache, and the hub cannot be asked ({type(error).__name__})", offline
         )

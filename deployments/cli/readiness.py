@@ -143,7 +143,8 @@ def fallbacks(cluster: Mapping[str, Any]) -> Iterator[Line]:
         found = f"encoder replica {replica['name']} on node {replica['node']} runs without them: {reason}"
         yield Line("fused kernels", "problem", found, _AFTER_FALLBACK.get(reason, ""))
     if not slow:
-        yield Line("fused kernels", "ok", f"no fallback in {len(encoders)} encoder replicas")
+        number = f"{len(encoders)} of {len(replicas)}" if len(encoders) < len(replicas) else len(encoders)
+        yield Line("fused kernels", "ok", f"no fallback in {number} encoder replicas")
 
 
 def _version(name: str, found: str | None, fix: str) -> Line:

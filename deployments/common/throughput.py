@@ -10,6 +10,8 @@ from contextlib import contextmanager
 ARRIVALS_OVER_S = 5.0
 SPEED_OVER_S = 10.0
 BEST_SPEED_OVER_S = 600.0
+MIN_JOBS = 1e-100
+"""Weight of all jobs below which their mean size is unknown: it would be one of two rounded numbers."""
 
 
 class InFlightTokens:
@@ -49,8 +51,9 @@ class InFlightTokens:
         return self._arrived / ARRIVALS_OVER_S
 
     def tokens_per_job(self) -> float:
-        """Mean tokens of recent jobs, with the same weights as `arriving_tokens_per_s`; 0 before the first job."""
-        return self._arrived / self._jobs if self._jobs else 0.0
+        """Mean tokens of recent jobs, with the same weights as `arriving_tokens_per_s`; 0 before the first job and
+        after a quarter of an hour without any."""
+        return self._arrived / self._jobs if self._jobs > MIN_JOBS else 0.0
 
     def _age(self) -> None:
         now = self._clock()

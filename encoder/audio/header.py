@@ -55,14 +55,15 @@ class AudioHeader:
 def read_audio_header(data: bytes) -> AudioHeader:
     """Reads the header of an encoded file. Raises AudioError for another format or a broken header."""
     try:
+        start = _tag_bytes(data)
         if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
             header = _wav(data)
-        elif data[:4] == b"fLaC":
-            header = _flac(data)
+        elif data[start : start + 4] == b"fLaC":
+            header = _flac(data, start)
         elif data[:4] == b"OggS":
             header = _ogg(data)
-        elif data[:3] == b"ID3" or _is_frame(data, 0):
-            header = _mp3(data)
+        elif start or _is_frame(data, 0):
+            header = _mp3(data, start)
         else:
             raise AudioError(NOT_SUPPORTED)
     except AudioError:
@@ -89,12 +90,20 @@ def _wav(data: bytes) -> AudioHeader:
     raise AudioError(BROKEN)
 
 
-def _flac(data: bytes) -> AudioHeader:
-    packed = int.from_bytes(data[18:26], "big")  # in the first block, STREAMINFO
-    if len(data) < 26:
+def _tag_bytes(data: bytes) -> int:
+    """Returns the length of an ID3v2 tag in front of the file, 0 without one."""
+    if data[:3] != b"ID3":
+        return 0
+    first, second, third, fourth = data[6:10]
+    return 10 + (first << 21 | second << 14 | third << 7 | fourth)
+
+
+def _flac(data: bytes, start: int) -> AudioHeader:
+    packed = int.from_bytes(data[start + 18 : start + 26], "big")  # in the first block, STREAMINFO
+    if len(data) < start + 26:
         raise AudioError(BROKEN)
     rate, channels, bits = packed >> 44, (packed >> 41 & 7) + 1, (packed >> 36 & 31) + 1
-    total = packed & (1 << 36) - 1 or int(len(data) * 8 / COMPRESSION / bits / channels)
+    total = packed & (1 << 36) - 1 or int((len(data) - start) * 8 / COMPRESSION / bits / channels)
     return AudioHeader(total / rate, rate, channels)
 
 
@@ -112,11 +121,7 @@ def _ogg(data: bytes) -> AudioHeader:
     return AudioHeader(total / rate, rate, channels)
 
 
-def _mp3(data: bytes) -> AudioHeader:
-    start = 0
-    if data[:3] == b"ID3":
-        first, second, third, fourth = data[6:10]
-        start = 10 + (first << 21 | second << 14 | third << 7 | fourth)
+def _mp3(data: bytes, start: int) -> AudioHeader:
     at = next((at for at in range(start, min(start + SYNC_BYTES, len(data) - 3)) if _is_frame(data, at)), None)
     if at is None:
         raise AudioError(BROKEN)

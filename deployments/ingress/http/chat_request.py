@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.schema import IngressConfig
@@ -86,9 +86,12 @@ class ChatRequest:
     def own_items(self, first: int) -> list[bytes]:
         """Returns the items of `input` from index `first` on as JSON, with their images as they came. Called after the
         last `to_json`, whose references they replace."""
+        items = (input_items(self._body.get("input")) or [])[first:]
+        own = set(map(id, _objects(items)))  # images of earlier turns are stored already
         for image in self.images:
-            image.restore()
-        return [body_to_json(item) for item in (input_items(self._body.get("input")) or [])[first:]]
+            if id(image.part) in own:
+                image.restore()
+        return [body_to_json(item) for item in items]
 
     def to_json(
         self, references: Sequence[ItemReference] = (), digests: Sequence[str] = ()
@@ -129,17 +132,23 @@ def _parse(data: bytes, body_format: BodyFormat | None, limits: IngressConfig) -
 
 def has_media(value: object) -> bool:
     """Whether `value` holds media at any depth. Used for text-only routes."""
+    for inner in _objects(value):
+        kind = inner.get("type")
+        if (isinstance(kind, str) and kind in MEDIA_TYPES) or not MEDIA_KEYS.isdisjoint(inner):
+            return True
+    return False
+
+
+def _objects(value: object) -> Iterator[Body]:
+    """Yields the JSON objects in `value`, at any depth."""
     waiting = [value]  # not recursive: the JSON parser accepts deeper nesting than Python's recursion limit
     while waiting:
         inner = waiting.pop()
         if isinstance(inner, dict):
-            kind = inner.get("type")
-            if (isinstance(kind, str) and kind in MEDIA_TYPES) or not MEDIA_KEYS.isdisjoint(inner):
-                return True
+            yield inner
             waiting.extend(inner.values())
         elif isinstance(inner, list):
             waiting.extend(inner)
-    return False
 
 
 def set_cache_salt(body: Body, salt: str) -> None:

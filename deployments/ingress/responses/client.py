@@ -238,7 +238,8 @@ def _insert(body: Body, earlier: Sequence[bytes]) -> bytes:
 
 def _item_list(items: Sequence[bytes], *, newest_first: bool) -> Body:
     """Returns all items in OpenAI's format of a list. Those without an id are named by their number."""
-    listed = [{"id": f"item_{number}", **json.loads(item)} for number, item in enumerate(items)]
+    parsed = [json.loads(item) for item in items]
+    listed = [{**item, "id": item.get("id") or f"item_{number}"} for number, item in enumerate(parsed)]
     listed = listed[::-1] if newest_first else listed
     ids = [item["id"] for item in listed] or [None]
     return {"object": "list", "data": listed, "first_id": ids[0], "last_id": ids[-1], "has_more": False}

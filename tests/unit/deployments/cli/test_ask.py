@@ -285,6 +285,13 @@ def test_a_connection_that_breaks_after_the_last_event_is_no_error(server: Serve
     assert (result.exit_code, result.stdout) == (0, "a\n")
 
 
+@pytest.mark.parametrize("key", ["a\nb", "a b", "schlüssel"])
+def test_a_key_that_is_no_header_is_refused_and_not_shown(server: Server, key: str) -> None:
+    result = ask(server, "Which?", "--key", key)
+    assert (result.exit_code, key in result.stderr) == (1, False)
+    assert "the API key contains" in result.stderr
+
+
 def test_no_server_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy of the environment is not asked for this machine's own servers."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
@@ -366,7 +373,7 @@ def test_a_server_cannot_send_commands_to_the_terminal(server: Server) -> None:
         ("https://a.example/speech.wav", "audio"),
         ("https://a.example/page", "image"),
         *((f"https://a.example/{name}", "audio") for name in ("a.flac", "a.ogg", "a.oga", "a.opus", "a.m4a", "a.mp3")),
-        *((f"https://a.example/{name}", "video") for name in ("a.mkv", "a.webm", "a.mov")),
+        *((f"https://a.example/{name}", "video") for name in ("a.mkv", "a.webm", "a.mov", "a.m4v", "a.3gp")),
         *((f"https://a.example/{name}", "image") for name in ("a.webp", "a.PNG")),
     ],
 )

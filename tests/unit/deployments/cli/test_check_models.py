@@ -68,6 +68,10 @@ def hub_error(name: str, status: int) -> Exception:
     return error
 
 
+class HubTransportError(Exception):
+    """As those of httpx, which are no OSError."""
+
+
 @pytest.mark.parametrize(
     ("error", "there", "found"),
     [
@@ -76,6 +80,7 @@ def hub_error(name: str, status: int) -> Exception:
         (hub_error("RepositoryNotFoundError", 404), False, "nor on the hub"),
         (hub_error("HfHubHTTPError", 500), False, "status 500"),
         (ConnectionError("https://secret.example/path"), False, "cannot be asked (ConnectionError)"),
+        (HubTransportError("https://secret.example/path"), False, "cannot be asked (HubTransportError)"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -35,6 +35,25 @@ def test_tokens_before_a_place_in_the_queue() -> None:
     assert work.tokens_before(9.0) == 0
 
 
+def test_the_size_of_jobs_is_right_or_unknown_after_hours_without_one() -> None:
+    """Both sums decayed until they were rounded: a mean of 1,000 tokens was 1 after an hour, for good."""
+    clock = Clock()
+    work = InFlightTokens(clock)
+    for _ in range(100):
+        with work.job(1000):
+            clock.now += 0.1
+    means = []
+    for _ in range(20_000):
+        clock.now += 0.5
+        assert work.arriving_tokens_per_s() >= 0
+        means.append(work.tokens_per_job())
+    assert all(mean in (0, pytest.approx(1000)) for mean in means)
+    assert means[0] == pytest.approx(1000)
+    assert means[-1] == 0
+    with work.job(50):
+        assert work.tokens_per_job() == pytest.approx(50)
+
+
 def test_arrivals_of_a_steady_stream() -> None:
     """One job of 50 tokens every 20 ms is 2500 tokens a second; a few seconds after the last there are next to none."""
     clock = Clock()

@@ -36,10 +36,12 @@ def test_opus_counts_48_kilohertz() -> None:
     assert header.seconds == pytest.approx(1.5, abs=0.02)
 
 
-def test_tags_before_an_mp3_are_skipped() -> None:
+@pytest.mark.parametrize("container", ["MP3", "FLAC"])
+def test_tags_before_the_sound_are_skipped(container: str) -> None:
     tags = b"ID3\x04\0\0" + bytes([0, 0, 2, 0]) + b"\xff" * 256
-    plain = tone("MP3")
+    plain = tone(container)
     assert read_audio_header(tags + plain) == read_audio_header(plain)
+    assert soundfile.info(io.BytesIO(tags + plain)).frames == soundfile.info(io.BytesIO(plain)).frames
 
 
 @pytest.mark.parametrize("length", [0, 0xFFFFFFFF])

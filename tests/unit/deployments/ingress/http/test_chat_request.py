@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from configs.schema import IngressConfig
 from deployments.common.api_error import ApiError
-from deployments.common.messages import VideoSampling
-from deployments.ingress.http.chat_request import has_media, pop_pixel_bounds, pop_video_sampling
+from deployments.common.messages import ItemReference, VideoSampling
+from deployments.ingress.http.chat_request import ChatRequest, has_media, pop_pixel_bounds, pop_video_sampling
+from deployments.ingress.http.image_parts import BodyFormat, ImagePart
 from deployments.ingress.http.request_body import refuse_fields
 from encoder.images.size import PixelBounds
-from tests.fuzz.bodies import IMAGE
+from tests.fuzz.bodies import IMAGE, URL
 
 
 @pytest.mark.parametrize(
@@ -172,3 +176,28 @@ def test_media_are_found_however_deep() -> None:
     for _ in range(100_000):
         deep = [deep]
     assert has_media(deep)
+
+
+def test_only_images_of_the_own_items_are_stored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all turns were encoded to base64 again at each turn, and thrown away."""
+    restored: list[str] = []
+    restore = ImagePart.restore
+
+    def noted(image: ImagePart) -> None:
+        restored.append(image.label)
+        restore(image)
+
+    monkeypatch.setattr(ImagePart, "restore", noted)
+    part = {"type": "input_image", "image_url": URL}
+    earlier, output, own = (
+        {"type": "message", "role": "user", "content": [part]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A cat."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "And?"}, part]},
+    )
+    chunks = [json.dumps({"model": "m", "input": [earlier, output, own]}).encode()]
+    chat = ChatRequest.parse(chunks, IngressConfig(), body_format=BodyFormat.RESPONSES, salt=None)
+    chat.to_json([ItemReference("a", 0, "image 1"), ItemReference("b", 1, "image 2")], ["0" * 64, "1" * 64])
+    (item,) = chat.own_items(2)
+    assert restored == [chat.images[1].label]
+    kept = json.loads(item)["content"][1]["image_url"]
+    assert kept.split(",")[1] == URL.split(",")[1]

@@ -313,6 +313,11 @@ def test_the_items_of_an_empty_input_are_none() -> None:
     assert (listed.status_code, listed.json()["data"]) == (200, [])
 
 
+def test_an_item_whose_id_is_null_is_named_by_its_number() -> None:
+    _, listed = conversed(StoreHandle(), Responding(), create([{**ASKED, "id": None}]), about("GET", "/input_items"))
+    assert (listed.json()["first_id"], listed.json()["data"][0]["id"]) == ("item_0", "item_0")
+
+
 @pytest.mark.parametrize(("query", "order"), [("", [2, 1, 0]), ("?order=desc", [2, 1, 0]), ("?order=asc", [0, 1, 2])])
 def test_input_items_are_those_of_every_turn(query: str, order: list[int]) -> None:
     _, _, listed = conversed(
