@@ -26,7 +26,7 @@ from benchmarks.record import provenance, write
 from benchmarks.trace import figures as trace_figures
 from benchmarks.trace import plot as trace_plot
 from benchmarks.trace.client import Run
-from benchmarks.trace.client_pool import ClientPool
+from benchmarks.trace.client_pool import READY_S, ClientPool
 from benchmarks.trace.figures import Slo
 from benchmarks.trace.images import cache_folder, make_images
 from benchmarks.trace.requests import generate_trace, lines, read_trace
@@ -131,7 +131,7 @@ def _speed(_: click.Context, __: click.Parameter, value: str) -> float:
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Processes that send the requests. One is too slow for some 7,000 streamed tokens a second.",
+    help="Processes that send the requests. One may be too slow from about 7,000 streamed tokens a second.",
 )
 @click.option(
     "--images",
@@ -193,8 +193,10 @@ def main(
             runs = asyncio.run(measure(plan, servers, files, lambda told: click.echo(told, err=True), pool))
     except (TraceError, BenchError) as error:
         raise click.ClickException(str(error)) from error
-    except (BrokenExecutor, BrokenBarrierError) as error:
-        raise click.ClickException(f"a client process failed: {error!r}") from error
+    except BrokenBarrierError as error:
+        raise click.ClickException(f"a client process was not ready within {READY_S:g} s; use fewer") from error
+    except BrokenExecutor as error:
+        raise click.ClickException(f"a client process ended: {error}") from error
     except OSError as error:
         raise _failed(error) from error
     slo = Slo(ttft_ms, tpot_ms)

@@ -110,7 +110,7 @@ def slo(text: str) -> Slo:
 
 def positive(text: str) -> int:
     if (number := int(text)) < 1:
-        raise ValueError(f"{text} is less than 1")
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
 
 

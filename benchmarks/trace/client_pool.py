@@ -29,6 +29,7 @@ class ClientPool:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self._other_children = set(multiprocessing.active_children())
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
             number, mp_context=context, initializer=_keep, initargs=(context.Barrier(number),)
@@ -39,7 +40,7 @@ class ClientPool:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         if failed is not None:  # the processes would send the rest of their requests first
-            for process in multiprocessing.active_children():
+            for process in set(multiprocessing.active_children()) - self._other_children:
                 process.terminate()
         self._executor.shutdown(cancel_futures=True)
 
@@ -53,18 +54,22 @@ class ClientPool:
         """
         loop = asyncio.get_running_loop()
         shares = [slice(first, None, self.number) for first in range(self.number)]
-        found = await asyncio.gather(
-            *(
-                loop.run_in_executor(
-                    self._executor, _send, url, key, timeout_s, due_s[share], due_s[0], bodies, piece[share], prepared
-                )
-                for share in shares
-            ),
-            return_exceptions=True,
-        )
-        if failed := [each for each in found if isinstance(each, BaseException)]:
-            raise min(failed, key=lambda error: isinstance(error, BrokenBarrierError))  # the cause, if it is known
-        runs = [each for each in found if isinstance(each, Run)]
+        sending = [
+            loop.run_in_executor(
+                self._executor, _send, url, key, timeout_s, due_s[share], due_s[0], bodies, piece[share], prepared
+            )
+            for share in shares
+        ]
+        try:
+            _, pending = await asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and all(isinstance(error, BrokenBarrierError) for error in _errors(sending)):
+                await asyncio.wait(pending)  # the process that broke the barrier tells why
+            if errors := _errors(sending):
+                raise min(errors, key=lambda error: isinstance(error, BrokenBarrierError))
+            runs = [each.result() for each in sending]
+        finally:
+            for each in sending:
+                each.cancel()
         sent = [one for run in runs for one in run.sent]
         for run, share in zip(runs, shares, strict=True):
             for one, index in zip(run.sent, range(len(piece))[share], strict=True):
@@ -74,6 +79,10 @@ class ClientPool:
             max(run.duration_s for run in runs),
             [lag for run in runs for lag in run.loop_lags_s],
         )
+
+
+def _errors(sending: Sequence[asyncio.Future[Run]]) -> list[BaseException]:
+    return [error for each in sending if each.done() and (error := each.exception()) is not None]
 
 
 def piece_bodies(bodies: Bodies, piece: Sequence[int], *, prepared: bool) -> Callable[[int], bytes]:

@@ -210,24 +210,25 @@ def _hub(model: str) -> ModelFact:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     offline = f"run `hf download {model}` where there is a connection and share its HF_HOME, or name a folder"
+    fact: ModelFact | None = None
     try:
         cached = try_to_load_from_cache(model, "config.json")
-        if isinstance(cached, str):
-            fact = _folder(Path(cached).parent)
-            if fact.there:
-                return fact
-        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
     except HFValidationError:
         return ModelFact(False, "neither a folder nor a name that the hub takes", "write it as owner/name")
+    if isinstance(cached, str):
+        fact = _folder(Path(cached).parent)
+        if fact.there:
+            return fact
+    try:
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
     except GatedRepoError:
         return ModelFact(False, "gated", "accept its terms on the hub, then `hf auth login` or HF_TOKEN")
     except RepositoryNotFoundError:
         return ModelFact(False, "neither a folder here nor on the hub", "check the name; for a private one log in")
     except HfHubHTTPError as error:
         return ModelFact(False, f"the hub answered with status {error.response.status_code}", offline)
-    except Exception as error:  # no connection, of which each HTTP client of the hub's has its own; or offline mode
+    except Exception as error:  # no connection, whose errors are those of the hub's HTTP client, or offline mode
         # The cause may contain an address.
-        return ModelFact(
-            False, f"not in the hub's cache, and the hub cannot be asked ({type(error).__name__})", offline
-        )
+        found = "not in the hub's cache" if fact is None else f"in the hub's cache, not complete ({fact.found})"
+        return ModelFact(False, f"{found}, and the hub cannot be asked ({type(error).__name__})", offline)
     return ModelFact(True, "on the hub; replicas download it when they start")

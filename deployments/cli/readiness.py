@@ -143,8 +143,8 @@ def fallbacks(cluster: Mapping[str, Any]) -> Iterator[Line]:
         found = f"encoder replica {replica['name']} on node {replica['node']} runs without them: {reason}"
         yield Line("fused kernels", "problem", found, _AFTER_FALLBACK.get(reason, ""))
     if not slow:
-        number = f"{len(encoders)} of {len(replicas)}" if len(encoders) < len(replicas) else len(encoders)
-        yield Line("fused kernels", "ok", f"no fallback in {number} encoder replicas")
+        silent = f"; {num_silent} sent no report" if (num_silent := len(replicas) - len(encoders)) else ""
+        yield Line("fused kernels", "ok", f"no fallback in {len(encoders)} encoder replicas{silent}")
 
 
 def _version(name: str, found: str | None, fix: str) -> Line:

@@ -11,7 +11,7 @@ ARRIVALS_OVER_S = 5.0
 SPEED_OVER_S = 10.0
 BEST_SPEED_OVER_S = 600.0
 MIN_JOBS = 1e-100
-"""Weight of all jobs below which their mean size is unknown: it would be one of two rounded numbers."""
+"""Weight of all jobs below which their mean size is unknown: near the smallest float, the ratio is rounded."""
 
 
 class InFlightTokens:
@@ -52,7 +52,8 @@ class InFlightTokens:
 
     def tokens_per_job(self) -> float:
         """Mean tokens of recent jobs, with the same weights as `arriving_tokens_per_s`; 0 before the first job and
-        after a quarter of an hour without any."""
+        after some 20 minutes without any."""
+        self._age()
         return self._arrived / self._jobs if self._jobs > MIN_JOBS else 0.0
 
     def _age(self) -> None:

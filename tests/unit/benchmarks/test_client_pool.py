@@ -76,6 +76,19 @@ def test_a_picture_that_is_gone_stops_all_processes(
         asyncio.run(pool.open_loop(server.url, None, 60.0, due_s, bodies, range(7), prepared=prepared))
 
 
+@pytest.mark.timeout(60)  # less than until the last request is due
+def test_a_picture_that_goes_during_the_run_stops_all_processes(
+    server: ChatServer, trace: Trace, tmp_path: Path
+) -> None:
+    files = make_images(trace, tmp_path)
+    files[trace.requests[3].images[0].id].unlink()
+    bodies = Bodies(trace, files, "model", 1.0)
+    due_s = [0.0, 0.0, 0.0, 2.5, 600.0, 600.0, 600.0]  # the body of the fourth is made after the start
+    with pytest.raises(FileNotFoundError), ClientPool(2) as pool:
+        asyncio.run(pool.open_loop(server.url, None, 60.0, due_s, bodies, range(7), prepared=False))
+    assert len(server.bodies) == 3
+
+
 @pytest.mark.timeout(60)  # less than until the requests are due
 def test_an_interrupted_run_does_not_send_the_rest(server: ChatServer, trace: Trace, tmp_path: Path) -> None:
     bodies = Bodies(trace, make_images(trace, tmp_path), "model", 1.0)

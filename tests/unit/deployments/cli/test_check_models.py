@@ -102,4 +102,6 @@ def test_a_cached_hub_model_needs_no_hub(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(folder / "config.json"))
     assert looked.model_fact("owner/name").there
     (folder / "model.safetensors").unlink()
-    assert not looked.model_fact("owner/name").there
+    fact = looked.model_fact("owner/name")
+    assert not fact.there
+    assert "in the hub's cache, not complete" in fact.found
