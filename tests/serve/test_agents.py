@@ -101,4 +101,5 @@ def test_what_the_prefix_cache_has_lost_is_encoded_or_sent_again(
     until(lambda: encoded() >= before + num_encoded)
     after, twice_after = settled_together(encoded, encoded_twice)
     assert after <= before + num_encoded + twice_after - twice_before
-    assert ask_counted(base_url, body)[1] == 1, "the prefix cache has the others again"
+    # The prefix cache has the others again, and also the last one if the smaller cache of the encoder has evicted it.
+    assert ask_counted(base_url, body)[1] in ([1] if arch == "qwen3" else [0, 1])
