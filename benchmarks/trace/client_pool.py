@@ -71,9 +71,9 @@ class ClientPool:
             for each in sending:
                 each.cancel()
         sent = [one for run in runs for one in run.sent]
-        for run, share in zip(runs, shares, strict=True):
-            for one, index in zip(run.sent, range(len(piece))[share], strict=True):
-                one.index = index
+        for first, run in enumerate(runs):
+            for one in run.sent:
+                one.index = first + self.number * one.index
         return Run(
             sorted(sent, key=lambda one: one.index),
             max(run.duration_s for run in runs),

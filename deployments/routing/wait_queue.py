@@ -32,9 +32,6 @@ class WaitQueue:
         self.num_missed = 0
         """Places that became free while no call waited for them."""
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def is_oldest(self, arrived_s: float) -> bool:
         """Whether no call that waits arrived before this time."""
         return not self._calls or arrived_s <= self._calls[0].arrived_s

@@ -32,7 +32,7 @@ async def waiting(given: Fleet, *calls: Call) -> list[asyncio.Task[RunningReplic
     for number, call in enumerate(calls):
         tasks.append(given.ask(call.to_session_id(), f"waiting {number}"))
         await asyncio.sleep(0.02)
-    assert len(given.router._wait_queue) == min(len(calls), 2 * len(given.router.curr_replicas))
+    assert len(given.router._wait_queue._calls) == min(len(calls), 2 * len(given.router.curr_replicas))
     return tasks
 
 
@@ -67,7 +67,7 @@ def test_each_place_lets_one_call_try_in_order() -> None:
             given.end("a", "other")
             await ended(tasks)
             assert order == list(range(number + 1))
-        assert len(given.router._wait_queue) == 0
+        assert len(given.router._wait_queue._calls) == 0
 
     run(scenario)
 

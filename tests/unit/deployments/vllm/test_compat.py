@@ -24,6 +24,7 @@ from deployments.scaling.llm_scaler import EngineLoad
 from deployments.vllm import compat
 from deployments.vllm.stats import EngineStats
 from scripts import check_vllm_imports
+from tests.unit.deployments.vllm.fake_llm import start_fake_engine
 
 vllm_spec = importlib.util.find_spec("vllm")
 INSTALLED = Path(vllm_spec.origin).parent.parent if vllm_spec and vllm_spec.origin else None
@@ -350,26 +351,12 @@ def test_an_engine_gets_the_salt_and_a_name_of_the_request(
 ) -> None:
     """vLLM 0.26 reads no `cache_salt` from the bodies of /v1/messages: tenants would share its prefix cache there."""
 
-    class FakeLLM:
-        @classmethod
-        def from_engine_args(cls, *_: object, **__: object) -> FakeLLM:
-            return cls()
+    async def generate(
+        prompt: dict[str, Any], sampling_params: None, request_id: str
+    ) -> AsyncGenerator[SimpleNamespace, None]:
+        yield SimpleNamespace(told=(prompt["cache_salt"], request_id), finished=True)
 
-        async def generate(
-            self, prompt: dict[str, Any], sampling_params: None, request_id: str
-        ) -> AsyncGenerator[SimpleNamespace, None]:
-            yield SimpleNamespace(told=(prompt["cache_salt"], request_id), finished=True)
-
-    fakes = {
-        "AsyncLLM": FakeLLM,
-        "AsyncEngineArgs": SimpleNamespace,
-        "ECTransferConfig": SimpleNamespace,
-        "UsageContext": SimpleNamespace(OPENAI_API_SERVER="server"),
-    }
-    monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
-    monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
-    monkeypatch.setattr(compat, "default_server_args", Namespace)
-    engine: Any = compat.start_engine("m", {}, {}, cpu_kv_cache_gib=None, stats=EngineStats(), link="x")[0]
+    engine = start_fake_engine(monkeypatch, generate, {})
 
     async def generated(clock: compat.FirstTokenClock | None) -> list[tuple[str, str]]:
         compat.cache_salt.set(salt)

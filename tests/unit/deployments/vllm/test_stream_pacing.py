@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import JsonValue
 
-from deployments.vllm import compat, stream_pacing
-from deployments.vllm.stats import EngineStats
+from deployments.vllm import stream_pacing
 from deployments.vllm.stream_pacing import Pacer
+from tests.unit.deployments.vllm.fake_llm import start_fake_engine
 
 STEP_S = 0.01
 PIECE_S = 0.02
@@ -198,28 +196,10 @@ def test_an_engine_paces_its_streams(
 ) -> None:
     """Not with a parser of reasoning: vLLM 0.26 loses text behind its end if several tokens come at once."""
 
-    class FakeLLM:
-        def __init__(self) -> None:
-            self.engine = Engine()
-
-        @classmethod
-        def from_engine_args(cls, *_: object, **__: object) -> FakeLLM:
-            return cls()
-
-        def generate(self, *_: object, **__: object) -> AsyncGenerator[Output, None]:
-            return self.engine.generate(100)
-
-    fakes = {
-        "AsyncLLM": FakeLLM,
-        "AsyncEngineArgs": SimpleNamespace,
-        "UsageContext": SimpleNamespace(OPENAI_API_SERVER="server"),
-    }
-    monkeypatch.setattr(compat, "lookup", fakes.__getitem__)
-    monkeypatch.setattr(compat, "check_args", lambda *_, own_tower: None)
-    monkeypatch.setattr(compat, "default_server_args", Namespace)
     monkeypatch.setattr(stream_pacing, "PIECE_S", 60.0)
     monkeypatch.setattr(stream_pacing, "MAX_PAUSE_S", 60.0)
-    llm: Any = compat.start_engine("m", {}, server_args, cpu_kv_cache_gib=None, stats=EngineStats(), link=None)[0]
+    engine = Engine()
+    llm = start_fake_engine(monkeypatch, lambda *_: engine.generate(100), server_args)
 
     async def run() -> None:
         async with aclosing(llm.generate("prompt", None, "r")) as answer:
@@ -229,6 +209,6 @@ def test_an_engine_paces_its_streams(
             assert bool(done) is not paced
             second.cancel()
             await asyncio.wait([second])
-        assert llm.engine.num_aborted == 1
+        assert engine.num_aborted == 1
 
     asyncio.run(run())
